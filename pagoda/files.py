@@ -9,6 +9,9 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 
+MAX_TEXT_BYTES = 2**28
+"""Bytes of a file of a model that is read whole: configuration, index or tokenizer. The largest have 40 MB."""
+
 
 def open_private(path: str, flags: int) -> int:
     """Opener (as `open` takes it) of files that only the user may read, wherever they lie."""
@@ -25,6 +28,16 @@ def open_regular(path: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", path)
     return descriptor
+
+
+def read_regular(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """The bytes of a regular file, as those of models are; of whoever made them nothing is known.
+    Raises OSError: it is no regular file, is larger than `most_bytes`, or cannot be read."""
+    with open(path, "rb", opener=open_regular) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+    return data
 
 
 def read_file(path: Path, flag: str) -> bytes:

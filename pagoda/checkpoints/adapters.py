@@ -19,6 +19,7 @@ from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
+from pagoda.files import open_regular, read_regular
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -121,7 +122,7 @@ def adapter_digest(directory: Path) -> str:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = directory / name
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=open_regular) as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
@@ -133,7 +134,7 @@ def _read_config(directory: Path) -> Fields:
     if not directory.is_dir():
         raise ConfigError(f"there is no adapter directory {directory}.")
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular(path))
     except OSError as error:
         raise ConfigError(
             f"{directory} is no LoRA adapter: {CONFIG_FILE} cannot be read ({error.strerror})."

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.files import read_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -29,7 +30,7 @@ def read_index(path: Path) -> dict[str, Path]:
     """Returns the file of each tensor, by the index.
     Raises ConfigError: it is damaged, or names a file that is missing."""
     try:
-        index = json.loads(path.read_bytes())
+        index = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON.") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

@@ -26,7 +26,7 @@ from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
 from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
 from pagoda.errors import ConfigError
-from pagoda.files import open_regular
+from pagoda.files import read_regular
 
 _BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
 """Endings of the names of architectures."""
@@ -66,8 +66,7 @@ def read_model_config(
     Raises ConfigError: a file is missing, corrupt or describes a model that Pagoda does not run."""
     path = directory / "config.json"
     try:
-        with open(path, "rb", opener=open_regular) as file:
-            text = file.read()
+        text = read_regular(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a Hugging Face model directory.") from error
     except OSError as error:

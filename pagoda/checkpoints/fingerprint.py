@@ -21,6 +21,8 @@ from pagoda.checkpoints.gguf.reader import GgufFile, is_gguf, read_gguf
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.checkpoints.safetensors_header import read_header
+from pagoda.errors import ConfigError
+from pagoda.files import open_regular, read_regular
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _TEXT_KEYS = "tokenizer."
@@ -38,8 +40,9 @@ def model_digest(files: ModelFiles) -> str:
     if files.gguf is not None:
         _add_gguf(read_gguf(files.gguf), digest, lambda _: True)
     elif files.directory is not None:
-        for path in sorted(p for pattern in _TEXT_FILES for p in files.directory.glob(pattern)):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        found = (p for pattern in _TEXT_FILES for p in files.directory.glob(pattern))
+        for path in sorted(p for p in found if p.is_file()):
+            digest.update(path.name.encode() + b"\0" + _bytes_of(path))
         if any((files.directory / name).exists() for name in (INDEX_FILE, SINGLE_FILE)):
             _add_weights(files.directory, digest)
     else:
@@ -62,10 +65,18 @@ def weights_digest(model: str, load_format: str, seed: int) -> str:
     elif is_gguf(path):
         _add_gguf(read_gguf(path), digest, lambda key: not key.startswith(_TEXT_KEYS))
     else:
-        digest.update((path / "config.json").read_bytes())
+        digest.update(_bytes_of(path / "config.json"))
         if not is_dummy:
             _add_weights(path, digest)
     return digest.hexdigest()
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Raises ConfigError: the file cannot be read."""
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def _add_gguf(file: GgufFile, digest: hashlib._Hash, counts: Callable[[str], bool]) -> None:
@@ -101,7 +112,9 @@ def _sample(tensors: Iterable[_Stored], digest: hashlib._Hash) -> None:
     with contextlib.ExitStack() as stack:
         for path, start, num_bytes, what in sorted(tensors, key=itemgetter(3)):
             if path not in opened:
-                file = opened[path] = stack.enter_context(path.open("rb", buffering=0))
+                file = opened[path] = stack.enter_context(
+                    open(path, "rb", buffering=0, opener=open_regular)
+                )
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             digest.update(f"{what} {num_bytes}".encode())
             last = max(0, num_bytes - _SAMPLE_BYTES)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.errors import ConfigError
+from pagoda.files import open_regular
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 2**27
@@ -37,7 +38,7 @@ def read_header(path: Path) -> tuple[Mapping[str, StoredTensor], int]:
 
     Raises ConfigError: the file cannot be read, its header is damaged, or promises more than the file has."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             room = path.stat().st_size - _LENGTH_BYTES
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if length > min(room, _MAX_HEADER_BYTES):

@@ -11,6 +11,7 @@ import msgspec
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.pooling_spec import ScoreTokens
 from pagoda.errors import ConfigError
+from pagoda.files import read_regular
 
 FILE = "modules.json"
 _LOGIT_SCORE = "LogitScore"
@@ -35,7 +36,7 @@ def read_modules(directory: Path) -> Sequence[SentenceModule]:
     if not path.is_file():
         return ()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[SentenceModule])
+        return msgspec.json.decode(read_regular(path), type=list[SentenceModule])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from None
 
@@ -48,7 +49,7 @@ def score_tokens(directory: Path, modules: Sequence[SentenceModule]) -> ScoreTok
         return None
     path = directory / places[0] / "config.json"
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from None
     if not isinstance(values, dict):

@@ -16,6 +16,7 @@ from pagoda.engine.deadlines import Deadlines
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.request import Request
+from pagoda.engine.result_check import is_alike
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.tracing import EngineTracing
 from pagoda.errors import ConfigError, DeadlineError, EngineDeadError
@@ -290,20 +291,21 @@ class EngineCore:
             match event:
                 case StepResult() if is_astray:
                     pass  # it is as far behind as the one before
-                case StepResult() if self.scheduler and not self.scheduler.awaits(event):
-                    is_astray = True
-                    self.executor.close()
-                    chunks += self._on_worker_lost(
-                        WorkerLost(
-                            f"a result got lost or came twice, as step {event.step} did not come in turn",
-                            suspicion=0,
-                        )
-                    )
                 case StepResult():
-                    chunks += self._apply_result(event)
+                    problem = self._problem_with(event)
+                    if problem is None:
+                        chunks += self._apply_result(event)
+                    else:
+                        is_astray = True
+                        self.executor.close()
+                        chunks += self._on_worker_lost(WorkerLost(problem, suspicion=0))
                 case TransferEnd():
                     if self.parts is not None:
                         self.parts.scheduler.hooks.transfer_ended(event)
+                case WorkerReady() if self.parts and not is_alike(event, self.parts.worker):
+                    self.executor.close()
+                    problem = "the worker came back with another model or KV cache than before"
+                    chunks += self._on_worker_lost(WorkerLost(problem, suspicion=0))
                 case WorkerReady():
                     self._on_worker_ready(event)
                 case AdapterLoaded():
@@ -375,6 +377,15 @@ class EngineCore:
         transfers = scheduler.hooks.drain_transfers()
         if transfers is not None:
             self.executor.submit_transfers(transfers)
+
+    def _problem_with(self, result: StepResult) -> str | None:
+        """As `Scheduler.problem_with`."""
+        if self.parts is None:
+            return "a worker answered a step before it was ready"
+        so_far, now = self._expert_tokens, result.expert_tokens
+        if so_far and len(so_far) != len(now):
+            return f"the result of step {result.step} is of {len(now)} experts instead of {len(so_far)}"
+        return self.parts.scheduler.problem_with(result, self.parts.worker.vocab_size)
 
     def _apply_result(self, result: StepResult) -> list[TokenChunk]:
         if self.parts is None:

@@ -347,7 +347,8 @@ class KVTransferHooks(KVHooks):
         chunk = self._scheduler.append(
             request, [token.token_id], None if logprobs is None else [logprobs]
         )
-        return [msgspec.structs.replace(chunk, num_cached_tokens=token.num_cached_tokens)]
+        num_cached_tokens = min(token.num_cached_tokens, request.num_prompt_tokens)
+        return [msgspec.structs.replace(chunk, num_cached_tokens=num_cached_tokens)]
 
     def _end_load(self, request: Request, end: LoadEnd) -> None:
         """Publishes the loaded blocks of a request that awaited KV, and frees them."""

@@ -19,6 +19,7 @@ from pagoda.engine.kv_hooks import KVHooks
 from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
+from pagoda.engine.result_check import result_fits
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import (
@@ -193,6 +194,18 @@ class Scheduler:
     def awaits(self, result: StepResult) -> bool:
         """True if the result is that of the oldest step in flight."""
         return bool(self.in_flight) and self.in_flight[0].step == result.step
+
+    def problem_with(self, result: StepResult, vocab_size: int) -> str | None:
+        """Clause that says why this cannot be the result that is due; None if it can. Of a worker that sends such
+        a result, nothing can be trusted any more."""
+        if not self.awaits(result):
+            return f"a result got lost or came twice, as step {result.step} did not come in turn"
+        scheduled = self.in_flight[0].scheduled
+        if not result_fits(result, {part.slot: part.request for part in scheduled}, vocab_size):
+            return f"the result of step {result.step} is not of its requests"
+        due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
+        lacking = due.difference(result.slots, result.embeddings, result.errors)
+        return f"the result of step {result.step} lacks slot {min(lacking)}" if lacking else None
 
     def update(self, result: StepResult) -> list[TokenChunk]:
         """Applies the result of the oldest step in flight; returns what its requests gained.
@@ -422,6 +435,12 @@ class Scheduler:
         """The request waits: its KV, or the KV on its way, is lost."""
         self.places.forget_computed(request)
         self.places.enter(request, RequestState.WAITING, is_lost=True)
+
+
+def _is_due(request: Request) -> bool:
+    """True if the oldest step in flight that is to sample for the request must say something of it."""
+    is_wanted = request.generates or request.pooling is not None
+    return is_wanted and not request.num_overtaken and request.state is not RequestState.FINISHED
 
 
 def _with_queue_time(chunk: TokenChunk, request: Request) -> TokenChunk:

@@ -28,6 +28,7 @@ from pagoda.faults.injector import Faults, instance
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
+from pagoda.ipc.door import Door
 from pagoda.messages.adapters import Adapter, AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import TransferEnd, TransferLink, TransferMessage, Transfers
@@ -375,8 +376,9 @@ class _Group:
         heartbeat_ms = max(1, round(worker_timeout_s * 1000 / _HEARTBEATS))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, (_HEARTBEATS - 1) * heartbeat_ms)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        """Becomes readable when a connection has ended."""
+        self._door = Door()
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(Door.EVENTS)
+        """Becomes readable when a connection has begun or ended."""
         if keys is not None:
             start_authenticator(self._context, keys)
             encrypt_server(self.socket, keys)
@@ -474,8 +476,9 @@ class _Group:
     def look_for_gone(self, now: float) -> None:
         """Finds who it is that hung up, or was silent for too long, if any has: the socket does not name it."""
         with contextlib.suppress(zmq.Again):
-            while self.monitor.recv_multipart(zmq.NOBLOCK):
-                self.deadlines["parting"] = now + _PARTING_S
+            while True:
+                if self._door.take(self.monitor.recv_multipart(zmq.NOBLOCK)):
+                    self.deadlines["parting"] = now + _PARTING_S
         if now >= self.deadlines.get("parting", math.inf):
             del self.deadlines["parting"]
             # What changes nothing for those that are there.

@@ -17,6 +17,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.faults.injector import Faults, instance
 from pagoda.frontend import engine_restarts
+from pagoda.frontend.answer_check import PeerError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_restarts import EngineRestarts
@@ -286,6 +287,12 @@ class EngineClient:
         except msgspec.DecodeError as error:
             engine.end(f"sent what is not a message ({error})", blames_requests=False)
             return
+        try:
+            self._apply(engine, message)
+        except PeerError as error:
+            engine.end(str(error), blames_requests=False)
+
+    def _apply(self, engine: _Engine, message: EngineMessage) -> None:
         match message:
             case TokenChunks() if not self._has_given_tokens:
                 self._has_given_tokens = any(chunk.token_ids for chunk in message.chunks)

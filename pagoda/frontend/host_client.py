@@ -9,10 +9,12 @@ import msgspec
 import zmq
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.answer_check import PeerError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.replica import Replica
 from pagoda.ipc.codec import Codec
+from pagoda.ipc.door import pieces
 from pagoda.messages.frontend import EngineFailed, Hello
 from pagoda.messages.hosts import HostMessage, RouterMessage
 from pagoda.messages.tracing import ClockPing, ClockPong
@@ -98,7 +100,7 @@ class HostClient:
         self._socket.close()
 
     def send(self, message: RouterMessage) -> None:
-        self._socket.send(self._encode(message))
+        self._socket.send(*pieces(self._encode(message)))
 
     def _lose(self, reason: str) -> None:
         """Gives the host up: its requests continue at other hosts. `reason` is a clause. May be called twice."""
@@ -118,4 +120,7 @@ class HostClient:
             case EngineFailed(reason):
                 self.replica.fail(ConfigError(reason))
             case _:
-                self.replica.receive(message)
+                try:
+                    self.replica.receive(message)
+                except PeerError as error:
+                    self._lose(str(error))

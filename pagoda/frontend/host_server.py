@@ -28,6 +28,7 @@ from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.request_checks import check_request
 from pagoda.frontend.request_tracker import REFUSED, TIMED_OUT, RequestTracker
 from pagoda.ipc.codec import Codec
+from pagoda.ipc.door import pieces
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -44,6 +45,7 @@ from pagoda.messages.frontend import (
     TokenChunks,
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
+from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
@@ -342,13 +344,14 @@ class HostServer:
         routers, self._flushing = self._flushing, []
         for router in routers:
             chunks, router.chunks = router.chunks, []
-            self._send(router, TokenChunks(chunks))
+            for start in range(0, len(chunks), MAX_ITEMS):
+                self._send(router, TokenChunks(chunks[start : start + MAX_ITEMS]))
 
     def _send(self, router: _Router, message: HostMessage) -> None:
         if self._socket.closed:
             return
         try:
-            self._socket.send(router.identity, self._encode(message))
+            self._socket.send(router.identity, *pieces(self._encode(message)))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

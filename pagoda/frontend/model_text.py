@@ -15,6 +15,7 @@ from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles, load_model_config
 from pagoda.errors import ConfigError, InvalidRequestError, refuse
+from pagoda.files import read_regular
 from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 from pagoda.frontend.gguf_tokenizer import build_tokenizer
@@ -186,7 +187,7 @@ def synthetic_model_text(*, chat_template: Path | None = None) -> ModelText:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

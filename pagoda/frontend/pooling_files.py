@@ -16,6 +16,7 @@ from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import Task
 from pagoda.checkpoints.sentence_modules import FILE, read_modules
 from pagoda.errors import ConfigError
+from pagoda.files import read_regular
 from pagoda.messages.frontend import Pooling
 
 _MODULE_KINDS = ("Transformer", "Pooling", "Normalize", "LogitScore")
@@ -157,6 +158,6 @@ def _mode(path: Path) -> Pooling:
 
 def _read(path: Path, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_regular(path), type=kind)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from None

@@ -12,13 +12,16 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 
+from pagoda.frontend.answer_check import PeerError
 from pagoda.frontend.endpoint import CacheListener
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import PrefixCacheUpdate
+from pagoda.messages.ranges import MAX_ITEMS
 
-_MAX_KEYS = 2**16
-"""Keys in one message: 512 KiB."""
+_SPARE_TOLD = 2**20
+_MAX_TOLD_SHARE = 64
+"""Blocks that a replica may tell, and as many for each of its own cache: it tells those in host memory too."""
 
 
 class Holders:
@@ -77,8 +80,8 @@ class CacheUnion:
     def listen(self, listener: CacheListener) -> Callable[[], None]:
         """Tells `listener` all told keys at once, then what changes, until the function returned is called."""
         keys = list(self.told)
-        for start in range(0, max(1, len(keys)), _MAX_KEYS):
-            some = packed(keys[start : start + _MAX_KEYS])
+        for start in range(0, max(1, len(keys)), MAX_ITEMS):
+            some = packed(keys[start : start + MAX_ITEMS])
             listener(PrefixCacheUpdate(some, b"", starts_anew=start == 0))
         self.listeners.append(listener)
         return partial(self.listeners.remove, listener)
@@ -87,8 +90,9 @@ class CacheUnion:
         """Takes keys that the replica has told now and had not, and keys that it had and has no more."""
         first = [key for key in stored if self.told.add(key, replica)]
         last = [key for key in removed if self.told.discard(key, replica)]
-        if self.listeners and (first or last):
-            update = PrefixCacheUpdate(packed(first), packed(last))
+        for start in range(0, max(len(first), len(last)) if self.listeners else 0, MAX_ITEMS):
+            part = slice(start, start + MAX_ITEMS)
+            update = PrefixCacheUpdate(packed(first[part]), packed(last[part]))
             for listener in list(self.listeners):
                 listener(update)
 
@@ -205,7 +209,7 @@ class PrefixIndex:
                 self.ended[key] = self.num_updates
 
     def apply(self, update: PrefixCacheUpdate) -> None:
-        """Takes what the replica tells."""
+        """Takes what the replica tells. Raises PeerError: it tells more blocks than it can have."""
         keys = short_keys_in(update.stored)
         stored = [key for key in keys if key not in self.told]
         removed = self.told
@@ -219,6 +223,10 @@ class PrefixIndex:
         self.num_updates += 1
         self._forget_ended()
         self._union.change(self.replica, stored, removed)
+        if len(self.told) > _SPARE_TOLD + _MAX_TOLD_SHARE * self.capacity:
+            raise PeerError(
+                f"told of {len(self.told)} cached blocks, and its cache has {self.capacity}"
+            )
 
     def clear(self) -> None:
         """Forgets all: the replica's cache is lost, or the replica has gone."""
@@ -242,7 +250,9 @@ def short_keys(keys: Iterable[bytes]) -> list[int]:
 
 
 def short_keys_in(packed: bytes) -> Sequence[int]:
-    """The short keys in a field of `PrefixCacheUpdate`."""
+    """The short keys in a field of `PrefixCacheUpdate`. Raises PeerError: the last one is cut off."""
+    if len(packed) % SHORT_KEY_BYTES:
+        raise PeerError("told of a cached block by a part of its key")
     return struct.unpack(f"<{len(packed) // SHORT_KEY_BYTES}Q", packed)
 
 

@@ -245,13 +245,13 @@ class Registry:
         Raises ConfigError if the router has got hosts with which this one cannot be used, EngineDeadError if the
         host is lost.
         """
-        self._members.add(host)
-        entry.host, entry.since = host, time.time()
         block_size = host.limits.block_size
         self._block_sizes[block_size] += 1
-        self._first.set()
-        _log.info("the host at %s has joined", entry.record.address)
         try:
+            self._members.add(host)
+            entry.host, entry.since = host, time.time()
+            self._first.set()
+            _log.info("the host at %s has joined", entry.record.address)
             while host.state is not ReplicaState.FAILED:
                 entry.changed.clear()
                 if self._is_wanted(entry, host):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from pagoda.errors import (
     OverloadedError,
     PagodaError,
 )
+from pagoda.frontend.answer_check import AnswerCheck
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener, Unsubscribe
 from pagoda.frontend.token_stream import TokenStream
 from pagoda.frontend.totals import CounterHistory
@@ -53,8 +54,6 @@ PROBE = 0
 """Query id of the watchdog's probes; no query has it."""
 
 _LEASES_POLL_S = 0.1
-_NOBODY = "", None
-"""The request and the stream of a chunk that nobody waits for any more."""
 _set = msgspec.structs.force_setattr
 
 
@@ -76,6 +75,12 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Ends the peer or the connection to it, and fails the replica."""
         ...
+
+
+class _Answer(NamedTuple):
+    request_id: str
+    stream: TokenStream
+    check: AnswerCheck
 
 
 class Replica:
@@ -119,10 +124,10 @@ class Replica:
         self._listeners: list[Callable[[], None]] = []
         self._cache_listeners: list[CacheListener] = []
         self._step_listeners: list[StepListener] = []
-        self._streams: dict[str, tuple[str, TokenStream]] = {}
-        """Ids and streams of requests whose last chunks have not arrived, by `GenerateRequest.wire_id`."""
+        self._answers: dict[str, _Answer] = {}
+        """Requests whose last chunks have not arrived, by `GenerateRequest.wire_id`."""
         self._wire_ids: dict[str, str] = {}
-        """Keys of `_streams` by the ids of the requests."""
+        """Keys of `_answers` by the ids of the requests."""
         self._num_sent = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -133,7 +138,7 @@ class Replica:
         self._history = CounterHistory()
         self._watchdog = hang_timeout_s and Watchdog(
             hang_timeout_s,
-            is_owed=lambda: bool(probes_idle or self._streams or self._queries),
+            is_owed=lambda: bool(probes_idle or self._answers or self._queries),
             probe=lambda: self._tell(LoadQuery(PROBE)),
             on_silence=on_hang,
         )
@@ -173,7 +178,7 @@ class Replica:
     @property
     def num_streams(self) -> int:
         """Number of requests whose last chunks have not arrived."""
-        return len(self._streams)
+        return len(self._answers)
 
     def has_request(self, request_id: str) -> bool:
         """True if the request's last chunk has not arrived."""
@@ -234,7 +239,8 @@ class Replica:
         self._num_sent += 1
         wire_id = self._wire_ids[request_id] = str(self._num_sent)
         stream = TokenStream(partial(self._abandon, wire_id))
-        self._streams[wire_id] = request_id, stream
+        check = AnswerCheck(request, self.limits.vocab_size)
+        self._answers[wire_id] = _Answer(request_id, stream, check)
         self._idle.clear()
         try:
             self.transport.send(msgspec.structs.replace(request, wire_id=wire_id))
@@ -247,7 +253,7 @@ class Replica:
     async def abort(self, request_id: str) -> None:
         wire_id = self._wire_ids.get(request_id)
         if wire_id is not None:
-            _, stream = self._streams[wire_id]
+            stream = self._answers[wire_id].stream
             self._abandon(wire_id)
             stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
 
@@ -315,6 +321,7 @@ class Replica:
     # ---- for the transport
 
     def receive(self, message: EngineMessage | HostLeave) -> None:
+        """Raises PeerError: the message cannot be, and the transport must give the peer up."""
         self._owes_since = None
         if self._watchdog:
             self._watchdog.heard()
@@ -350,13 +357,14 @@ class Replica:
         # Chunks are stamped here, not when they are read: a slow client says nothing about the engine.
         now_ns = self._tracer.clock_ns()
         for chunk in chunks:
-            request_id, stream = self._streams.get(chunk.request_id, _NOBODY)
-            if stream is not None:
+            answer = self._answers.get(chunk.request_id)
+            if answer is not None:
+                answer.check.take(chunk)
                 if chunk.finish_reason is not None:
                     self._forget(chunk.request_id)
-                _set(chunk, "request_id", request_id)
+                _set(chunk, "request_id", answer.request_id)
                 _set(chunk, "received_ns", now_ns)
-                stream.push(chunk)
+                answer.stream.push(chunk)
         if began:
             self._tracer.span("chunks", began, {"chunks": len(chunks)})
 
@@ -441,20 +449,21 @@ class Replica:
         self._tell(AbortRequests([wire_id]))
 
     def _forget(self, wire_id: str) -> TokenStream | None:
-        request_id, stream = self._streams.pop(wire_id, _NOBODY)
-        self._wire_ids.pop(request_id, None)
-        if not self._streams:
+        answer = self._answers.pop(wire_id, None)
+        if answer is not None:
+            self._wire_ids.pop(answer.request_id, None)
+        if not self._answers:
             self._idle.set()
-        return stream
+        return None if answer is None else answer.stream
 
     def _end_all(self, reason: str) -> None:
         if self._watchdog:
             self._watchdog.stop()
         self._history.on_engine_lost()
         self._owes_since = None
-        for wire_id, (_, stream) in list(self._streams.items()):
+        for wire_id, answer in list(self._answers.items()):
             self._forget(wire_id)
-            stream.fail(EngineLostError(reason))
+            answer.stream.fail(EngineLostError(reason))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineLostError(reason))

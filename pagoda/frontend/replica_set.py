@@ -21,7 +21,8 @@ from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_pool import GOLDEN_RATIO, RolePool, Shortlist
 from pagoda.ipc.clock import Clock
 from pagoda.kv.layout import KVLayout
-from pagoda.messages.frontend import EngineReady, GenerateRequest
+from pagoda.messages.frontend import MAX_ROUTERS, EngineReady, GenerateRequest
+from pagoda.messages.ranges import MAX_ITEMS, capped
 from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.messages.worker_config import Role
 
@@ -135,13 +136,12 @@ class ReplicaSet:
         old, new = slot.limits, slot.replica.limits
         if old == new:
             return
+        layout = KVLayout(new.block_size, () if new.kv_group is None else [new.kv_group])
         self._list(slot, None)
         self._count(new, 1)
         self._count(old, -1)
         slot.limits = new
-        self._cache.layout = KVLayout(
-            new.block_size, () if new.kv_group is None else [new.kv_group]
-        )
+        self._cache.layout = layout
         slot.prefixes.resize(new.num_blocks)
         if old is None or old.role is not new.role:
             self._outliers.add(slot.health, new.role)
@@ -346,17 +346,19 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
     return EngineReady(
         max_model_len=min(limit.max_model_len for limit in limits),
         vocab_size=min(limit.vocab_size for limit in limits),
-        num_blocks=sum(limit.num_blocks * count for limit, count in limits.items()),
+        num_blocks=capped(sum(limit.num_blocks * count for limit, count in limits.items())),
         block_size=next(iter(limits)).block_size,
-        max_num_seqs=sum(limit.max_num_seqs * count for limit, count in limits.items()),
-        max_num_waiting=sum(limit.max_num_waiting * count for limit, count in limits.items()),
-        max_num_waiting_tokens=sum(
-            limit.max_num_waiting_tokens * count for limit, count in limits.items()
+        max_num_seqs=capped(sum(limit.max_num_seqs * count for limit, count in limits.items())),
+        max_num_waiting=capped(
+            sum(limit.max_num_waiting * count for limit, count in limits.items())
         ),
-        summary=prefix + "; ".join(summaries),
+        max_num_waiting_tokens=capped(
+            sum(limit.max_num_waiting_tokens * count for limit, count in limits.items())
+        ),
+        summary=(prefix + "; ".join(summaries))[:MAX_ITEMS],
         role=_sum_of_roles({limit.role for limit in limits}),
         max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
-        routers=tuple(sorted(routers)),
+        routers=tuple(sorted(routers))[:MAX_ROUTERS],
         kv_group=next(iter(limits)).kv_group,
     )
 

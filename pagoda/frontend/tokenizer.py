@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from pagoda.errors import ConfigError, InvalidRequestError, PagodaError, refuse
+from pagoda.files import read_regular
 from pagoda.frontend.detokenizer import (
     ByteLevelDecoder,
     IncrementalDecoder,
@@ -228,16 +229,18 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """Reads `tokenizer.json`; without one, transformers (an optional extra) makes it in a process of its own.
     Raises ConfigError: there is no tokenizer, or its file cannot be read."""
     path = directory / "tokenizer.json"
-    is_there = path.is_file()
+    is_there = path.exists()
     converted = "" if is_there else _converted(directory)
     source = repr(str(path)) if is_there else f"the tokenizer.json made of {str(directory)!r}"
     try:
         with failures_told():
-            backend = Backend.from_file(str(path)) if is_there else Backend.from_str(converted)
+            backend = Backend.from_buffer(read_regular(path) if is_there else converted.encode())
             tokenizer = Tokenizer(backend)
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}.") from None
     except TokenizerError as error:
         raise ConfigError(f"{source} is not a tokenizer.json that can be read: {error}.") from None
-    check_backend(backend, source)
+    check_backend(backend, source, tokenizer.longest_token_chars)
     return tokenizer
 
 

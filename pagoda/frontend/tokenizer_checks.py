@@ -20,8 +20,10 @@ _MOST_GROWTH = 512
 """Times by which a normalizer, or a pre-tokenizer, may lengthen a text. That of ALBERT reckons with 324."""
 _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "BertNormalizer": 12}
 """Characters that normal forms of Unicode may make of one."""
-_LENGTHENING = {"ByteLevel": 5, "Metaspace": 2}
+_LENGTHENING = {"ByteLevel": 5, "Metaspace": 2, "WordPiece": 2}
 """The same of other steps: four bytes and a space, or a space for each word."""
+MAX_TOKEN_CHARS = 2**16
+"""Characters that a token may become; of what was published the longest have some hundreds."""
 _TAKES_A_CHARACTER = re.compile(
     r"(?:\[\^?(?:[^][\\]|\\[sSwWdDnrt])+\]|\\[sSwWdDnrt]|\\[pP]\{\^?\w+\}|[^][\\(){}|?*+^$.])"
     r"(?:\+|\{[1-9]\d*(?:,\d*)?\})?(?![?*+{])[^|]*\Z"
@@ -49,8 +51,9 @@ def failures_told() -> Iterator[None]:
         raise TokenizerError(str(error)) from None
 
 
-def check_backend(backend: Backend, source: str) -> None:
-    """Raises ConfigError: the tokenizer cannot cut or join simple texts, or makes far longer ones of them."""
+def check_backend(backend: Backend, source: str, longest_token_chars: int) -> None:
+    """Raises ConfigError: the tokenizer cannot cut or join simple texts, or makes far longer ones of them or of a
+    token, of which none has more than `longest_token_chars`."""
     parts = (("normalizer", backend.normalizer), ("pre-tokenizer", backend.pre_tokenizer))
     for name, part in parts:
         # Not the whole tokenizer as text: its vocabulary has tens of megabytes.
@@ -59,6 +62,11 @@ def check_backend(backend: Backend, source: str) -> None:
             raise ConfigError(
                 f"{source}: its {name} makes texts more than {_MOST_GROWTH} times as long."
             )
+    decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    if longest_token_chars * growth(decoder) > MAX_TOKEN_CHARS:
+        raise ConfigError(
+            f"{source}: its decoder makes more than {MAX_TOKEN_CHARS} characters of a token."
+        )
     try:
         with failures_told():
             for text in _PROBES:
@@ -70,7 +78,7 @@ def check_backend(backend: Backend, source: str) -> None:
 
 
 def growth(spec: Any) -> float:
-    """Times by which a normalizer or a pre-tokenizer may lengthen a text."""
+    """Times by which a normalizer, a pre-tokenizer or a decoder may lengthen a text."""
     times, formed = 1.0, 1
     for step in _steps(spec):
         kind = step.get("type")
@@ -100,8 +108,9 @@ def _steps(spec: Any) -> Iterator[dict[str, Any]]:
         return
     if spec.get("type") != "Sequence":
         yield spec
-    for step in (*spec.get("normalizers", ()), *spec.get("pretokenizers", ())):
-        yield from _steps(step)
+    for inner in ("normalizers", "pretokenizers", "decoders"):
+        for step in spec.get(inner, ()):
+            yield from _steps(step)
 
 
 def _growth_of_replace(pattern: dict[str, str], content: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from pagoda.ipc.door import Door
 from pagoda.messages.worker_config import CurveKeys
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -39,8 +40,12 @@ def keys_of(secret: bytes) -> CurveKeys:
 
 
 def encrypt_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Encrypts `socket`. Call before it is bound, in a context with an authenticator, which alone checks keys."""
+    """Encrypts `socket`. Call before it is bound, in a context with an authenticator, which alone checks keys.
+
+    What is sent to it goes in `pieces`; its `Door` bounds strangers.
+    """
     _keep_alive(socket)
+    Door.limit(socket)
     socket.curve_server = True
     socket.curve_secretkey = keys.server_secret_key.encode()
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import zmq
 
-MAX_MESSAGE_BYTES = 64 * 2**20
-"""A longer message from another host closes the connection that brings it."""
+from pagoda.ipc.door import Door
+
 _MAX_MESSAGES_PER_TURN = 256
 """Messages after which other work of the event loop has its turn."""
 HEARTBEAT_S = 1.25
@@ -30,7 +30,7 @@ class EventSocket:
         on_message: Callable[[list[bytes]], None],
         on_disconnect: Callable[[], None] | None = None,
     ) -> None:
-        """`on_disconnect` is called whenever a peer of `socket` has gone.
+        """`on_disconnect` is called whenever a peer of `socket` has gone; with it, the socket's door is kept.
 
         Raises zmq.ZMQError if there is no socket left for the monitor; `socket` is closed then.
         """
@@ -41,8 +41,10 @@ class EventSocket:
         self._monitor: EventSocket | None = None
         try:
             if on_disconnect is not None:
-                events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                self._monitor = EventSocket(events, lambda _event: on_disconnect())
+                door, events = Door(), socket.get_monitor_socket(Door.EVENTS)
+                self._monitor = EventSocket(
+                    events, lambda event: door.take(event) and on_disconnect()
+                )
         except zmq.ZMQError:
             socket.close()
             raise
@@ -105,16 +107,14 @@ class EventSocket:
         self._read_later()
 
 
-def host_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, max_bytes: int = MAX_MESSAGE_BYTES
-) -> zmq.Socket[bytes]:
-    """A socket between hosts: its queues have no limit, its messages do, and silent peers are disconnected.
+def host_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket between hosts: its queues have no limit, its frames do, and silent peers are disconnected.
     Peers need not do the same."""
     socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    Door.limit(socket)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000))
     return socket

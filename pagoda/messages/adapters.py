@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pagoda.messages.ranges import Name, Sentence
+
 
 class Adapter(msgspec.Struct, frozen=True):
     """One adapter: requests, KV blocks and workers know it by its digest."""
@@ -29,6 +31,6 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded"):
-    digest: str
-    error: str = ""
+    digest: Name
+    error: Sentence = ""
     """A sentence for the user where the adapter could not be loaded; empty where it was."""

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
+from pagoda.messages.ranges import capped
+
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def added(values: Sequence[Any]) -> Any:
     """The sum of numbers; of lists, the sums of their columns, where a short list counts as padded with zeros."""
     if any(isinstance(value, list) for value in values):
-        return [sum(column) for column in zip_longest(*values, fillvalue=0)]
-    return sum(values)
+        return [capped(sum(column)) for column in zip_longest(*values, fillvalue=0)]
+    return capped(sum(values))
 
 
 class Figure(NamedTuple):

@@ -10,16 +10,35 @@ from array import array
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
-from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams, TokenId
+from pagoda.messages.ranges import (
+    MAX_COUNT,
+    MAX_ITEMS,
+    Count,
+    Logprob,
+    Name,
+    Place,
+    Seconds,
+    Sentence,
+    Size,
+)
+from pagoda.messages.sampling_params import (
+    ALL_LOGPROBS,
+    DEFAULT_MAX_LOGPROBS,
+    SamplingParams,
+    TokenId,
+)
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
+MAX_ROUTERS = 1024
+"""Ids of routers that a host names."""
 
 
 class FinishReason(enum.StrEnum):
@@ -35,15 +54,15 @@ class FinishReason(enum.StrEnum):
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Address of a prompt's KV: the engine that computes or holds it."""
 
-    address: str
+    address: Name
     """`tcp://host:port` of that engine's listener (`pagoda.pd.links`)."""
-    engine_id: str
+    engine_id: Name
     """New at each start of that engine."""
-    transfer_id: str
+    transfer_id: Name
     """Id of the KV in that engine, never used twice."""
-    tp_size: int = 1
+    tp_size: Size = 1
     """Tensor-parallel size of that engine, for proxies that ask. Its workers say what each of them has."""
-    block_ids: tuple[int, ...] = ()
+    block_ids: tuple[Place, ...] = ()
     """Full blocks of the prompt, once it is computed; for proxies that pass such a list on."""
 
 
@@ -107,11 +126,11 @@ class GenerateRequest(
     """Language that the answer is held to. The engine compiles it, and refuses one that is wrong or too large."""
     adapter: str = ""
     """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
-    num_scored_tokens: int = 0
+    num_scored_tokens: Count = 0
     """Leading prompt tokens whose log-probabilities (`sampling.prompt_logprobs`) the sender has already."""
     pooling: Pooling | None = None
     """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
-    second_text: int = 0
+    second_text: Count = 0
     """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
     body: str = ""
     """Id that all requests of one body of a client share, and no other; empty for a request of its own."""
@@ -140,7 +159,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
     """Asks for a `LoadReport`."""
 
-    query_id: int
+    query_id: Count
 
 
 class SubscribeCache(msgspec.Struct, frozen=True, tag="subscribe_cache"):
@@ -162,20 +181,27 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before penalties and temperature)."""
 
-    logprob: float
-    rank: int
+    logprob: Logprob
+    rank: Count
     """Rank of the sampled token; 1 is the most likely."""
-    top_token_ids: list[int]
+    top_token_ids: list[TokenId]
     """The most likely tokens, best first; as many as were asked for."""
-    top_logprobs: list[float]
+    top_logprobs: list[Logprob]
+
+    def fits(self, vocab_size: int, num_top: int) -> bool:
+        """True if these can be of a vocabulary of that size, and of no more likeliest tokens."""
+        top_ids = self.top_token_ids
+        return len(top_ids) == len(self.top_logprobs) <= num_top and (
+            not top_ids or max(top_ids) < vocab_size
+        )
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of consecutive prompt tokens, as columns: no process on their way looks at single ones."""
 
-    first: int
+    first: Size
     """Position of the first of the tokens, at least 1."""
-    num_top: int
+    num_top: Place
     """Likeliest tokens at each position."""
     ranks: bytes
     """[tokens] int32, as in `TokenLogprobs`. All numbers are little-endian."""
@@ -183,6 +209,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """[tokens, num_top] int32."""
     logprobs: bytes
     """[tokens, 1 + num_top] float32: of the prompt's token, then of the likeliest ones."""
+
+    def fits(self, vocab_size: int, num_top: int, num_prompt_tokens: int) -> bool:
+        """True if these can be of a prompt and a vocabulary of that size, and of no more likeliest tokens."""
+        num_tokens, ids = len(self.ranks) // 4, array("i")
+        if self.num_top > num_top or self.end > num_prompt_tokens or len(self.ranks) % 4:
+            return False
+        if len(self.top_token_ids) != 4 * num_tokens * self.num_top:
+            return False
+        ids.frombytes(self.top_token_ids)
+        in_range = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+        return in_range and len(self.logprobs) == 4 * num_tokens * (1 + self.num_top)
 
     @property
     def end(self) -> int:
@@ -224,23 +261,23 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, or news of its prompt."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ITEMS)]
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    stop_reason: TokenId | Sentence | None = None
     """The stop token id or stop string that ended the answer; None for the model's own end-of-sequence."""
     logprobs: list[TokenLogprobs] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     """Prompt tokens whose KV came from the cache at first admission."""
-    error: str | None = None
+    error: Sentence | None = None
     """One sentence, with `FinishReason.ERROR`."""
-    num_computed_tokens: int | None = None
+    num_computed_tokens: Count | None = None
     """Computed tokens of the prompt, in a chunk that tells of the prompt alone; load tracking uses it."""
     kv_source: KVSource | None = None
     """Future place of KV that is held, once the request is queued; again in the last chunk if the KV is there."""
-    queue_time_s: float | None = None
+    queue_time_s: Seconds | None = None
     """Seconds before the first step, in an engine's first chunk. A dispatcher adds the time in which no engine had
     the request, and repeats it when another engine begins before the first token."""
-    received_ns: int = 0
+    received_ns: Annotated[int, Meta(ge=0)] = 0
     """Nanoseconds on the clock of the process that received the chunk."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of further prompt tokens, behind those of the chunks before."""
@@ -260,14 +297,14 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
     """All chunks that one step made for one frontend."""
 
-    chunks: list[TokenChunk]
+    chunks: Annotated[list[TokenChunk], Meta(max_length=MAX_ITEMS)]
 
 
 class PrefixCacheUpdate(msgspec.Struct, frozen=True, tag="cache_news"):
     """Changes of the cached blocks since the last update, as the first 8 bytes of each key; no key is in both."""
 
-    stored: bytes
-    removed: bytes
+    stored: Annotated[bytes, Meta(max_length=8 * MAX_ITEMS)]
+    removed: Annotated[bytes, Meta(max_length=8 * MAX_ITEMS)]
     starts_anew: bool = False
     """True if earlier updates no longer count."""
 
@@ -275,56 +312,60 @@ class PrefixCacheUpdate(msgspec.Struct, frozen=True, tag="cache_news"):
 class StepBin(msgspec.Struct, frozen=True, array_like=True):
     """A step, or several that ended close together."""
 
-    age_s: float
+    age_s: Seconds
     """Seconds between the end of the last step and the message."""
-    step: int
-    num_steps: int
-    step_time_s: float
+    step: Count
+    num_steps: Count
+    step_time_s: Seconds
     """Seconds of the longest step."""
-    num_prefill_tokens: int
+    num_prefill_tokens: Count
     """Tokens of all steps that requests were given several at a time."""
-    num_decode_tokens: int
+    num_decode_tokens: Count
     """Tokens of all steps that requests were given one by one."""
-    num_seqs: int
+    num_seqs: Count
 
 
 class StepStatistics(msgspec.Struct, frozen=True, tag="step_news"):
     """Steps that have ended since the last such message, oldest first; a bounded number."""
 
-    bins: list[StepBin]
-    replica: str = ""
+    bins: Annotated[list[StepBin], Meta(max_length=MAX_ITEMS)]
+    replica: Name = ""
     """Name of the replica, set by the dispatcher in front of it."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine's first message: the limits that requests are checked against at the door."""
 
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_waiting: int
-    max_num_waiting_tokens: int
+    max_model_len: Size
+    vocab_size: Size
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+    block_size: Size
+    max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+    max_num_waiting: Count
+    max_num_waiting_tokens: Count
     """Prompt tokens that requests may have which wait and have not begun."""
-    summary: str
+    summary: Sentence
     """One line for the operator: device, dtype, KV cache size."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
-    host_id: str = ""
+    host_id: Name = ""
     """Id of a host, new at each start; empty for an engine."""
-    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, le=2**31 - 1)] = DEFAULT_MAX_LOGPROBS
     """Likeliest tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
-    routers: tuple[str, ...] = ()
+    routers: Annotated[tuple[Name, ...], Meta(max_length=MAX_ROUTERS)] = ()
     """Ids of all routers that a request may pass behind this point."""
     kv_group: KVGroup | None = None
     """The KV group whose blocks `PrefixCacheUpdate`s tell; None if it keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.kv_group is not None and self.kv_group.block_size % self.block_size:
+            raise ValueError("blocks of `kv_group` are a multiple of `block_size`")
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start, or has given up; it ends after this message."""
 
-    error: str
+    error: Sentence
     is_user_error: bool
     """True if `error` is one sentence meant for the user rather than a bug."""
 
@@ -333,9 +374,9 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The request was not taken: the waiting queue is full, or the request can never run."""
 
     request_id: str
-    retry_after_s: int = 0
+    retry_after_s: Annotated[int, Meta(ge=0, le=86400)] = 0
     """Seconds in which the engine drains the tokens that wait now."""
-    error: str = ""
+    error: Sentence = ""
     """Fault of a request that can never run, in one sentence; empty if the queue is full."""
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pagoda.messages.frontend import EngineMessage, FrontendMessage
+from pagoda.messages.ranges import Name, Sentence
 from pagoda.messages.tracing import ClockPing, ClockPong
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A host as it can be found. All else about it is said over the connection to it."""
 
-    host_id: str
+    host_id: Name
     """New at each start; empty where only the address is known."""
-    address: str
+    address: Name
     """`tcp://host:port`, where it takes `RouterMessage`s."""
 
 
@@ -26,9 +29,9 @@ class HostJoin(msgspec.Struct, frozen=True, tag="join"):
 class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """Answers every `HostJoin`."""
 
-    ttl_s: float
+    ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400.0)]
     """Seconds without another announcement after which the host counts as gone."""
-    refusal: str = ""
+    refusal: Sentence = ""
     """Sentence that says why the host is not used; empty if it is, or may still be."""
     is_final: bool = False
     """True if the host need not announce itself again: the router will never use it."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+
+from pagoda.messages.ranges import MAX_ITEMS, Place, Size
 
 
 class KVKind(enum.StrEnum):
@@ -30,15 +33,19 @@ class KVKind(enum.StrEnum):
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share a block table. Blocks of all groups are equally large and come out of one pool."""
 
-    layers: tuple[int, ...]
+    layers: Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_ITEMS)]
     """Layer numbers in the whole model, whatever stage holds them."""
     kind: KVKind = KVKind.FULL
-    block_size: int
+    block_size: Size
     """Tokens of a block; a multiple of that of the smallest group."""
-    window: int = 0
+    window: Place = 0
     """Tokens that a token sees, itself included (`window`), or of a chunk (`chunk`); else 0."""
-    window_multiple: int = 1
+    window_multiple: Size = 1
     """Attention reads from a multiple of this on, somewhat before the window begins."""
+
+    def __post_init__(self) -> None:
+        if self.kind in (KVKind.WINDOW, KVKind.CHUNK) and self.window < 1:
+            raise ValueError(f"a group of kind {self.kind} has a window of at least 1")
 
     @property
     def keeps_all(self) -> bool:

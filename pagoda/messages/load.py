@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pagoda.messages.figures import added, counter, gauge, merged
+from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Seconds
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds, in tokens, of the classes in which `StepTotals.by_tokens` counts steps."""
 STEP_SEQUENCE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MAX_TIERS = 64
 
 
 def _largest(values: Sequence[float]) -> float:
@@ -20,7 +23,7 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _concatenated(values: Sequence[tuple[ProcessMemory, ...]]) -> tuple[ProcessMemory, ...]:
-    return tuple(chain.from_iterable(values))
+    return tuple(islice(chain.from_iterable(values), MAX_ITEMS))
 
 
 def _merged_steps(values: Sequence[StepTotals]) -> StepTotals:
@@ -32,7 +35,7 @@ def _merged_tiers(values: Sequence[tuple[TierLoad, ...]]) -> tuple[TierLoad, ...
     tiers: dict[str, list[TierLoad]] = {}
     for tier in chain.from_iterable(values):
         tiers.setdefault(tier.name, []).append(tier)
-    return tuple(map(_merged_tier, tiers.values()))
+    return tuple(map(_merged_tier, islice(tiers.values(), MAX_TIERS)))
 
 
 def _merged_tier(tiers: Sequence[TierLoad]) -> TierLoad:
@@ -52,23 +55,23 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     The engine schedules, submits and updates; workers prepare inputs, run the model forward and sample.
     """
 
-    num_tokens: int = 0
+    num_tokens: Count = 0
     """Tokens computed: of prompts and answers, with those that were computed again."""
-    num_sequences: int = 0
+    num_sequences: Count = 0
     """Each sequence counts once in each step."""
-    by_tokens: list[int] = []
+    by_tokens: Annotated[list[Count], Meta(max_length=len(STEP_TOKEN_BOUNDS) + 1)] = []
     """Steps by tokens: a count for each of `STEP_TOKEN_BOUNDS`, and one above; empty before the first step."""
-    by_sequences: list[int] = []
+    by_sequences: Annotated[list[Count], Meta(max_length=len(STEP_SEQUENCE_BOUNDS) + 1)] = []
     """Steps by their number of sequences (`STEP_SEQUENCE_BOUNDS`)."""
-    schedule_s: float = 0.0
-    submit_s: float = 0.0
-    wait_s: float = 0.0
+    schedule_s: Seconds = 0.0
+    submit_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
     """Time from handing a plan over until its result, without computing."""
-    prepare_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    update_s: float = 0.0
-    idle_s: float = 0.0
+    prepare_s: Seconds = 0.0
+    forward_s: Seconds = 0.0
+    sample_s: Seconds = 0.0
+    update_s: Seconds = 0.0
+    idle_s: Seconds = 0.0
     """Time for which the worker that samples had no plan, or waited for the stage before."""
 
 
@@ -81,9 +84,9 @@ PHASES = {
 class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
     """The memory of one process on its host."""
 
-    role: str
+    role: Name
     """The part of the server, for example `engine dp0` or `worker dp0 tp1 pp0`."""
-    pid: int
+    pid: Count
     resident_bytes: int
     """Memory that several processes share counts in each."""
 
@@ -95,13 +98,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """
 
     num_running: Annotated[
-        int, gauge("num_requests_running", "Requests that run.", vllm=("num_requests_running",))
+        Count, gauge("num_requests_running", "Requests that run.", vllm=("num_requests_running",))
     ] = 0
     num_waiting: Annotated[
-        int, gauge("num_requests_waiting", "Requests that wait.", vllm=("num_requests_waiting",))
+        Count, gauge("num_requests_waiting", "Requests that wait.", vllm=("num_requests_waiting",))
     ] = 0
     num_awaiting_kv: Annotated[
-        int,
+        Count,
         gauge(
             "num_requests_awaiting_kv",
             "Requests that wait for KV blocks from a tier below the device.",
@@ -109,43 +112,43 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = 0
     num_pending_tokens: Annotated[
-        int, gauge("num_tokens_pending", "Prompt and output tokens not yet computed.")
+        Count, gauge("num_tokens_pending", "Prompt and output tokens not yet computed.")
     ] = 0
-    num_blocks: Annotated[int, gauge("kv_cache_blocks", "Blocks of the KV cache.")] = 0
+    num_blocks: Annotated[Count, gauge("kv_cache_blocks", "Blocks of the KV cache.")] = 0
     num_free_blocks: Annotated[
-        int,
+        Count,
         gauge("kv_cache_free_blocks", "Blocks of the KV cache that are free or can be evicted."),
     ] = 0
     planned_memory_bytes: Annotated[
-        int,
+        Count,
         gauge(
             "worker_planned_memory_bytes",
             "Memory that the workers reckoned to take before they took any.",
         ),
     ] = 0
     taken_memory_bytes: Annotated[
-        int,
+        Count,
         gauge(
             "worker_taken_memory_bytes",
             "Memory that the workers' weights took, and that the largest step, KV and other tables take at most.",
         ),
     ] = 0
-    num_cached_blocks: Annotated[int, gauge()] = 0
+    num_cached_blocks: Annotated[Count, gauge()] = 0
     """Free blocks that a later request may find."""
     num_leases: Annotated[
-        int, gauge("kv_leases", "Requests whose KV is held for other engines.")
+        Count, gauge("kv_leases", "Requests whose KV is held for other engines.")
     ] = 0
-    num_wanted_leases: Annotated[int, gauge()] = 0
+    num_wanted_leases: Annotated[Count, gauge()] = 0
     """Leases that another engine has asked for and is not done with."""
     num_leased_blocks: Annotated[
-        int, gauge("kv_leased_blocks", "KV blocks that are held for other engines.")
+        Count, gauge("kv_leased_blocks", "KV blocks that are held for other engines.")
     ] = 0
     step_time_s: Annotated[
-        float,
+        Seconds,
         gauge("step_time_seconds", "Duration of a step, as a moving average.", merge=_largest),
     ] = 0.0
     stalled_for_s: Annotated[
-        float,
+        Seconds,
         gauge(
             "stalled_seconds",
             "How long no step has finished although there is work; 0 when idle.",
@@ -153,7 +156,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = 0.0
     num_prompt_tokens: Annotated[
-        int,
+        Count,
         counter(
             "prompt_tokens_total",
             "Prompt tokens of requests that were admitted.",
@@ -166,7 +169,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = 0
     num_prefix_hit_tokens: Annotated[
-        int,
+        Count,
         counter(
             "prefix_cache_hits_total",
             "Prompt tokens found in the cache.",
@@ -174,10 +177,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = 0
     num_generated_tokens: Annotated[
-        int, counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",))
+        Count,
+        counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",)),
     ] = 0
     num_preemptions: Annotated[
-        int,
+        Count,
         counter(
             "num_preemptions_total",
             "Requests preempted for want of KV blocks.",
@@ -185,30 +189,31 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = 0
     num_blocks_stored: Annotated[
-        int, counter("kv_blocks_stored_total", "KV blocks that later requests could find.")
+        Count, counter("kv_blocks_stored_total", "KV blocks that later requests could find.")
     ] = 0
     num_blocks_removed: Annotated[
-        int,
+        Count,
         counter(
             "kv_blocks_removed_total",
             "KV blocks evicted, or lost with a worker, that could be found before.",
         ),
     ] = 0
     num_leases_expired: Annotated[
-        int,
+        Count,
         counter(
             "kv_leases_expired_total",
             "Requests whose KV was held for other engines, and not fetched in time.",
         ),
     ] = 0
-    num_steps: Annotated[int, counter("engine_steps_total", "Steps finished.")] = 0
+    num_steps: Annotated[Count, counter("engine_steps_total", "Steps finished.")] = 0
     num_worker_restarts: Annotated[
-        int, counter("worker_restarts_total", "Workers lost and started again.")
+        Count, counter("worker_restarts_total", "Workers lost and started again.")
     ] = 0
-    num_engine_restarts: Annotated[int, counter()] = 0
+    num_engine_restarts: Annotated[Count, counter()] = 0
     """Engines behind a dispatcher that were lost, and started again if they could be."""
     expert_tokens: Annotated[
-        list[int],
+        list[Count],
+        Meta(max_length=MAX_ITEMS),
         counter(
             "expert_tokens_total",
             "Tokens given to an expert, over all layers; of a prompt, the last layer takes the last token.",
@@ -216,7 +221,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = []
     expert_rank_tokens: Annotated[
-        list[int],
+        list[Count],
+        Meta(max_length=MAX_ITEMS),
         counter(
             "expert_rank_tokens_total",
             "Tokens given to the experts of a rank, over all layers.",
@@ -225,40 +231,44 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     ] = []
     """Counts by tensor-parallel rank; empty without expert parallelism."""
     steps: Annotated[StepTotals, counter(merge=_merged_steps)] = StepTotals()
-    tiers: Annotated[tuple[TierLoad, ...], counter(merge=_merged_tiers)] = ()
+    tiers: Annotated[
+        tuple[TierLoad, ...], Meta(max_length=MAX_TIERS), counter(merge=_merged_tiers)
+    ] = ()
     """Tiers below the device, nearest first; other engines, from which KV is fetched, are the last."""
-    processes: Annotated[tuple[ProcessMemory, ...], gauge(merge=_concatenated)] = ()
+    processes: Annotated[
+        tuple[ProcessMemory, ...], Meta(max_length=MAX_ITEMS), gauge(merge=_concatenated)
+    ] = ()
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
-    query_id: int | None = None
+    query_id: Count | None = None
     """The query that this report answers; None if the engine reports unasked."""
-    replicas: tuple[ReplicaLoad, ...] = ()
+    replicas: Annotated[tuple[ReplicaLoad, ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one tier, and its counters."""
 
-    name: str
+    name: Name
     num_blocks: Annotated[
-        int, gauge("kv_tier_blocks", "KV blocks that a tier below the device holds.")
+        Count, gauge("kv_tier_blocks", "KV blocks that a tier below the device holds.")
     ] = 0
     num_total_blocks: Annotated[
-        int, gauge("kv_tier_capacity_blocks", "KV blocks that a tier has room for.")
+        Count, gauge("kv_tier_capacity_blocks", "KV blocks that a tier has room for.")
     ] = 0
     is_indexed: Annotated[
         bool, gauge("kv_tier_indexed", "Whether all that a tier holds is known.", merge=all)
     ] = True
     num_stored: Annotated[
-        int, counter("kv_tier_blocks_stored_total", "KV blocks written to a tier.")
+        Count, counter("kv_tier_blocks_stored_total", "KV blocks written to a tier.")
     ] = 0
     num_removed: Annotated[
-        int, counter("kv_tier_blocks_removed_total", "KV blocks removed from a tier.")
+        Count, counter("kv_tier_blocks_removed_total", "KV blocks removed from a tier.")
     ] = 0
     num_loaded: Annotated[
-        int, counter("kv_tier_blocks_loaded_total", "KV blocks loaded from a tier.")
+        Count, counter("kv_tier_blocks_loaded_total", "KV blocks loaded from a tier.")
     ] = 0
     num_failed: Annotated[
-        int,
+        Count,
         counter(
             "kv_tier_blocks_failed_total",
             "KV blocks that could not be written to a tier, or loaded from it.",
@@ -271,16 +281,16 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One replica, as the dispatcher in front of it sees it."""
 
-    name: str
+    name: Name
     """The address of a host, or the number of an engine, from 0."""
-    state: str
+    state: Name
     """`starting`, `ready`, `degraded` (its worker is being replaced), `ejected` (slower or less reliable than
     other replicas, and given no new requests for a while) or `failed` (given up)."""
-    num_requests: int
+    num_requests: Count
     """Requests that were sent to the replica and have not ended."""
-    weighed_tokens: int
+    weighed_tokens: Count
     """The remaining work of these requests, as policies weigh it."""
-    num_losses: int = 0
+    num_losses: Count = 0
     """Engines lost: the replica's own, or those behind it."""
     report: LoadReport | None = None
     """The replica's report, its earlier engines included; None while it does not answer."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Sentence
 from pagoda.telemetry.tracer import TraceSession
 
 
@@ -13,7 +16,7 @@ class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_tra
     session: TraceSession
     num_steps: int | None = None
     """Steps after which an engine stops by itself; workers do not read it."""
-    number: int = 0
+    number: Count = 0
     """Number of the trace, which `TraceStopped` repeats."""
 
 
@@ -24,21 +27,21 @@ class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
 class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_stopped"):
     """The fragment is closed, and so are those of all processes that this one has started."""
 
-    problems: list[str] = []
+    problems: Annotated[list[Sentence], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """Sentences on why tracing ended early somewhere."""
-    number: int = 0
+    number: Count = 0
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):
     """Question for the clock of the process that started this one, or sends it requests; answered at once."""
 
-    number: int
+    number: Count
 
 
 class ClockPong(msgspec.Struct, frozen=True, tag="clock_pong"):
     """Answers a `ClockPing`."""
 
-    number: int
-    uid: str
+    number: Count
+    uid: Name
     """The process whose clock it is (`ProcessHeader.uid`)."""
-    now_ns: int
+    now_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

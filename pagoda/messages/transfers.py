@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Sentence
 
 
 class DeviceBlocks(msgspec.Struct, frozen=True, array_like=True, tag="device"):
@@ -26,20 +30,20 @@ class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
 class KVPart(msgspec.Struct, frozen=True, array_like=True):
     """Part of a block on one rank: `num_heads` times `head_bytes`, one head after the other."""
 
-    layer: int
+    layer: Place
     """Layer number in the whole model, whatever stage this is."""
-    kind: str
+    kind: Name
     """`keys`, `values`, `key_scales` or `value_scales`; or which of the states, of whose units heads are."""
-    first_head: int
-    num_heads: int
-    head_bytes: int
-    group: int = 0
+    first_head: Place
+    num_heads: Place
+    head_bytes: Place
+    group: Place = 0
     """KV group of the layer, in whose blocks the tensor's bytes are the layer's."""
-    region: int = 0
+    region: Place = 0
     """Index of the memory that the part lies in, which layers of other groups may share."""
-    offset: int = 0
+    offset: Count = 0
     """First byte of the part in a block of that memory."""
-    stride: int = 0
+    stride: Count = 0
     """Bytes from block to block there."""
 
     @property
@@ -50,9 +54,9 @@ class KVPart(msgspec.Struct, frozen=True, array_like=True):
 class KVRank(msgspec.Struct, frozen=True, kw_only=True):
     """The KV memory of one rank, as workers of other engines reach it."""
 
-    parts: tuple[KVPart, ...]
-    num_blocks: int
-    descriptors: dict[str, bytes]
+    parts: Annotated[tuple[KVPart, ...], msgspec.Meta(max_length=MAX_ITEMS)]
+    num_blocks: Place
+    descriptors: Annotated[dict[Name, bytes], msgspec.Meta(max_length=64)]
     """Addresses by transport, in a form that the transport alone reads."""
 
     def block_bytes(self, group: int) -> int:
@@ -65,7 +69,7 @@ class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
 
     peer_id: str
     """Engine id and number of the start: never of two sets of workers."""
-    ranks: tuple[KVRank, ...]
+    ranks: Annotated[tuple[KVRank, ...], msgspec.Meta(max_length=1024)]
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
@@ -111,21 +115,21 @@ class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):
 class TransferEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfer_end"):
     """No rank reads or writes any block of the transfer any more. Each transfer ends once, whatever happens."""
 
-    transfer_id: int
-    generation: int
-    failed: list[int] = []
+    transfer_id: Count
+    generation: Count
+    failed: list[Place] = []
     """Indices of the blocks that were not copied, on any rank; what is in their targets means nothing."""
-    error: str = ""
+    error: Sentence = ""
     """Clause that says why the first of them failed."""
-    unreadable: list[int] = []
+    unreadable: list[Place] = []
     """Members of `failed` whose objects may be good, but could not be read this time, on any rank."""
 
 
 class KVDirectory(msgspec.Struct, frozen=True):
     """Directory in which one rank keeps its objects."""
 
-    path: str
-    object_bytes: int
+    path: Sentence
+    object_bytes: Count
     """Bytes of each object, header and padding included."""
 
 

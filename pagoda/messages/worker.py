@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.kv_groups import KVGroup
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Seconds, Sentence, Size
+from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
@@ -19,18 +22,18 @@ A Ray worker may have another installation than its engine."""
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and abilities of a backend; the scheduler obeys these and knows no device by name."""
 
-    block_sizes: tuple[int, ...]
+    block_sizes: tuple[Size, ...]
     """KV block sizes in tokens; the first is preferred."""
-    max_batch_tokens: int
-    max_batch_seqs: int
-    max_model_len: int
-    batch_multiple: int = 1
+    max_batch_tokens: Size
+    max_batch_seqs: Size
+    max_model_len: Size
+    batch_multiple: Size = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
     whole_models: bool = False
     """Programs are whole decoders: a graph is one or is refused. They give logits of a sequence's tokens and keep
     hidden states, so that there are no embeddings."""
-    window_multiple: int = 1
+    window_multiple: Size = 1
     """Attention reads from a multiple of this on, somewhat before the window of a layer begins."""
     varies_with_batch: bool = False
     """True if it has quicker products, by which a row's bits depend on other rows, for graphs that allow it."""
@@ -54,13 +57,13 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello")
     """The first message of a worker that is one of several; the engine answers all with `WorkerPeers`."""
 
     protocol_version: int = PROTOCOL_VERSION
-    host: str
+    host: Name
     """The same for processes that can share memory."""
-    stage_address: str = ""
+    stage_address: Name = ""
     """Address that receives the output of the stage before; empty on the first stage."""
-    group_address: str = ""
+    group_address: Name = ""
     """`host:port` of the meeting point that tensor-parallel rank 0 serves for its stage."""
-    shared_memory: str = ""
+    shared_memory: Sentence = ""
     """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
 
 
@@ -74,7 +77,7 @@ class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers")
 class WorkerRoom(msgspec.Struct, frozen=True, tag="worker_room"):
     """A worker that is one of several has loaded its weights; the engine answers all with `KVSize`."""
 
-    num_blocks: int
+    num_blocks: Place
     """KV blocks for which this worker has room."""
 
 
@@ -90,36 +93,40 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
 
     protocol_version: int = PROTOCOL_VERSION
     capabilities: Capabilities
-    num_blocks: int
+    num_blocks: Size
     """Blocks in the pool that all KV groups share."""
-    block_size: int
+    block_size: Size
     """Tokens of a block, in the group where they are fewest."""
-    max_model_len: int
-    vocab_size: int
-    summary: str
+    max_model_len: Size
+    vocab_size: Size
+    summary: Sentence
     """Line for the operator: `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
     gives_logits: bool = True
     """False of a model for vectors or scores alone, which nothing can be sampled from."""
-    arithmetic: str = ""
+    arithmetic: Sentence = ""
     """Name such as `cpu (avx512)`; equal for workers whose results agree in every bit."""
-    kv_groups: tuple[KVGroup, ...] = ()
+    kv_groups: Annotated[tuple[KVGroup, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """Groups of layers, by whose numbers other messages name them; empty for one that keeps all."""
-    kv_host_slots: int = 0
+    kv_host_slots: Place = 0
     """Blocks in the arena in host memory: the smallest of all workers."""
     kv_directories: tuple[KVDirectory, ...] = ()
     kv_ranks: tuple[KVRank, ...] = ()
-    planned_memory_bytes: int = 0
+    planned_memory_bytes: Count = 0
     """Memory that the worker reckoned to take, before it took any; of several workers, all together."""
-    taken_memory_bytes: int = 0
+    taken_memory_bytes: Count = 0
     """Memory that weights took, and that the largest step and all that is allocated will have taken."""
-    kv_digest: str = ""
+    kv_digest: Sentence = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
+
+    def __post_init__(self) -> None:
+        if any(group.block_size % self.block_size for group in self.kv_groups):
+            raise ValueError("blocks of `kv_groups` are multiples of `block_size`")
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
     """The worker cannot start; it ends after this message."""
 
-    error: str
+    error: Sentence
     is_user_error: bool
 
 
@@ -202,25 +209,25 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     step: int
     slots: list[int]
     """Slots that sampled, in the order of the plan."""
-    token_ids: list[list[int]]
+    token_ids: list[Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]]
     """Tokens of each of `slots`, at least one; they follow one another."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Parallel to the slot's `token_ids`, of slots that report them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     embeddings: dict[int, bytes] = {}
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
-    errors: dict[int, str] = {}
+    errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
-    step_time_s: float = 0.0
+    step_time_s: Seconds = 0.0
     """Seconds of computing; the times of several stages are added up."""
-    prepare_time_s: float = 0.0
+    prepare_time_s: Seconds = 0.0
     """Seconds of `step_time_s` until the input of the forward pass was ready."""
-    forward_time_s: float = 0.0
-    sample_time_s: float = 0.0
+    forward_time_s: Seconds = 0.0
+    sample_time_s: Seconds = 0.0
     """Seconds from hidden states to tokens."""
-    idle_time_s: float = 0.0
+    idle_time_s: Seconds = 0.0
     """Seconds since the last step for which the sampling worker had no plan, or awaited the stage before."""
-    expert_tokens: list[int] = []
+    expert_tokens: Annotated[list[Count], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 

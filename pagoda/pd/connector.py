@@ -401,12 +401,15 @@ class RemoteKV:
     def _apply_token(self, fetch: Fetch, message: messages.KVPrefilled) -> None:
         if fetch.has_token:
             return
+        size, logprobs = self._vocab_size, message.logprobs
+        if message.token_id >= size or not (logprobs is None or logprobs.fits(size, size)):
+            self._fail(fetch, "it named a token that the model does not have")
+            return
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
         request_id = fetch.prefix.request_id
         self._changed.add(request_id)
-        if message.token_id < self._vocab_size:
-            self._events[request_id] = Arrived(request_id, message)
+        self._events[request_id] = Arrived(request_id, message)
         if fetch.is_loaded or fetch.is_token_alone:
             self._close(fetch, "all has come")
 

@@ -18,10 +18,10 @@ from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server, start_authenticator
+from pagoda.ipc.door import guard, pieces
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 
-_MAX_REQUEST_BYTES = 2**20
 _MAX_ANSWER_BYTES = 16 * 2**20
 _LINGER_MS = 1000
 """Milliseconds that the last messages of an engine that ends may take to go out."""
@@ -137,9 +137,9 @@ class SocketListener:
         self._transmit = (faults or Faults(None)).messages("handoff.send", self._send)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         encrypt_server(self._socket, keys)
         try:
+            guard(self._socket)
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
@@ -244,7 +244,8 @@ class SocketPeers:
                 for source in (connection.socket, connection.monitor):
                     self._by_socket[source] = connection
                     self._poller.register(source, zmq.POLLIN)
-            connection.socket.send(self._encode(message), zmq.NOBLOCK)
+            frames = pieces(self._encode(message))
+            connection.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._lose(address, f"it cannot be reached ({error.strerror})")
 

@@ -16,9 +16,12 @@ Written as msgpack over ZeroMQ, always encrypted and authenticated (CurveZMQ, ke
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.ranges import MAX_ITEMS, Name, Place, Sentence
 from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
@@ -28,7 +31,7 @@ PROTOCOL_VERSION = 4
 
 
 class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
-    digest: str
+    digest: Sentence
     """`digest_of` the decode side. Must be that of the prefill side; else nothing is to be had."""
     protocol_version: int = PROTOCOL_VERSION
 
@@ -37,9 +40,9 @@ class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_subscribe"):
     """Asks for news of blocks `start` to `end` of a prompt, in the fewest tokens that blocks of any KV group have.
     Renews the lease."""
 
-    transfer_id: str
-    start: int
-    end: int
+    transfer_id: Name
+    start: Place
+    end: Place
 
 
 class KVRenew(msgspec.Struct, frozen=True, tag="kv_renew"):
@@ -51,7 +54,7 @@ class KVRenew(msgspec.Struct, frozen=True, tag="kv_renew"):
 class KVCheck(msgspec.Struct, frozen=True, tag="kv_check"):
     """Asks if the transfer has been held without a break. Renews the lease."""
 
-    transfer_id: str
+    transfer_id: Name
 
 
 class KVRelease(msgspec.Struct, frozen=True, tag="kv_release"):
@@ -63,58 +66,58 @@ class KVRelease(msgspec.Struct, frozen=True, tag="kv_release"):
 class KVWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="kv_welcome"):
     """Answers `KVHello`. Another peer id means that the workers were started again."""
 
-    engine_id: str
+    engine_id: Name
     peer: KVPeer
-    lease_s: float
+    lease_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400.0)]
 
 
 class KVRefused(msgspec.Struct, frozen=True, tag="kv_refused"):
     """Refuses all fetches; `reason` is a sentence."""
 
-    reason: str
+    reason: Sentence
 
 
 class KVBlocks(msgspec.Struct, frozen=True, tag="kv_blocks"):
     """Blocks `first` to `end` of the prompt are computed, full and never written again while held."""
 
-    transfer_id: str
-    peer_id: str
-    first: int
-    end: int
-    block_ids: list[list[int]]
+    transfer_id: Name
+    peer_id: Name
+    first: Place
+    end: Place
+    block_ids: Annotated[list[list[Place]], msgspec.Meta(max_length=MAX_ITEMS)]
     """Ids by KV group: of what the prompt's end needs, blocks that these have completed (`KVLayout.part`)."""
-    key: bytes
+    key: Annotated[bytes, msgspec.Meta(max_length=1024)]
     """Key of the last of these blocks (`pagoda.kv.block_keys`): the receiver checks that the tokens are the
     same."""
-    num_blocks: int
+    num_blocks: Place
     """Number of blocks of the prefix that is handed over, on which depends what its end needs."""
 
 
 class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     """The prompt is computed: no block follows, and `token_id` is the token behind the prompt."""
 
-    transfer_id: str
-    key: bytes
+    transfer_id: Name
+    key: Annotated[bytes, msgspec.Meta(max_length=1024)]
     """Key of all tokens before the first token (`KVManager.sequence_key`)."""
-    num_blocks: int
+    num_blocks: Place
     token_id: TokenId
-    conditions: bytes
+    conditions: Annotated[bytes, msgspec.Meta(max_length=1024)]
     """`token_conditions` of the request that sampled the token: the receiver takes a token under its own alone."""
     logprobs: TokenLogprobs | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: Place = 0
     """Same as in `TokenChunk`: fetched blocks do not count as cached."""
 
 
 class KVCheckResult(msgspec.Struct, frozen=True, tag="kv_check_result"):
-    transfer_id: str
+    transfer_id: Name
     is_valid: bool
 
 
 class KVDropped(msgspec.Struct, frozen=True, tag="kv_dropped"):
     """Nothing (more) can be fetched of a transfer; `reason` is a clause."""
 
-    transfer_id: str
-    reason: str
+    transfer_id: Name
+    reason: Sentence
 
 
 class KVRenewed(msgspec.Struct, frozen=True, tag="kv_renewed"):

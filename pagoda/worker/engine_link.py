@@ -13,6 +13,7 @@ import zmq
 from pagoda.faults.injector import Faults
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
+from pagoda.ipc.door import pieces
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.messages.worker import (
@@ -75,7 +76,7 @@ class EngineLink:
         self._transmit(self._encode(message))
 
     def _send_payload(self, payload: bytes) -> None:
-        self._socket.send(payload)
+        self._socket.send_multipart(pieces(payload))
 
     def report_progress(self) -> None:
         """Tells the engine that the worker, which is starting, does not hang; at most once in `_PROGRESS_S`."""

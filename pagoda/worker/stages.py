@@ -15,6 +15,7 @@ import zmq
 from torch import Tensor
 
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.ipc.door import guard, pieces
 from pagoda.messages.worker import StepPlan
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.worker.step_clock import StepTimes
@@ -51,17 +52,20 @@ class StageInput:
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_server(self.socket, keys)
+            guard(self.socket)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, plan: StepPlan) -> StageState:
         """Waits for what the stage before computed of the plan's tokens.
         Raises ValueError: what comes is not of this step; the stages disagree."""
-        step, elements, rest = self.socket.recv_multipart(copy=False)
+        step, *parts, rest = self.socket.recv_multipart(copy=False)
         number = int.from_bytes(step.bytes, "little")
         if number != plan.step:
             raise ValueError(f"Hidden states of step {number} came for step {plan.step}.")
-        hidden = torch.frombuffer(elements.buffer, dtype=torch.float32)
+        buffers = [part.buffer for part in parts]
+        elements = buffers[0] if len(buffers) == 1 else bytearray().join(buffers)
+        hidden = torch.frombuffer(elements, dtype=torch.float32)
         if hidden.data_ptr() % hidden.element_size():
             hidden = hidden.clone()  # small messages lie anywhere in what was read from the wire
         if hidden.numel() != sum(plan.num_tokens) * self._hidden_size:
@@ -82,6 +86,7 @@ class StageOutput:
         self._socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_client(self._socket, keys)
+        self._is_between_hosts = keys is not None
         self._socket.connect(address)
 
     def send(self, step: int, state: StageState) -> None:
@@ -89,4 +94,5 @@ class StageOutput:
         contiguous = state.hidden.cpu().contiguous()
         elements = (ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())
         rest = msgspec.msgpack.encode((state.expert_tokens, state.times))
-        self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), elements, rest])
+        parts = pieces(memoryview(elements).cast("B")) if self._is_between_hosts else [elements]
+        self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), *parts, rest])

@@ -300,3 +300,26 @@ async def test_files_are_private_also_in_a_directory_for_all(
     files = [path for path in (tmp_path / "files").iterdir() if path.name != "files.lock"]
     assert len(files) >= 6
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+async def test_a_key_leaves_others_room_for_files_and_batches(
+    serve_api, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.api.batches.files.MAX_FILES", 4)
+    monkeypatch.setattr("pagoda.api.batches.runner.MAX_BATCHES", 4)
+    api = await serve_api(api_keys=ApiKeys(["a:=one", "b:=two"]))
+    runner = await attach(api)
+    await runner.close()
+    api.service.files._max_bytes = 1000
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    assert (await upload(api, b"x" * 501, headers=mine)).status == 400
+    made = [await upload(api, jsonl(request("a")), headers=mine) for _ in range(4)]
+    assert [answer.status for answer in made] == [200, 200, 400, 400]
+    assert "one more of your key than it leaves to others" in made[2].error()["message"]
+    theirs = await upload(api, jsonl(request("a")), headers=other)
+    assert theirs.status == 200
+    statuses = []
+    for headers, file in [(mine, made[0])] * 4 + [(other, theirs)] * 2:
+        body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
+        statuses.append((await api.post("/v1/batches", body, headers=headers)).status)
+    assert statuses == [200, 200, 429, 429, 200, 429]

@@ -221,3 +221,31 @@ def test_a_used_response_stays() -> None:
 def test_the_types_of_the_client_are_strict() -> None:
     with pytest.raises(ValueError, match="status"):
         Response.model_validate_json('{"id": "x", "status": "wrong"}', strict=True)
+
+
+async def test_a_key_drops_its_own_responses_and_not_those_of_others(serve_api) -> None:
+    keys = ApiKeys(["a:=1", "b:=2"])
+    api = await serve_api("ok", text=QWEN, api_keys=keys, response_store_bytes=24_000)
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "12")
+    for path in ("responses", "conversations"):
+        body = {"input": "x"} if path == "responses" else {"metadata": {"a": "b"}}
+        kept = (await api.post(f"/v1/{path}", body, headers=mine)).json()["id"]
+        large = {"input": "x" * 150} if path == "responses" else {"metadata": {"a": "b" * 500}}
+        first, *_ = [
+            (await api.post(f"/v1/{path}", large, headers=theirs)).json()["id"] for _ in range(60)
+        ]
+        assert (await api.get(f"/v1/{path}/{kept}", headers=mine)).status == 200
+        assert (await api.get(f"/v1/{path}/{first}", headers=theirs)).status == 404
+
+
+async def test_a_key_leaves_others_places_for_background_responses(serve_api, monkeypatch) -> None:
+    monkeypatch.setattr("pagoda.api.openai.responses.store.MAX_RUNNING_RESPONSES", 8)
+    api = await serve_api("ok", text=QWEN, api_keys=ApiKeys(["a:=1", "b:=2"]))
+    api.endpoint.pause_after = 1
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "12")
+    body = {"input": "x", "background": True}
+    begun = [await api.post("/v1/responses", body, headers=theirs) for _ in range(8)]
+    assert [answer.status for answer in begun] == [200] * 4 + [429] * 4
+    assert "4 background responses of 4 that run are yours" in begun[-1].error()["message"]
+    assert (await api.post("/v1/responses", body, headers=mine)).status == 200
+    api.endpoint.go_on.set()

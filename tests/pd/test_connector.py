@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from mutated_messages import lies
 from operations import assert_linear
 from pair import READY
 
 from pagoda.ipc.clock import VirtualClock
+from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.frontend import KVSource
+from pagoda.messages.frontend import KVSource, TokenLogprobs
 from pagoda.messages.transfers import (
     DeviceBlocks,
     KVPart,
@@ -544,3 +546,44 @@ def fetches(count: int) -> Callable[[], None]:
 
 def test_operations_of_a_burst_of_requests() -> None:
     assert_linear(fetches, (512, 1024, 4096))
+
+
+def test_no_lie_of_the_other_side_harms_this_engine() -> None:
+    """A whole fetch, one of whose messages has another value: all ends, and what came of it can be."""
+    top = TokenLogprobs(-0.5, 1, [1, 2], [-0.5, -1.0])
+    token = msgspec.structs.replace(prefilled(), logprobs=top)
+    part = KVPart(layer=0, kind="keys", first_head=0, num_heads=1, head_bytes=64)
+    rank = KVRank(parts=(part,), num_blocks=64, descriptors={"tcp": b"x"})
+    greeting = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank,)), lease_s=30.0)
+    news = [greeting, blocks(0, [10, 11, 12]), blocks(3, [13, 14, 15, 16, 17]), token]
+    ends = [KVRenewed(), KVDropped(T, "why"), KVRefused("no"), KVCheckResult(T, is_valid=True)]
+    decode = Codec[PrefillMessage](PrefillMessage).decode
+    refused = told = 0
+    for index, message in enumerate([*news, *ends]):
+        for payload in lies(message):
+            try:
+                lie: PrefillMessage | PeerLost = decode(payload)
+            except msgspec.DecodeError:
+                lie, refused = PeerLost("it sent what is not a message"), refused + 1
+            told += 1
+            _live_with(news, index, lie)
+    assert refused > told / 4
+
+
+def _live_with(news: list[PrefillMessage], index: int, lie: PrefillMessage | PeerLost) -> None:
+    rig = Rig()
+    rig.remote.on_queued(prefix(), 2)
+    for number in range(len(news)):
+        rig.hear(lie if number == index else news[number])
+        if number == 1 and rig.remote.lookup(prefix(), 2) and "r" in rig.remote.fetches:
+            rig.load(2, 6)
+    for transfer in rig.ledger.drain():
+        rig.end(transfer)
+    rig.hear(*([lie] if index >= len(news) else []), KVCheckResult(T, is_valid=True))
+    for _ in range(8):
+        rig.pass_time(10.0)  # what the other side owes is given up
+    for event in rig.remote.drain_events():
+        assert not isinstance(event, Arrived) or event.token.token_id < READY.vocab_size
+    rig.remote.on_dequeued("r")
+    assert not rig.remote.fetches
+    assert rig.remote.next_event_at() is None

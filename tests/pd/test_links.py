@@ -12,6 +12,7 @@ import zmq
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import ConfigError
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
+from pagoda.ipc.door import pieces
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.links import HandoffLinks, Listener, PeerLost, Peers, open_links
@@ -146,7 +147,7 @@ def test_garbage_at_the_door_is_passed_over(
         socket.connect(listener.address)
         garbage = (b"", b"\xff" * 100, b"\x81\xa4type\xackv_subscribe", NO_TEXT, DEEP)
         for payload in garbage:
-            socket.send(payload)
+            socket.send_multipart(pieces(payload))
         socket.send_multipart([b"in", b"parts"])
         seen = 0
         while seen <= len(garbage):

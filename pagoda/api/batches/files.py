@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from pagoda.api.batches.uploads import Uploads
+from pagoda.api.key_shares import KeyShares
 from pagoda.errors import ConfigError, refuse
 from pagoda.files import open_private
 
@@ -94,8 +95,11 @@ class FileStore:
             for pattern in ("*.upload", "*.part"):  # cut off by the end of a server
                 for path in directory.glob(pattern):
                     path.unlink()
-            self._num_bytes = sum(record.bytes for record in self._records.values())
-            """Bytes of all files, and of uploads that are under way."""
+            self._bytes, self._counts = KeyShares(), KeyShares()
+            """Of all files, and of uploads that are under way."""
+            for record in self._records.values():
+                self._bytes.change(record.key_name, record.bytes)
+                self._counts.change(record.key_name, 1)
         except BlockingIOError:
             raise ConfigError(f"--files-dir: another server uses {str(directory)!r}.") from None
         except (OSError, msgspec.MsgspecError) as error:
@@ -130,21 +134,30 @@ class FileStore:
         found = [record for record in self._records.values() if record.key_name == key_name]
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
 
-    def check_room(self, param: str, num_bytes: int = 1) -> None:
-        """Raises InvalidRequestError: all files would be larger than they may be; names `param`."""
-        if self._num_bytes + num_bytes > self._max_bytes:
+    def check_room(self, param: str, key_name: str, num_bytes: int = 1) -> None:
+        """Raises InvalidRequestError: all files, or those of the key, would be larger than they may be; names
+        `param`."""
+        if not self._bytes.has_room(key_name, self._max_bytes, num_bytes):
+            whose = ", and those of a key as many as they leave free" if key_name else ""
             refuse(
                 param,
-                f"finds no room: all files together may have {self._max_bytes} bytes "
-                "(--files-max-bytes); delete some first",
+                f"finds no room: all files together may have {self._max_bytes} bytes (--files-max-bytes){whose}; "
+                "delete some first",
             )
 
-    async def write(self, chunks: AsyncIterator[bytes], max_bytes: int) -> tuple[str, int]:
+    async def write(
+        self, chunks: AsyncIterator[bytes], max_bytes: int, key_name: str
+    ) -> tuple[str, int]:
         """Writes an upload to the disk as it comes; returns its id and its bytes. `add_upload` makes it a file,
         `drop_upload` removes it.
         Raises InvalidRequestError: the upload is longer than `max_bytes`, or there are too many files or bytes."""
-        if len(self._records) + self.uploads.num_running > MAX_FILES:
-            refuse("file", f"would be one of more than {MAX_FILES} files; delete some first")
+        if not self._counts.has_room(key_name, MAX_FILES):
+            refuse(
+                "file",
+                f"would be one of more than {MAX_FILES} files, or one more of your key than it leaves to others; "
+                "delete some first",
+            )
+        self._counts.change(key_name, 1)
         file_id = new_id("file")
         path = self.data_path(file_id).with_suffix(".upload")
         num_bytes = num_counted = 0
@@ -155,8 +168,8 @@ class FileStore:
                     num_bytes += len(chunk)
                     if num_bytes > max_bytes:
                         refuse("file", f"is longer than {max_bytes} bytes")
-                    self.check_room("file", len(chunk))
-                    self._num_bytes += len(chunk)
+                    self.check_room("file", key_name, len(chunk))
+                    self._bytes.change(key_name, len(chunk))
                     num_counted += len(chunk)
                     held += chunk
                     if len(held) >= _FLUSH_BYTES:
@@ -164,14 +177,16 @@ class FileStore:
                         held.clear()
                 await asyncio.to_thread(file.write, bytes(held))
         except BaseException:
-            self._num_bytes -= num_counted
+            self._bytes.change(key_name, -num_counted)
+            self._counts.change(key_name, -1)
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
         return file_id, num_bytes
 
-    async def drop_upload(self, file_id: str, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
+    async def drop_upload(self, file_id: str, num_bytes: int, key_name: str) -> None:
+        self._bytes.change(key_name, -num_bytes)
+        self._counts.change(key_name, -1)
         await asyncio.to_thread(
             self.data_path(file_id).with_suffix(".upload").unlink, missing_ok=True
         )
@@ -191,7 +206,8 @@ class FileStore:
     ) -> FileRecord:
         """Makes results of a batch, which are in their place, a file."""
         record = await self._add(file_id, filename, "batch_output", num_bytes, key_name)
-        self._num_bytes += num_bytes
+        self._bytes.change(key_name, num_bytes)
+        self._counts.change(key_name, 1)
         return record
 
     async def _add(
@@ -211,7 +227,8 @@ class FileStore:
 
     async def delete(self, record: FileRecord) -> None:
         if self._records.pop(record.id, None) is not None:
-            self._num_bytes -= record.bytes
+            self._bytes.change(record.key_name, -record.bytes)
+            self._counts.change(record.key_name, -1)
         await asyncio.to_thread(self._remove, record.id)
 
     def _remove(self, file_id: str) -> None:

@@ -78,7 +78,10 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
                 refuse("file", "must be a part with a name, and not of further parts")
             if part.name == "file" and upload is None:
                 name = (part.filename or "upload")[:_MAX_NAME_CHARS]
-                upload = (*await files.write(_chunks(part, pace), MAX_FILE_BYTES), name)
+                upload = (
+                    *await files.write(_chunks(part, pace), MAX_FILE_BYTES, context.key_name),
+                    name,
+                )
             elif part.name == "purpose" and purpose is None:
                 value = await pace.wait(part.read_chunk(_MAX_FIELD_BYTES))
                 purpose = value.decode("utf-8", "replace")
@@ -90,7 +93,7 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
             refuse("purpose", f"must be one of {', '.join(_UPLOAD_PURPOSES)}")
     except BaseException as error:  # the client that went away, too
         if upload is not None:
-            await files.drop_upload(upload[0], upload[1])
+            await files.drop_upload(upload[0], upload[1], context.key_name)
         if isinstance(error, _MALFORMED) and not isinstance(error, InvalidRequestError):
             raise InvalidRequestError("the body is not valid multipart/form-data.") from None
         raise
@@ -161,7 +164,7 @@ async def create_batch(context: RequestContext) -> web.StreamResponse:
     file = _files(context).find(body.input_file_id, context.key_name)
     if file is None or file.purpose != "batch":
         refuse("input_file_id", "must be the id of a file with the purpose batch")
-    _files(context).check_room("input_file_id")
+    _files(context).check_room("input_file_id", context.key_name)
     now = int(time.time())
     record = BatchRecord(
         id=new_id("batch"),

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -36,6 +37,7 @@ from pagoda.api.batches.records import (
 )
 from pagoda.api.body import parse_beside
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.key_shares import KeyShares
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
@@ -152,15 +154,29 @@ class BatchRunner:
             pass
 
     async def add(self, record: BatchRecord) -> None:
-        """Keeps a batch, which is answered behind those before it; the oldest finished one makes room.
-        Raises OverloadedError: none is finished, and there are as many as may be."""
+        """Keeps a batch, which is answered behind those before it; the oldest finished one of the key that has
+        most of these makes room. Raises OverloadedError: too many wait, of all clients or of the key."""
+        finished, waiting = Counter[str](), KeyShares()
+        for one in self.batches.values():
+            if one.is_finished:
+                finished[one.key_name] += 1
+            else:
+                waiting.change(one.key_name, 1)
+        if not waiting.has_room(record.key_name, MAX_BATCHES):
+            raise OverloadedError(
+                f"{waiting.of(record.key_name)} batches of {waiting.total} that wait are yours, of at most "
+                f"{MAX_BATCHES}; a key may have as many as it leaves free. Try again when one is finished."
+            )
         if len(self.batches) >= MAX_BATCHES:
-            finished = [one for one in self.batches.values() if one.is_finished]
-            if not finished:
-                raise OverloadedError(
-                    f"{MAX_BATCHES} batches wait; try again when one is finished."
-                )
-            oldest = min(finished, key=lambda one: (one.created_at, one.id))
+            key_name = max(finished, key=finished.__getitem__)
+            oldest = min(
+                (
+                    one
+                    for one in self.batches.values()
+                    if one.is_finished and one.key_name == key_name
+                ),
+                key=lambda one: (one.created_at, one.id),
+            )
             del self.batches[oldest.id]
             await self._write(lambda: remove_batch(self._files.directory, oldest))
         await self._save(record)

@@ -28,6 +28,7 @@ from pagoda.checkpoints.weight_formats import (
     part_format,
 )
 from pagoda.errors import ConfigError
+from pagoda.files import open_regular
 
 DTYPE = "bfloat16"
 """Type of activations unless the operator says otherwise: a GGUF file does not name the type of training."""
@@ -172,7 +173,7 @@ def _frequency_factors(file: GgufFile, name: str, count: int) -> tuple[float, ..
     tensor = checked_tensor(file, name, (count,))
     if tensor.type.name != "F32":
         raise ConfigError(f"{file.path}: tensor {name} must be of type F32.")
-    with tensor.path.open("rb") as opened:
+    with open(tensor.path, "rb", opener=open_regular) as opened:
         opened.seek(tensor.start)
         factors = struct.unpack(f"<{count}f", opened.read(tensor.num_bytes))
     if not all(0 < factor < math.inf for factor in factors):

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.errors import ConfigError
+from pagoda.files import open_regular
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -124,7 +125,7 @@ def is_gguf(path: Path) -> bool:
     if path.suffix == SUFFIX:
         return not path.is_dir()
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
@@ -172,7 +173,7 @@ def _other_parts(path: Path, metadata: Fields, num_parts: int) -> Iterator[Path]
 
 def _read_part(path: Path) -> GgufFile:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             if path.stat().st_size == 0:  # of which nothing can be mapped
                 raise ConfigError(f"{path} is empty, so it is no GGUF file.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -26,7 +26,6 @@ from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.messages.hosts import HostJoin, HostRecord, JoinAnswer
 from pagoda.messages.worker_config import CurveKeys
 
-_MAX_MESSAGE_BYTES = 2**16
 _MAX_DISMISSED = 1024
 """Dismissed hosts that are remembered; a host that has heard of its dismissal does not join again."""
 
@@ -49,9 +48,9 @@ class JoinDiscovery(Discovery):
         self._problems: dict[str, str] = {}
         self._dismissed: OrderedDict[str, str] = OrderedDict()
         self._decode = Codec[HostJoin](HostJoin).decode
-        socket = host_socket(context, zmq.ROUTER, _MAX_MESSAGE_BYTES)
+        socket = host_socket(context, zmq.ROUTER)
         encrypt_server(socket, keys)
-        self._socket = EventSocket(socket, self._receive)
+        self._socket = EventSocket(socket, self._receive, lambda: None)
         try:
             self._socket.bind(f"tcp://{listen}")
         except zmq.ZMQError as error:
@@ -124,7 +123,7 @@ class Membership:
     def __init__(self, context: Context, router: str, keys: CurveKeys, host: HostRecord) -> None:
         self._router = router
         self._host = host
-        socket = host_socket(context, zmq.DEALER, _MAX_MESSAGE_BYTES)
+        socket = host_socket(context, zmq.DEALER)
         # While the router is away, at most one join message waits for it. Of several answers the last one counts.
         socket.setsockopt(zmq.CONFLATE, 1)
         encrypt_client(socket, keys)

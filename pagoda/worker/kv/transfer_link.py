@@ -12,6 +12,7 @@ from typing import NamedTuple
 import zmq
 
 from pagoda.ipc.codec import Codec
+from pagoda.ipc.door import pieces
 from pagoda.messages.transfers import (
     RemoteBlocks,
     Transfer,
@@ -150,7 +151,7 @@ class TransferThread:
             if self._news in ready:
                 os.eventfd_read(self._news)
                 for end in self.jobs.poll():
-                    socket.send(codec_out.encode(end))
+                    socket.send_multipart(pieces(codec_out.encode(end)))
                     self._spans.end(end)
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())

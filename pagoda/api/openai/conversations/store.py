@@ -1,15 +1,15 @@
-"""Conversations that are kept in memory, within bounds: the least recently used ones make room."""
+"""Conversations that are kept in memory, within bounds: the least recently used ones of who has most make room."""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.api.errors import ApiError
 from pagoda.api.kept_json import kept_bytes
+from pagoda.api.key_shares import LruByKey
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.output import new_id
 from pagoda.errors import refuse
@@ -51,28 +51,30 @@ class ConversationStore:
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` bounds the memory of all items; with 0 there are no conversations."""
         self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._conversations: OrderedDict[tuple[str, str], StoredConversation] = OrderedDict()
+        self._kept: LruByKey[StoredConversation] = LruByKey()
 
     def __len__(self) -> int:
-        return len(self._conversations)
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.bytes.total
 
     def put(self, stored: StoredConversation, items: Sequence[Item]) -> None:
         """Keeps a conversation with its first items; others make room.
         Raises InvalidRequestError: it is larger than all that is kept."""
         num_bytes = kept_bytes(stored.metadata)
         self._check_bytes(num_bytes + _num_bytes(items))
-        self._conversations[stored.key_name, stored.conversation_id] = stored
+        self._kept.put(stored.key_name, stored.conversation_id, stored, 0)
         self._resize(stored, num_bytes)
         self.add(stored, items)
 
     def get(self, key_name: str, conversation_id: str) -> StoredConversation:
         """The conversation, which counts as used now. Raises ApiError: 404, the client has none of this id."""
-        stored = self._conversations.get((key_name, conversation_id))
+        stored = self._kept.get(key_name, conversation_id)
         if stored is None:
             message = f"Conversation with id {conversation_id[:128]!r} not found."
             raise ApiError(404, message, "conversation", "not_found")
-        self._conversations.move_to_end((key_name, conversation_id))
         return stored
 
     def check_bytes(self, stored: StoredConversation, items: Sequence[Item]) -> None:
@@ -105,21 +107,19 @@ class ConversationStore:
         self._resize(stored, -kept_bytes(stored.items.pop(item_id)))
 
     def remove(self, stored: StoredConversation) -> None:
-        if self._conversations.pop((stored.key_name, stored.conversation_id), None) is not None:
-            self.num_bytes -= stored.num_bytes
+        self._kept.pop(stored.key_name, stored.conversation_id)
 
     def _resize(self, stored: StoredConversation, change: int) -> None:
         """Counts bytes that came or went; those of a conversation that has been removed are not counted."""
-        key = (stored.key_name, stored.conversation_id)
-        if key not in self._conversations:
+        key = stored.key_name, stored.conversation_id
+        if self._kept.get(*key) is None:
             return
-        self._conversations.move_to_end(key)
         stored.num_bytes += change
-        self.num_bytes += change
+        self._kept.put(*key, stored, stored.num_bytes)
         if stored.num_bytes > self.max_bytes:
             self.remove(stored)  # and no other one for its sake
-        while self.num_bytes > self.max_bytes or len(self._conversations) > MAX_CONVERSATIONS:
-            self.remove(next(iter(self._conversations.values())))
+        for _ in self._kept.make_room(self.max_bytes, MAX_CONVERSATIONS):
+            pass
 
 
 def _num_bytes(items: Sequence[Item]) -> int:

@@ -58,7 +58,7 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     check_body(body)
     store = caller.service.responses
     if body.background:
-        store.check_room()
+        store.check_room(_key(caller))
     items = input_items(caller, body)
     talk = None
     if body.conversation_id is not None:

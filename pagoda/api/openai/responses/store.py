@@ -1,4 +1,4 @@
-"""Responses that are kept in memory, within bounds: the least recently used ones make room.
+"""Responses that are kept in memory, within bounds: the least recently used ones of who has most make room.
 
 Each belongs to the API key that asked for it, and no other key finds it. A response knows the one before it by id
 only, so that nothing is kept longer than the bounds allow.
@@ -6,13 +6,13 @@ only, so that nothing is kept longer than the bounds allow.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagoda.api.errors import ApiError
 from pagoda.api.kept_json import kept_bytes
+from pagoda.api.key_shares import KeyShares, LruByKey
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
 from pagoda.errors import OverloadedError
@@ -66,59 +66,87 @@ class ResponseStore:
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` bounds their memory; 0 keeps none."""
         self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._kept: LruByKey[StoredResponse] = LruByKey()
+        """Those that do not run."""
+        self._running: dict[tuple[str, str], StoredResponse] = {}
+        """By the names of key and response."""
+        self._running_of, self._running_bytes = KeyShares(), KeyShares()
         self._item_owners: dict[tuple[str, str], str] = {}
         """Id of the last response that has an item, by the names of key and item."""
-        self._running: set[StoredResponse] = set()
 
     def __len__(self) -> int:
-        return len(self._responses)
+        return len(self._kept) + len(self._running)
 
-    def check_room(self) -> None:
-        """Raises OverloadedError: too many background responses run; they are never dropped."""
-        if len(self._running) >= MAX_RUNNING_RESPONSES:
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.bytes.total + self._running_bytes.total
+
+    def check_room(self, key_name: str) -> None:
+        """Raises OverloadedError: too many background responses run, of all clients or of the key; they are never
+        dropped."""
+        if not self._running_of.has_room(key_name, MAX_RUNNING_RESPONSES):
             raise OverloadedError(
-                f"{MAX_RUNNING_RESPONSES} background responses run at a time; wait for one to finish."
+                f"{self._running_of.of(key_name)} background responses of {self._running_of.total} that run are "
+                f"yours, of at most {MAX_RUNNING_RESPONSES}; a key may have as many as it leaves free. Wait for "
+                "one to finish."
             )
-        if sum(stored.log.num_bytes for stored in self._running if stored.log) > self.max_bytes:
+        logs = KeyShares()
+        for stored in self._running.values():
+            logs.change(stored.key_name, 0 if stored.log is None else stored.log.num_bytes)
+        if not logs.has_room(key_name, self.max_bytes, 0):
             raise OverloadedError(
-                "The background responses that run fill the memory for responses."
+                "The background responses that run fill the memory for responses, or your key's part of it."
             )
 
     def put(self, stored: StoredResponse) -> None:
         """Keeps a response, or keeps it anew after it has changed; others make room."""
-        key = (stored.key_name, stored.response_id)
-        self._forget(key)
+        self.remove(stored)
         stored.num_bytes = _num_bytes(stored)
-        if stored.num_bytes > self.max_bytes and not stored.is_running:
-            return
-        self._responses[key] = stored
-        self.num_bytes += stored.num_bytes
+        key_name, response_id = stored.key_name, stored.response_id
         if stored.is_running:
-            self._running.add(stored)
+            self._running[key_name, response_id] = stored
+            self._running_of.change(key_name, 1)
+            self._running_bytes.change(key_name, stored.num_bytes)
+        elif stored.num_bytes > self.max_bytes:
+            return
+        else:
+            self._kept.put(key_name, response_id, stored, stored.num_bytes)
         for item in stored.items:
-            self._item_owners[stored.key_name, item["id"]] = stored.response_id
-        self._make_room()
+            self._item_owners[key_name, item["id"]] = response_id
+        room = self.max_bytes - self._running_bytes.total
+        for dropped in self._kept.make_room(room, MAX_STORED_RESPONSES - len(self._running)):
+            self._disown(dropped)
+
+    def _find(self, key_name: str, response_id: str) -> StoredResponse | None:
+        """The response, which counts as used now."""
+        running = self._running.get((key_name, response_id))
+        return running or self._kept.get(key_name, response_id)
 
     def get(self, key_name: str, response_id: str) -> StoredResponse:
         """The response, which counts as used now. Raises ApiError: 404, the client has no such response."""
-        stored = self._responses.get((key_name, response_id))
+        stored = self._find(key_name, response_id)
         if stored is None:
             message = f"Response with id {response_id[:128]!r} not found."
             raise ApiError(404, message, "response_id", "not_found")
-        self._responses.move_to_end((key_name, response_id))
         return stored
 
     def remove(self, stored: StoredResponse) -> None:
-        self._forget((stored.key_name, stored.response_id))
+        key_name, response_id = stored.key_name, stored.response_id
+        found = self._running.pop((key_name, response_id), None)
+        if found is not None:
+            self._running_of.change(key_name, -1)
+            self._running_bytes.change(key_name, -found.num_bytes)
+        else:
+            found = self._kept.pop(key_name, response_id)
+        if found is not None:
+            self._disown(found)
 
     def history(self, key_name: str, response_id: str | None) -> list[Item]:
         """The items of a response and of all before it, the first ones first.
         Raises ApiError: 400, one of them is not there any more, or still runs."""
         chain: list[StoredResponse] = []
         while response_id is not None:
-            stored = self._responses.get((key_name, response_id))
+            stored = self._find(key_name, response_id)
             if stored is None:
                 which = "Previous response" if not chain else "An earlier response,"
                 raise ApiError(
@@ -130,7 +158,6 @@ class ResponseStore:
             if stored.is_running:
                 message = f"Previous response with id {response_id!r} is not finished."
                 raise ApiError(400, message, "previous_response_id")
-            self._responses.move_to_end((key_name, response_id))
             chain.append(stored)
             response_id = stored.response["previous_response_id"]
         return [item for stored in reversed(chain) for item in stored.items]
@@ -138,7 +165,7 @@ class ResponseStore:
     def item(self, key_name: str, item_id: str, place: str) -> Item:
         """The item that a client refers to. Raises ApiError: 404, the client has no such item."""
         owner = self._item_owners.get((key_name, item_id))
-        stored = None if owner is None else self._responses.get((key_name, owner))
+        stored = None if owner is None else self._find(key_name, owner)
         for item in () if stored is None else stored.items:
             if item["id"] == item_id:
                 return item
@@ -148,29 +175,16 @@ class ResponseStore:
 
     async def close(self) -> None:
         """Cancels background responses."""
-        for stored in list(self._running):
+        for stored in list(self._running.values()):
             if stored.run is not None:
                 await stored.run.cancel()
 
-    def _forget(self, key: tuple[str, str]) -> None:
-        stored = self._responses.pop(key, None)
-        if stored is None:
-            return
-        self.num_bytes -= stored.num_bytes
-        self._running.discard(stored)
+    def _disown(self, stored: StoredResponse) -> None:
+        """Forgets whose the items of a response are that is not kept any more."""
         for item in stored.items:
             owned = (stored.key_name, item["id"])
             if self._item_owners.get(owned) == stored.response_id:
                 del self._item_owners[owned]
-
-    def _make_room(self) -> None:
-        while self.num_bytes > self.max_bytes or len(self._responses) > MAX_STORED_RESPONSES:
-            oldest = next(
-                (k for k, stored in self._responses.items() if not stored.is_running), None
-            )
-            if oldest is None:
-                return
-            self._forget(oldest)
 
 
 def _num_bytes(stored: StoredResponse) -> int:
