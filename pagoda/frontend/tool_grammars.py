@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pagoda.errors import refuse
-from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ReasoningFormat, ToolFormatName
+from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ToolFormatName
 from pagoda.frontend.lark import GAP, TEXT, LarkWriter
+from pagoda.frontend.reasoning_border import ReasoningBorder
 from pagoda.frontend.schema_types import types_of
 from pagoda.messages.frontend import Grammar
 
@@ -42,17 +43,6 @@ class CallRules:
     tools: Sequence[CallableTool]
     must_call: bool
     is_single: bool
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """Reasoning in front of an answer."""
-
-    style: ReasoningFormat
-    is_open: bool
-    """The prompt has opened it."""
-    max_tokens: int | None = None
-    """Tokens after which it ends; the tag behind it must be a token then."""
 
 
 _Arguments = Callable[[LarkWriter, CallableTool], str]
@@ -200,21 +190,23 @@ def answer_grammar(
     *,
     calls: CallRules | None,
     tool_format: ToolFormatName | None,
-    reasoning: Reasoning | None,
+    reasoning: ReasoningBorder | None,
+    budget: int | None = None,
     content: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of an answer that has these calls, or `content`, by default free text, behind reasoning.
+    """The grammar of an answer that has these calls, or `content`, by default free text, behind reasoning
+    of at most `budget` tokens; the tag behind it must be a token then.
     Raises InvalidRequestError: a strict tool cannot be held to its schema in this format, or reasoning to its
     budget."""
     writer = LarkWriter(added_token_id, formats.tokens(calls_tools=True))
-    if reasoning is not None and reasoning.max_tokens is not None:
+    if reasoning is not None and budget is not None:
         end = reasoning.style.end[0]
         if not writer.is_token(end):
             rule = f"needs a model with a token for the end of its reasoning; {end!r} is none here"
             refuse("thinking_token_budget", rule, "not_supported")
     if tool_format == "openai" or (reasoning is not None and reasoning.style is HARMONY):
-        return Grammar("lark", writer.grammar(_harmony(writer, calls, reasoning, content)))
-    begin = "" if reasoning is None else _reasoning(writer, reasoning)
+        return Grammar("lark", writer.grammar(_harmony(writer, calls, budget, content)))
+    begin = "" if reasoning is None else _reasoning(writer, reasoning, budget)
     if calls is None or tool_format is None:
         text = TEXT if content is None else writer.content(content)
         return Grammar("lark", writer.grammar(f"{begin} {text}"))
@@ -289,24 +281,24 @@ def _call(writer: LarkWriter, text: str, calls: CallRules, tool_format: ToolForm
     return writer.rule(" | ".join(choices))
 
 
-def _reasoning(writer: LarkWriter, reasoning: Reasoning) -> str:
+def _reasoning(writer: LarkWriter, reasoning: ReasoningBorder, budget: int | None) -> str:
     """An expression for the reasoning and a little white space behind it."""
-    opening = writer.literal(reasoning.style.begin[0])
-    body = writer.until(reasoning.style.end[0], max_tokens=reasoning.max_tokens)
+    style = reasoning.style
+    opening = " | ".join(map(writer.literal, style.begin))
+    body = writer.until(*style.end, max_tokens=budget)
     if not reasoning.is_open:
-        return f"({opening} {body} {GAP})?"
-    again = f"({opening})? " if writer.is_token(reasoning.style.begin[0]) else ""
+        return f"(({opening}) {body} {GAP})?"
+    again = f"({opening})? " if writer.is_token(style.begin[0]) else ""
     return f"{again}{body} {GAP}"
 
 
 def _harmony(
     writer: LarkWriter,
     calls: CallRules | None,
-    reasoning: Reasoning | None,
+    budget: int | None,
     content: Grammar | None,
 ) -> str:
     """An expression for messages: reasoning, a preamble, and a call or the final one."""
-    bound = None if reasoning is None else reasoning.max_tokens
     ending = "<|end|><|start|>assistant"
     analysis = writer.literal("<|channel|>analysis<|message|>")
     preamble = writer.literal("<|channel|>commentary<|message|>")
@@ -316,7 +308,7 @@ def _harmony(
     if calls is not None:
         call = _call(writer, _STYLES["openai"].call, calls, "openai")
         last = call if calls.must_call else f"({call} | {final})"
-    thinks = f"({analysis} {writer.until(ending, max_tokens=bound)})?"
+    thinks = f"({analysis} {writer.until(ending, max_tokens=budget)})?"
     return f"{thinks} ({preamble} {writer.until(ending)})? {last}"
 
 

@@ -18,8 +18,9 @@ from pagoda.api.parsers.deltas import AnswerDelta
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.answer_formats import HARMONY, THINK, AnswerFormats, ParserChoice
 from pagoda.frontend.detokenizer import byte_level_alphabet
+from pagoda.frontend.reasoning_border import ReasoningBorder
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.frontend.tool_grammars import CallableTool, CallRules, Reasoning, answer_grammar
+from pagoda.frontend.tool_grammars import CallableTool, CallRules, answer_grammar
 
 ADD: dict[str, Any] = {
     "type": "object",
@@ -208,7 +209,7 @@ def test_calls_behind_reasoning(is_open: bool, has_tokens: bool) -> None:
         formats,
         calls=rules,
         tool_format="hermes",
-        reasoning=Reasoning(THINK, is_open=is_open),
+        reasoning=ReasoningBorder(THINK, is_open=is_open),
     ).text
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     begin = "" if is_open else "<think>"
@@ -226,7 +227,8 @@ def test_a_budget_ends_reasoning(is_open: bool) -> None:
         formats,
         calls=None,
         tool_format=None,
-        reasoning=Reasoning(THINK, is_open=is_open, max_tokens=5),
+        reasoning=ReasoningBorder(THINK, is_open=is_open),
+        budget=5,
     ).text
     begin = "" if is_open else "<think>"
     assert model.accepts(text, f"{begin}1234</think>so it is")
@@ -243,7 +245,8 @@ def test_a_budget_ends_the_analysis_of_gpt_oss() -> None:
         formats,
         calls=None,
         tool_format=None,
-        reasoning=Reasoning(HARMONY, is_open=False, max_tokens=5),
+        reasoning=ReasoningBorder(HARMONY, is_open=False),
+        budget=5,
     ).text
     answer = (
         "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>so"
@@ -259,7 +262,8 @@ def test_a_budget_needs_a_token_that_ends_reasoning() -> None:
             AnswerFormats(None, THINK),
             calls=None,
             tool_format=None,
-            reasoning=Reasoning(THINK, is_open=True, max_tokens=5),
+            reasoning=ReasoningBorder(THINK, is_open=True),
+            budget=5,
         )
 
 

@@ -20,8 +20,22 @@ class ToolSchemas:
         functions = [tool["function"] for tool in tools]
         self._parameters = {f["name"]: f.get("parameters") or {} for f in functions}
 
-    def has(self, name: str) -> bool:
-        return name in self._parameters
+    def meant(self, name: str) -> str:
+        """The tool that a model calls `name`: models put namespaces in front of names, and leave them out."""
+        name = name.strip()
+        if name in self._parameters:
+            return name
+        bare = name.removeprefix("functions.")
+        others = (f"functions.{name}", bare, bare.rpartition(".")[2], bare.removesuffix(".call"))
+        return next((other for other in others if other in self._parameters), bare)
+
+    def offers(self, name: str) -> bool:
+        return self.meant(name) in self._parameters
+
+    def takes(self, tool: str, argument: str) -> bool:
+        """The tool declares the argument, or does not say which it has."""
+        properties = self._parameters.get(tool, {}).get("properties")
+        return not isinstance(properties, dict) or argument in properties
 
     def is_string(self, tool: str, argument: str) -> bool:
         """The argument is certainly a string; so is one that the schema does not know."""
