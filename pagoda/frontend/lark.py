@@ -85,8 +85,15 @@ class LarkWriter:
         self._content = _IN_LARK.sub(_renamed, grammar.text)
         return _CONTENT
 
-    def until(self, *endings: str, max_tokens: int | None = None) -> str:
-        """An expression for any text and one of `endings` behind it, which are tags of one kind.
+    def text_without(self, pattern: str, *, at_lines: bool = False) -> str:
+        """A terminal for any text in which a regular expression matches nothing; with `at_lines` nothing at the
+        beginning of a line."""
+        before = r"((?s:.*)\n)?" if at_lines else "(?s:.*)"
+        whole = f"{before}({pattern})(?s:.*)"
+        return self.terminal(f"/(?s:.*)/ & ~/{_UNESCAPED_SLASH.sub(_escaped, whole)}/")
+
+    def until(self, *endings: str, text: str = TEXT, max_tokens: int | None = None) -> str:
+        """An expression for `text`, by default any, and one of `endings` behind it, which are tags of one kind.
 
         `max_tokens` bounds the text, which then ends; the first tag of an ending must be a token for that.
         """
@@ -96,10 +103,10 @@ class LarkWriter:
             return f"({whole})"
         if parts[0][0] in self._ids:
             bound = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
-            body = self.rule(TEXT, bound) if bound else TEXT
+            body = self.rule(text, bound) if bound else text
             return f"{body} ({whole})"
         firsts = " | ".join(json.dumps(first, ensure_ascii=False) for first, *_ in parts)
-        body = self.rule(f"{TEXT} ({firsts})", "[lazy]")
+        body = self.rule(f"{text} ({firsts})", "[lazy]")
         rests = " | ".join(self.literal("".join(rest)) or '""' for _, *rest in parts)
         return f"{body} ({rests})"
 

@@ -17,7 +17,7 @@ from pagoda.errors import refuse
 from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ToolFormatName
 from pagoda.frontend.lark import GAP, TEXT, LarkWriter
 from pagoda.frontend.reasoning_border import ReasoningBorder
-from pagoda.frontend.schema_types import types_of
+from pagoda.frontend.schema_types import resolved, types_of
 from pagoda.messages.frontend import Grammar
 
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength", "contentEncoding")
@@ -69,8 +69,10 @@ def _json_arguments(writer: LarkWriter, tool: CallableTool) -> str:
 class _TaggedArguments:
     """Arguments between tags; strings have no quotes."""
 
-    def __init__(self, before: str, between: str, after: str) -> None:
+    def __init__(self, before: str, between: str, after: str, unheld: str) -> None:
+        """`unheld` is a regular expression of what ends a value too, where `{names}` are those of arguments."""
         self._before, self._between, self._after = before, between, after
+        self._unheld = unheld
 
     def __call__(self, writer: LarkWriter, tool: CallableTool) -> str:
         properties, required = _properties(tool)
@@ -88,27 +90,33 @@ class _TaggedArguments:
 
     def _value(self, writer: LarkWriter, tool: CallableTool, name: str, schema: Any) -> str:
         """The value of an argument and the tag behind it."""
-        if not isinstance(schema, dict) or "string" not in types_of(schema):
+        found = resolved(schema, tool.schema)
+        if not isinstance(found, dict) or "string" not in types_of(found, tool.schema):
             value = _json_part(writer, tool, schema)
             return f"{value} {writer.literal(self._after)}"
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = [found["const"]] if "const" in found else found.get("enum")
         if isinstance(values, list) and values:
             texts = [v if isinstance(v, str) else json.dumps(v) for v in values]
             choices = " | ".join(writer.literal(text) for text in texts)
             return f"({choices}) {writer.literal(self._after)}"
-        unheld = next((key for key in _STRING_KEYWORDS if key in schema), None)
+        unheld = next((key for key in _STRING_KEYWORDS if key in found), None)
         if tool.is_strict and unheld is not None:
             refuse(
                 "tools",
                 f"has the keyword {unheld} for argument {name[:64]!r} of the strict tool {tool.name!r}, which "
                 "the format of this model's calls cannot hold",
             )
-        return writer.until(self._after)
+        names = "|".join(map(re.escape, _properties(tool)[0]))
+        text = writer.text_without(self._unheld.replace("{names}", names))
+        return writer.until(self._after, text=text)
 
 
 def _python_arguments(writer: LarkWriter, tool: CallableTool) -> str:
-    """Keyword arguments of Python with JSON values, in the order of the schema."""
+    """Keyword arguments of Python with JSON values, in the order of the schema; free without properties."""
     properties, required = _properties(tool)
+    if not properties and tool.schema and tool.schema.get("additionalProperties") is not False:
+        item = f"{writer.terminal('/[A-Za-z_][A-Za-z0-9_]*=/')} {_json_part(writer, tool, {})}"
+        return writer.rule(f'({item} (", " {item})*)?')
     rest, first = '""', '""'
     for name, schema in reversed(list(properties.items())):
         item = f"{writer.literal(f'{name}=')} {_json_part(writer, tool, schema)}"
@@ -176,11 +184,21 @@ _STYLES: Mapping[str, _Style] = MappingProxyType(
 )
 _ARGUMENTS: Mapping[str, _Arguments] = MappingProxyType(
     {
-        "qwen3_coder": _TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"),
-        "glm45": _TaggedArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        "qwen3_coder": _TaggedArguments(
+            *("<parameter=", ">\n", "\n</parameter>\n"),
+            r"</parameter>\s*(<parameter=|</function>|</tool_call>)|<parameter=\s*({names})\s*>"
+            r"|</function>\s*(</tool_call>|<tool_call>|<function=)|</tool_call>\s*<tool_call>",
+        ),
+        "glm45": _TaggedArguments(
+            *("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            r"</arg_value>\s*(<arg_key>|</tool_call>)|<arg_key>\s*({names})\s*</arg_key>"
+            r"|</tool_call>\s*<tool_call>",
+        ),
         "pythonic": _python_arguments,
     }
 )
+_BARE_CALL = r"[ \t\r\n]*(\[\s*[A-Za-z0-9_.\-]+\(|(\[\s*)?\{\s*\"(name|function|type|arguments|parameters)\")"
+"""Where a line begins so, a model calls without a tag."""
 _FIELD = re.compile(r"(\{arguments\}|\{index\})")
 
 
@@ -240,12 +258,11 @@ def _section(
     opener: str = "",
 ) -> str:
     """An expression for the calls; `opener` is one that takes the place of the opening tag."""
-    begin, first = style.begin, style.call
-    if opener and begin:
-        begin = begin.removeprefix(style.opening)
-    elif opener:
+    # In one piece: the beginning of a list alone may begin free text, too.
+    first = style.begin.replace("{", "{{") + style.call
+    if opener:
         first = first.removeprefix(style.opening)
-    head = f"{opener} {writer.literal(begin)} {_call(writer, first, calls, tool_format)}"
+    head = f"{opener} {_call(writer, first, calls, tool_format)}"
     if not calls.is_single and (style.begin or not opener):
         again = _call(writer, style.call, calls, tool_format)
         head += f" ({writer.literal(style.separator)} {again})*"
@@ -255,8 +272,7 @@ def _section(
 def _lazy(writer: LarkWriter, style: _Style, calls: CallRules, tool_format: ToolFormatName) -> str:
     """An expression for free text in which calls have their form from the opening tag on."""
     if not style.opening:
-        mark = re.escape((style.begin or style.call.replace("{{", "{"))[0])
-        plain = writer.terminal(rf"/([^{mark}\s](?s:.*))?/")
+        plain = writer.text_without(_BARE_CALL, at_lines=True)
         return f"({_section(writer, style, calls, tool_format)} | {plain})"
     opener = writer.until(style.opening)
     section = _section(writer, style, calls, tool_format, opener=opener)

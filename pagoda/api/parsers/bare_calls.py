@@ -20,7 +20,7 @@ _CALL_TAGS = ("<|python_tag|>", "<|python_start|>")
 _BEGINNINGS = Tags(*_CALL_TAGS, "\n{", "\n[", "\n" + FENCE)
 _END = "<|python_end|>"
 _NAME = re.compile(r"[\w.\-]*")
-_KEYWORD = re.compile(r"[^\s\"'()\[\]{}*]+")
+_KEYWORD = re.compile(r"[^\"'()\[\]{}*]+")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _FAULTS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 

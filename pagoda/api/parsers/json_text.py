@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from pagoda.frontend.text_source import Emit, Steps, TextSource
+from pagoda.frontend.text_source import Emit, Steps, TextSource, ignore
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
@@ -173,12 +173,16 @@ class JsonMender:
         return at + 1
 
 
-def read_json(source: TextSource, emit: Emit, *, within: str = "") -> Steps[bool]:
-    """Passes the object or list that is next to `emit`, as valid JSON. Returns False if it does not end."""
+def read_json(
+    source: TextSource, emit: Emit, *, within: str = "", raw: Emit = ignore
+) -> Steps[bool]:
+    """Passes the object or list that is next to `emit`, as valid JSON, and its own text to `raw`. Returns False if
+    it does not end."""
     mender = JsonMender(within)
     while text := (yield from source.take_some()):
         part, end = mender.push(text)
         emit(part)
+        raw(text[:end])
         if end is not None:
             source.put_back(text[end:])
             return True

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagoda.api.parsers.json_text import dumped, mended
 from pagoda.frontend.schema_types import type_name, types_of
 
-_STRING = frozenset({"string"})
+_STRING, _INTEGER = frozenset({"string"}), frozenset({"integer"})
 
 
 class ToolSchemas:
@@ -46,22 +47,29 @@ class ToolSchemas:
         types = self._types(tool, argument)
         if types == _STRING:
             return quoted(text)
-        for read in (json.loads, ast.literal_eval):
+        for read in (json.loads, ast.literal_eval, _read_mended):
             try:
                 value = read(text.strip())
+                if types == _INTEGER and isinstance(value, float) and value.is_integer():
+                    value = int(value)
                 name = type_name(value)
                 fits = not types or name in types or (name == "integer" and "number" in types)
                 if fits:
-                    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+                    return dumped(value)
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 continue
         return quoted(text)
 
     def _types(self, tool: str, argument: str) -> frozenset[str]:
         """Types that the argument may have; empty if its schema does not say."""
-        properties = self._parameters.get(tool, {}).get("properties")
+        parameters = self._parameters.get(tool, {})
+        properties = parameters.get("properties")
         schema = properties.get(argument) if isinstance(properties, dict) else None
-        return _STRING if schema is None else types_of(schema)
+        return _STRING if schema is None else types_of(schema, parameters)
+
+
+def _read_mended(text: str) -> object:
+    return json.loads(mended(text) or "")
 
 
 def quoted(text: str) -> str:

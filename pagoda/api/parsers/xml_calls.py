@@ -86,6 +86,8 @@ class _Arguments:
         emit = self._add_escaped if is_string else parts.append
         if is_string:
             self.answer.add_arguments('"')
+        elif (yield from self.source.peek()) in ("{", "["):
+            yield from read_json(self.source, ignore, raw=emit)
         while (found := (yield from self.source.until(ending.tags, emit))) is not None:
             tag = found.removeprefix("\n")
             if (yield from ending.ends_at(self.source, tag, self.tools, self.tool)):
