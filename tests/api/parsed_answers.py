@@ -22,11 +22,8 @@ class Parts:
 def parse(deltas: list[str], *, is_cut: bool = False, **options: Any) -> Parts:
     parser = OutputParser(**options)
     parts = Parts()
-    for step in [
-        *(lambda d=d: parser.push(d) for d in deltas),
-        lambda: parser.flush(is_cut=is_cut),
-    ]:
-        delta = step()
+    pushed = (parser.push(delta) for delta in deltas)
+    for delta in itertools.chain(pushed, (parser.flush(is_cut=is_cut) for _ in range(1))):
         parts.content += delta.content
         parts.reasoning += delta.reasoning
         for piece in delta.tool_calls:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from parsed_answers import TOOLS, parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parsed_answers import ANY_FORM, TOOLS, VALUES, cut, parse
 
 A = '{"a": 1}'
 F = '{"name": "f", "arguments": {"a": 1}}'
@@ -205,6 +207,14 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "so",
     ),
     ("openai", '<|channel|>commentary to=f<|message|>{"a": 1<|call|>', [("f", {"a": 1})], ""),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": [1 2 {} "x"] "b": 1}}</tool_call>',
+        [("f", {"a": [1, 2, {}, "x"], "b": 1})],
+        "",
+    ),
+    ("granite", f"<|tool_call|>{F}, {G}] so", [("f", {"a": 1}), ("g", {})], "] so"),
+    ("llama3_json", f"{F}; {F}; so", [("f", {"a": 1}), ("f", {"a": 1})], "; so"),
     # Tags that are missing, and values that hold what looks like one.
     (
         "qwen3_coder",
@@ -245,6 +255,12 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "",
     ),
     ("glm45", "<tool_call>g", [("g", {})], ""),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>a<arg_value>1</arg_value><tool_call>g</tool_call>",
+        [("f", {"a": 1}), ("g", {})],
+        "",
+    ),
     # No calls.
     ("llama3_json", '{"city": "Oslo"}', [], '{"city": "Oslo"}'),
     ("llama3_json", "[text](url) and\n[f] and\n{x}", [], "[text](url) and\n[f] and\n{x}"),
@@ -279,3 +295,57 @@ def test_calls_as_models_say_them(case: int) -> None:
         parts = parse(deltas, tool_format=name, tools=TOOLS)
         assert [(called, json.loads(arguments)) for called, arguments in parts.calls] == calls
         assert parts.content == content
+
+
+SPANS = st.lists(
+    st.tuples(
+        st.integers(0, 2000), st.integers(0, 12), st.sampled_from(["", "zq", "\n", '"', "}", "<"])
+    ),
+    max_size=4,
+)
+
+
+def mutated(text: str, spans: list[tuple[int, int, str]]) -> str:
+    """The text with other text in place of some of its parts."""
+    for begin, length, other in spans:
+        at = begin % (len(text) + 1)
+        text = text[:at] + other + text[at + length :]
+    return text
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(ANY_FORM), SPANS, st.lists(st.integers(0, 2000), max_size=6), st.booleans())
+def test_mutated_calls_are_read_alike_in_any_pieces_and_lose_no_text(
+    form: tuple[str, str], spans: list[tuple[int, int, str]], borders: list[int], is_cut: bool
+) -> None:
+    name, text = form
+    text = mutated(text, spans)
+    options = {"tool_format": name, "tools": TOOLS, "is_cut": is_cut}
+    whole = parse([text], **options)
+    assert parse(cut(text, borders), **options).as_tuple() == whole.as_tuple()
+    assert parse(list(text), **options).as_tuple() == whole.as_tuple()
+    if not whole.calls and name != "openai":
+        assert whole.content == text
+
+
+WORDS = st.text("abc .,\n", min_size=1, max_size=12).map(lambda text: f"x{text}x")
+
+
+@given(st.sampled_from(ANY_FORM), WORDS, WORDS)
+def test_text_around_calls_is_content_to_the_byte(
+    form: tuple[str, str], before: str, behind: str
+) -> None:
+    name, text = form
+    if name == "openai":
+        before, text = f"<|channel|>final<|message|>{before}", f"<|end|><|start|>assistant{text}"
+        behind = f"<|start|>assistant<|channel|>final<|message|>{behind}"
+    separator = "\n" if name in ("llama3_json", "pythonic", "bare_list") else ""
+    parts = parse([before, separator, text, separator, behind], tool_format=name, tools=TOOLS)
+    assert [(called, json.loads(arguments)) for called, arguments in parts.calls] == [
+        ("f", VALUES),
+        ("g", {}),
+    ]
+    begin, end = (part.rpartition("<|message|>")[2] for part in (before, behind))
+    assert parts.content.startswith(begin)
+    assert parts.content.endswith(end)
+    assert not parts.content.removeprefix(begin).removesuffix(end).strip()

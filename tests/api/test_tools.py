@@ -305,6 +305,19 @@ async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:
     assert (await api.chat(tools=TOOLS)).error()["param"] == "tools"
 
 
+async def test_a_budget_for_reasoning_leaves_room_for_calls(serve_api) -> None:
+    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(tag) for tag in ("<think>", "</think>", "<tool_call>")])
+    made = replace(text(), tokenizer=Tokenizer(backend))
+    api = await serve_api("so", text=made, max_model_len=1000)
+    assert (await api.chat(tools=TOOLS, thinking_token_budget=5)).status == 200
+    grammar = grammar_of(api)
+    assert grammar is not None
+    assert f"<[{made.tokenizer.token_id('<tool_call>')}]>" in grammar
+    assert "max_tokens=5" in grammar
+
+
 async def test_a_budget_for_reasoning_needs_a_token(serve_api) -> None:
     api = await serve_api("so", text=text())
     error = (await api.chat(thinking_token_budget=5)).error()

@@ -168,8 +168,12 @@ def read_calls(
     while (body := (yield from _read_object(source, answer, tools, is_known=is_known))) is None:
         found = True
         taken = yield from source.spaces()
-        if (yield from source.accept("," if in_list else ";")):
-            taken = yield from source.spaces()
+        separator = yield from source.peek()
+        if separator and separator in ",;":
+            yield from source.accept(separator)
+            space = yield from source.spaces()
+            is_between = (yield from source.peek()) in ("", *"{]}<`")
+            taken += space if is_between else separator + space
     if not found or body:
         answer.add_content(taken + body)
     else:

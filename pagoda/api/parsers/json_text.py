@@ -1,7 +1,7 @@
 """JSON as models write it, made valid JSON as it comes.
 
-Models break lines within strings, escape what JSON does not, take Python's quotes and names of constants, leave a
-comma behind the last item, and forget closing braces.
+Models break lines within strings, escape what JSON does not, take Python's quotes and names of constants, set one
+comma too many or too few, and forget closing braces.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class JsonMender:
         """A comma, and white space behind it, that a closing brace may follow."""
         self._wants_value = False
         """A colon was last."""
+        self._follows_item = False
+        """A value or a name was last, and no comma or colon has come behind it."""
         self._out: list[str] = []
 
     @property
@@ -75,6 +77,7 @@ class JsonMender:
             self._word += word[0]
             if len(self._word) > _MAX_HELD:
                 self._end_word(is_key=False)
+                self._follows_item = False
             return word.end(), False
         character = text[at]
         self._end_word(is_key=character == ":")
@@ -89,17 +92,21 @@ class JsonMender:
         elif character in "<`":
             self._close_all()
             return at, True
-        else:
+        elif character in ",:":
             self._end_comma()
+            self._follows_item = False
             if character == ",":
                 self._comma = character
-            elif character in "\"'":
-                self._quote = character
-                self._out.append('"')
             else:
                 self._out.append(character)
-                if character in "{[":
-                    self._open.append(character)
+        else:
+            self._begin_item()
+            if character in "{[":
+                self._out.append(character)
+                self._open.append(character)
+            else:
+                self._out.append('"')
+                self._quote = character
         return at + 1, False
 
     def _close(self, brace: str, at: int) -> tuple[int, bool]:
@@ -112,6 +119,7 @@ class JsonMender:
         while (last := self._open.pop()) != opening:
             self._out.append(_CLOSING[last])
         self._out.append(brace)
+        self._follows_item = True
         return at + 1, not self._open
 
     def _close_all(self) -> None:
@@ -120,13 +128,20 @@ class JsonMender:
         self._out += [_CLOSING[brace] for brace in reversed(self._open)]
         self._open.clear()
 
+    def _begin_item(self) -> None:
+        self._end_comma()
+        if self._follows_item:
+            self._out.append(",")
+        self._follows_item = False
+
     def _end_comma(self) -> None:
         self._out.append(self._comma)
         self._comma = ""
 
     def _end_word(self, *, is_key: bool) -> None:
         if self._word:
-            self._end_comma()
+            self._begin_item()
+            self._follows_item = True
             word = json.dumps(self._word) if is_key else _CONSTANTS.get(self._word, self._word)
             self._out.append(word)
             self._word = ""
@@ -145,6 +160,7 @@ class JsonMender:
             self._escape = character
         elif character == self._quote:
             self._quote = ""
+            self._follows_item = True
             self._out.append('"')
         elif character == "'":
             self._out.append(character)

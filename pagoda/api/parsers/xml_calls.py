@@ -56,10 +56,16 @@ _QWEN_ENDING = _Ending(
     "<parameter=",
     ">",
     "</parameter>",
-    {_FUNCTION_END: (_CALL_END, _CALL, _FUNCTION), _CALL_END: (_CALL,)},
+    {
+        _FUNCTION_END: (_CALL_END, _CALL, _FUNCTION),
+        _CALL_END: (_CALL,),
+        _CALL: (),
+        _FUNCTION: (),
+    },
 )
-_GLM_ENDING = _Ending("<arg_key>", "</arg_key>", "</arg_value>", {_CALL_END: (_CALL,)})
+_GLM_ENDING = _Ending("<arg_key>", "</arg_key>", "</arg_value>", {_CALL_END: (_CALL,), _CALL: ()})
 _GLM_VALUE = "<arg_value>"
+_GLM_KEY_ENDS = Tags("</arg_key>", _GLM_VALUE)
 _GLM_VALUE_BEGINS = Tags(_GLM_VALUE, "<arg_key>", _CALL_END)
 
 
@@ -187,10 +193,12 @@ def read_glm45(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) ->
         arguments = _Arguments(source, answer, tools, tools.meant(name))
         arguments.begin()
         while tag == _GLM_ENDING.key:
-            key, tag = yield from source.collect(_GLM_ENDING.key_ends)
-            if tag is not None:
-                tag = yield from source.until(_GLM_VALUE_BEGINS, ignore)
+            key, tag = yield from source.collect(_GLM_KEY_ENDS)
+            if tag is not None and tag != _GLM_VALUE:
+                tag = yield from source.until(_GLM_VALUE_BEGINS, answer.add_content)
             if tag == _GLM_VALUE:
                 yield from arguments.read_value(key.strip(), _GLM_ENDING)
                 tag = yield from source.until(_GLM_ENDING.next, answer.add_content)
+        if tag == _CALL:
+            source.put_back(tag)
         arguments.end()
