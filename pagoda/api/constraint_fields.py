@@ -70,8 +70,9 @@ def constraint_of(body: GenerationFields) -> FieldGrammar | None:
     found = [
         FieldGrammar(grammar, param) for param, make in asked if (grammar := make()) is not None
     ]
-    if len(found) > 1:
-        refuse(found[1].param, f"and {found[0].param} both constrain the answer; give one of them")
+    for other in found[1:]:
+        if other.grammar != found[0].grammar:  # clients say the same in the words of two versions
+            refuse(other.param, f"and {found[0].param} both constrain the answer; give one of them")
     return found[0] if found else None
 
 
@@ -100,4 +101,5 @@ def _response_format(value: Any) -> Grammar | None:
     schema = inner.get("schema")
     if schema is None:
         return json_object_grammar()
-    return grammar_of("json", schema, f"{param}.json_schema.schema", {})
+    options = {"is_strict": inner.get("strict") is not False}
+    return grammar_of("json", schema, f"{param}.json_schema.schema", options)

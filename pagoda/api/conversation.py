@@ -23,8 +23,9 @@ from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.async_utils import LONG_TEXT_CHARS
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.json_size import json_size
+from pagoda.frontend.reasoning_border import ReasoningBorder
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
-from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
+from pagoda.frontend.tool_grammars import answer_grammar
 from pagoda.messages.frontend import FinishReason
 
 _EFFORTS_OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
@@ -77,7 +78,9 @@ class MessageReader:
         # Asked before the end, which closes a call that `max_tokens` has cut off, too.
         is_enough = self._is_single_call and parser.one_call_complete
         if delta.finish_reason is not None:
-            parts = AnswerDelta.joined((parts, parser.flush()))
+            stopped = delta.finish_reason is FinishReason.STOP
+            is_cut = not stopped or isinstance(delta.stop_reason, str)
+            parts = AnswerDelta.joined((parts, parser.flush(is_cut=is_cut)))
         if self._is_single_call and parser.one_call_complete:
             parts = parts.first_call_only()
         if parser.num_calls and (is_enough or delta.finish_reason is FinishReason.STOP):
@@ -133,6 +136,7 @@ async def begin_conversation(
     choice = tool_choice_of(body)
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
+    border = _border(body, formats.reasoning, prompt)
     if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
         refuse("best_of", "other than n is not supported for conversations", "not_supported")
     names = {"logprobs": "top_logprobs"}
@@ -151,17 +155,17 @@ async def begin_conversation(
             clamp_max_tokens=clamp_max_tokens,
             param="messages",
             grammar=await generator.run_sized(
-                partial(_grammar, body, generator, choice, prompt),
+                partial(_grammar, body, generator, choice, border),
                 constraint_size(body) + json_size(choice.tools, LONG_TEXT_CHARS),
             ),
             shown_tokens=formats.tokens(calls_tools=choice.calls_tools),
+            border=border,
         )
-    reasoning = None if body.separate_reasoning is False else formats.reasoning
+    reasoning = None if body.separate_reasoning is False else border
     make_parser = partial(
         OutputParser,
         tool_format=choice.format_in(formats),
-        reasoning_format=reasoning,
-        in_reasoning=reasoning is not None and _is_open(prompt, reasoning),
+        reasoning=reasoning,
         tools=choice.tools,
     )
     usage = generation.usage
@@ -174,7 +178,7 @@ async def begin_conversation(
         call_reason=choice.finish_reason,
         shows_reasoning=body.include_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False,
-        reasoning_end_id=None if reasoning is None else token_id(reasoning.end[0]),
+        reasoning_end_id=None if reasoning is None else token_id(reasoning.style.end[0]),
     )
     readers = [make_reader(make_parser()) for _ in generation.requests]
     num_calls = sum(len(message.tool_calls or ()) for message in body.messages)
@@ -232,33 +236,37 @@ def _switches(
     return known | (body.chat_template_kwargs or {})
 
 
+def _border(
+    body: ChatRequest, style: ReasoningFormat | None, prompt: str
+) -> ReasoningBorder | None:
+    """The border of the reasoning in the answer to `prompt`; None for a model that does not think."""
+    if style is None:
+        return None
+    content = body.messages[-1].content if body.continue_final_message else None
+    parts = [content or ""] if not isinstance(content, list) else [part.text for part in content]
+    return ReasoningBorder.behind(style, prompt, "".join(parts))
+
+
 def _grammar(
-    body: ChatRequest, generator: TextGenerator, choice: ToolChoice, prompt: str
+    body: ChatRequest, generator: TextGenerator, choice: ToolChoice, border: ReasoningBorder | None
 ) -> FieldGrammar | None:
     """The grammar that the answer is held to for its calls, its content behind reasoning, or the bound of its
     reasoning; None without."""
     text = generator.text
     content = constraint_of(body)
-    rules = choice.rules(is_held=content is not None and choice.calls_tools)
-    style = text.formats.reasoning
-    budget = None if style is None else body.thinking_token_budget
-    if rules is None and budget is None and (content is None or style is None):
+    budget = None if border is None else body.thinking_token_budget
+    is_held = content is not None or budget is not None
+    rules = choice.rules(is_held=is_held and choice.calls_tools)
+    if rules is None and budget is None and (content is None or border is None):
         return content
     whole = answer_grammar(
         text.tokenizer.added_token_id,
         text.formats,
         calls=rules,
         tool_format=choice.format_in(text.formats),
-        reasoning=None if style is None else Reasoning(style, _is_open(prompt, style), budget),
+        reasoning=border,
+        budget=budget,
         content=None if content is None else content.grammar,
     )
     others = "thinking_token_budget" if rules is None else "tools"
     return FieldGrammar(whole, others if content is None else content.param)
-
-
-def _is_open(prompt: str, reasoning: ReasoningFormat) -> bool:
-    """True if the answer begins within reasoning."""
-    text = prompt.rstrip()
-    return text.endswith(reasoning.begin) or (
-        reasoning.is_open and not text.endswith(reasoning.end)
-    )

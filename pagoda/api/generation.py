@@ -27,6 +27,7 @@ from pagoda.api.sse import EventStream, encode_in_parts
 from pagoda.errors import refuse
 from pagoda.frontend.async_utils import LONG_TEXT_CHARS, gather_all
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
+from pagoda.frontend.reasoning_border import ReasoningBorder
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import KVSource
 
@@ -213,9 +214,10 @@ async def prepare(
     param: str = "prompt",
     grammar: FieldGrammar | None = None,
     shown_tokens: tuple[str, ...] = (),
+    border: ReasoningBorder | None = None,
 ) -> Generation:
-    """The requests of all prompts of a body; `param` is the field of the prompt, `grammar` and `shown_tokens` are
-    those of `TextGenerator.prepare`; without a `grammar` that of the body counts.
+    """The requests of all prompts of a body; `param` is the field of the prompt, `grammar`, `shown_tokens` and
+    `border` are those of `TextGenerator.prepare`; without a `grammar` that of the body counts.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
     if grammar is None:
@@ -266,6 +268,7 @@ async def prepare(
             grammar=None if grammar is None else grammar.grammar,
             grammar_param="" if grammar is None else grammar.param,
             shown_tokens=shown_tokens,
+            border=border,
             scores_once=not body.stream,
             client_request=caller.client_request,
         )

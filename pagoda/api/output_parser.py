@@ -9,49 +9,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from pagoda.api.parsers.bare_calls import read_bare
 from pagoda.api.parsers.deltas import AnswerBuilder, AnswerDelta, ToolCallDelta
 from pagoda.api.parsers.harmony import read_harmony
 from pagoda.api.parsers.json_calls import (
     DEEPSEEK,
     KIMI_K2,
-    read_bare_list,
     read_granite,
-    read_hermes,
-    read_llama3_json,
     read_mistral,
     read_phi4_mini,
 )
-from pagoda.api.parsers.pythonic import read_pythonic
 from pagoda.api.parsers.reasoning import read_reasoning
 from pagoda.api.parsers.schemas import ToolSchemas
-from pagoda.api.parsers.source import Steps, TextSource
-from pagoda.api.parsers.xml_calls import read_glm45, read_qwen3_coder
-from pagoda.frontend.answer_formats import HARMONY, ReasoningFormat, ToolFormatName
+from pagoda.api.parsers.xml_calls import read_glm45, read_hermes, read_qwen3_coder
+from pagoda.frontend.answer_formats import HARMONY, ToolFormatName
+from pagoda.frontend.reasoning_border import ReasoningBorder
+from pagoda.frontend.text_source import Steps, TextSource
 
 __all__ = ["AnswerDelta", "OutputParser", "ToolCallDelta"]
 
-ToolReader = Callable[[TextSource, AnswerBuilder, ToolSchemas], Steps[None]]
 
+@dataclass(frozen=True)
+class ToolReader:
+    """A reader of content with tool calls."""
+
+    read: Callable[[TextSource, AnswerBuilder, ToolSchemas], Steps[None]]
+    openings: tuple[str, ...]
+    """Tags with which calls begin."""
+
+
+_HERMES_OPENINGS = ("<tool_call>",)
+_BARE = ToolReader(read_bare, ("<|python_tag|>", "<|python_start|>"))
+_DEEPSEEK = ToolReader(DEEPSEEK.read, ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"))
 READERS: Mapping[ToolFormatName, ToolReader] = MappingProxyType(
     {
-        "hermes": read_hermes,
-        "qwen3_coder": read_qwen3_coder,
-        "llama3_json": read_llama3_json,
-        "pythonic": read_pythonic,
-        "mistral": read_mistral,
-        "deepseek_v3": DEEPSEEK.read,
-        "deepseek_v31": DEEPSEEK.read,
-        "kimi_k2": KIMI_K2.read,
-        "glm45": read_glm45,
-        "granite": read_granite,
-        "phi4_mini_json": read_phi4_mini,
-        "bare_list": read_bare_list,
+        "hermes": ToolReader(read_hermes, _HERMES_OPENINGS),
+        "qwen3_coder": ToolReader(read_qwen3_coder, (*_HERMES_OPENINGS, "<function=")),
+        "llama3_json": _BARE,
+        "pythonic": _BARE,
+        "mistral": ToolReader(read_mistral, ("[TOOL_CALLS]",)),
+        "deepseek_v3": _DEEPSEEK,
+        "deepseek_v31": _DEEPSEEK,
+        "kimi_k2": ToolReader(
+            KIMI_K2.read,
+            (
+                *("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+                "<|tool_call_begin|>",
+            ),
+        ),
+        "glm45": ToolReader(read_glm45, _HERMES_OPENINGS),
+        "granite": ToolReader(read_granite, ("<|tool_call|>", *_HERMES_OPENINGS)),
+        "phi4_mini_json": ToolReader(read_phi4_mini, ("functools[", "<|tool_call|>")),
+        "bare_list": _BARE,
     }
 )
-"""Readers of content with tool calls; `openai` is read as a whole by `read_harmony`."""
+"""Readers by format; `openai` is read as a whole by `read_harmony`."""
 
 
 class OutputParser:
@@ -61,18 +77,16 @@ class OutputParser:
         self,
         *,
         tool_format: ToolFormatName | None = None,
-        reasoning_format: ReasoningFormat | None = None,
-        in_reasoning: bool = False,
+        reasoning: ReasoningBorder | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`tool_format`: None if the answer cannot have calls. `reasoning_format`: None if reasoning is content.
-        `in_reasoning`: the prompt has already opened it. `tools` are those that the model was offered."""
+        """`tool_format`: None if the answer cannot have calls. `reasoning`: None if reasoning is content.
+        `tools` are those that the model was offered."""
         self._source = TextSource()
         self._answer = AnswerBuilder()
         self._is_plain = False
         """All further text is content, but for white space behind a tag."""
-        self._in_reasoning = in_reasoning
-        self._steps = self._parse(tool_format, reasoning_format, ToolSchemas(tools))
+        self._steps = self._parse(tool_format, reasoning, ToolSchemas(tools))
         next(self._steps)
 
     @property
@@ -90,7 +104,7 @@ class OutputParser:
     @property
     def transparent(self) -> bool:
         """All further text is content, so the parser need not see it."""
-        return self._is_plain and not self._answer.skips_space
+        return self._is_plain and not self._answer.holds_space
 
     def push(self, text: str) -> AnswerDelta:
         if self.transparent:
@@ -100,9 +114,9 @@ class OutputParser:
             next(self._steps)
         return self._answer.drain()
 
-    def flush(self) -> AnswerDelta:
-        """The parts that were held back, once no more text follows."""
-        self._source.ended = True
+    def flush(self, *, is_cut: bool = False) -> AnswerDelta:
+        """The parts that were held back, once no more text follows. `is_cut`: the model would have gone on."""
+        self._source.end(is_cut=is_cut)
         with suppress(StopIteration):
             next(self._steps)
         self._answer.release_space()
@@ -111,17 +125,18 @@ class OutputParser:
     def _parse(
         self,
         tool_format: ToolFormatName | None,
-        reasoning_format: ReasoningFormat | None,
+        reasoning: ReasoningBorder | None,
         tools: ToolSchemas,
     ) -> Steps[None]:
         source, answer = self._source, self._answer
-        if reasoning_format is HARMONY or tool_format == "openai":
-            yield from read_harmony(source, answer, calls_tools=tool_format is not None)
-        elif reasoning_format is not None:
-            answer.in_reasoning = self._in_reasoning
-            yield from read_reasoning(source, answer, reasoning_format, is_open=self._in_reasoning)
-        if tool_format is not None and tool_format != "openai":
-            yield from READERS[tool_format](source, answer, tools)
+        reader = None if tool_format is None else READERS.get(tool_format)
+        if tool_format == "openai" or (reasoning is not None and reasoning.style is HARMONY):
+            yield from read_harmony(source, answer, None if tool_format is None else tools)
+        elif reasoning is not None:
+            openings = () if reader is None else reader.openings
+            yield from read_reasoning(source, answer, reasoning, openings)
+        if reader is not None:
+            yield from reader.read(source, answer, tools)
         # What a reader leaves behind is content.
         self._is_plain = True
         answer.release_space()

@@ -82,6 +82,9 @@ def _sentence(grammar: Grammar, error: str) -> str:
     if unknown is not None:
         names = unknown["names"].replace('"', "")
         return f"the JSON schema has keywords that are not supported: {names}."
+    if "coerce_one_of" in error:
+        rule = "has oneOf with schemas of which more than one may hold; anyOf can be held instead"
+        return f"the JSON schema {rule}."
     if _TOO_LARGE.search(error):
         return f"{name} is too large or too complex to be compiled within the limits."
     if "NoExtension" in error:

@@ -70,9 +70,9 @@ _TOOL_MARKS: tuple[tuple[str, ToolFormatName], ...] = (
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
     ("func_name1(", "pythonic"),
+    ('"parameters": dictionary', "llama3_json"),
     ("<|python_start|>", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary', "llama3_json"),
 )
 """Strings of chat templates and the format that they belong to; the first that occurs counts."""
 _DEEPSEEK_MARK = "<｜tool▁calls▁begin｜>"
@@ -83,6 +83,7 @@ _REASONING_MARKS = (
     ("</think>", "qwen3"),
 )
 
+_LLAMA_TOKENS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _TOOL_TOKENS: Mapping[ToolFormatName, tuple[str, ...]] = MappingProxyType(
     {
         "hermes": ("<tool_call>", "</tool_call>"),
@@ -91,8 +92,8 @@ _TOOL_TOKENS: Mapping[ToolFormatName, tuple[str, ...]] = MappingProxyType(
             *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"),
             "</arg_value>",
         ),
-        "llama3_json": ("<|python_tag|>",),
-        "pythonic": ("<|python_start|>", "<|python_end|>"),
+        "llama3_json": _LLAMA_TOKENS,
+        "pythonic": _LLAMA_TOKENS,
         "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         "granite": ("<|tool_call|>", "<tool_call>", "</tool_call>"),
         "phi4_mini_json": ("<|tool_call|>", "<|/tool_call|>"),

@@ -13,6 +13,7 @@ from pagoda.frontend.json_size import json_size
 from pagoda.frontend.lark_references import check_references
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
 from pagoda.frontend.schema_types import MAX_OPTIONAL, has_too_many_optional
+from pagoda.frontend.tool_schemas import eased_schema
 from pagoda.messages.frontend import Grammar
 
 MAX_GRAMMAR_BYTES = 128 << 10
@@ -48,9 +49,10 @@ def json_grammar(
     *,
     whitespace: str | None = None,
     disable_whitespace: bool = False,
+    is_strict: bool = True,
 ) -> Grammar:
     """JSON values that a schema describes; a string holds the schema as JSON. `whitespace` is a regular expression
-    for the white space between parts.
+    for the white space between parts. If it is not strict, keywords that cannot be held are passed over.
     Raises InvalidRequestError: it is no schema, or too large; names `param`."""
     if isinstance(schema, str):
         _check_size(schema, param)
@@ -66,12 +68,16 @@ def json_grammar(
         refuse(param, f"has more than {MAX_GRAMMAR_BYTES} bytes")
     multiples: list[int] = []
     checked = _checked(schema, param, multiples, _MAX_DEPTH)
-    if takes_too_much(multiples):
+    if not is_strict:
+        checked = eased_schema(checked)
+    elif takes_too_much(multiples):
         refuse(
             param,
             f"has a multipleOf that takes too much work; at most {MAX_STEPS} steps are served",
         )
     options: dict[str, Any] = {"whitespace_flexible": not disable_whitespace}
+    if not is_strict:
+        options["lenient"] = True
     if not disable_whitespace:
         options["whitespace_pattern"] = WHITESPACE if whitespace is None else whitespace
     text = json.dumps({**checked, "x-guidance": options}, ensure_ascii=False)

@@ -85,20 +85,30 @@ class LarkWriter:
         self._content = _IN_LARK.sub(_renamed, grammar.text)
         return _CONTENT
 
-    def until(self, ending: str, *, max_tokens: int | None = None) -> str:
-        """An expression for any text and `ending` behind it.
+    def text_without(self, pattern: str, *, at_lines: bool = False) -> str:
+        """A terminal for any text in which a regular expression matches nothing; with `at_lines` nothing at the
+        beginning of a line."""
+        before = r"((?s:.*)\n)?" if at_lines else "(?s:.*)"
+        whole = f"{before}({pattern})(?s:.*)"
+        return self.terminal(f"/(?s:.*)/ & ~/{_UNESCAPED_SLASH.sub(_escaped, whole)}/")
 
-        `max_tokens` bounds the text, which then ends; the first tag of `ending` must be a token for that.
+    def until(self, *endings: str, text: str = TEXT, max_tokens: int | None = None) -> str:
+        """An expression for `text`, by default any, and one of `endings` behind it, which are tags of one kind.
+
+        `max_tokens` bounds the text, which then ends; the first tag of an ending must be a token for that.
         """
-        first, *rest = [part for part in self._split.split(ending) if part]
+        parts = [[part for part in self._split.split(ending) if part] for ending in endings]
+        whole = " | ".join(map(self.literal, endings))
         if max_tokens == 0:
-            return self.literal(ending)
-        if first in self._ids:
+            return f"({whole})"
+        if parts[0][0] in self._ids:
             bound = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
-            body = self.rule(TEXT, bound) if bound else TEXT
-            return f"{body} {self.literal(ending)}"
-        body = self.rule(f"{TEXT} {json.dumps(first, ensure_ascii=False)}", "[lazy]")
-        return f"{body} {self.literal(''.join(rest))}"
+            body = self.rule(text, bound) if bound else text
+            return f"{body} ({whole})"
+        firsts = " | ".join(json.dumps(first, ensure_ascii=False) for first, *_ in parts)
+        body = self.rule(f"{text} ({firsts})", "[lazy]")
+        rests = " | ".join(self.literal("".join(rest)) or '""' for _, *rest in parts)
+        return f"{body} ({rests})"
 
     def grammar(self, start: str) -> str:
         """The grammar whose answers are `start`."""

@@ -17,7 +17,10 @@ _TYPES: dict[type, str] = {
 MAX_OPTIONAL = 500
 """Properties of one object that may be left out: a parser keeps four items for each of them."""
 _MAX_DEPTH = 8
-"""Levels of `anyOf` that are looked into."""
+"""Levels of `anyOf` that are looked into, and references that are followed one behind another."""
+
+_MAX_VALUES = 256
+"""Values of an `enum`, and choices, that are looked at."""
 
 
 def type_name(value: object) -> str:
@@ -25,8 +28,23 @@ def type_name(value: object) -> str:
     return _TYPES.get(type(value), "")
 
 
-def types_of(schema: object, depth: int = _MAX_DEPTH) -> frozenset[str]:
-    """The types that a value may have; empty if the schema does not say. `depth` bounds how deep choices are."""
+def resolved(schema: object, root: object) -> object:
+    """The schema, or the one that it refers to within `root`; None if there is none."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        place, *steps = str(schema["$ref"]).split("/")
+        schema = root if place == "#" else None
+        for step in steps:
+            name = step.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return None
+
+
+def types_of(schema: object, root: object = None, depth: int = _MAX_DEPTH) -> frozenset[str]:
+    """The types that a value may have; empty if the schema does not say. `root` is the schema that references are
+    in, `depth` bounds how deep choices are."""
+    schema = resolved(schema, root)
     if not isinstance(schema, dict) or not depth:
         return frozenset()
     types = schema.get("type")
@@ -38,10 +56,12 @@ def types_of(schema: object, depth: int = _MAX_DEPTH) -> frozenset[str]:
     if "const" in schema:
         values = [schema["const"]]
     if values:
-        return frozenset(type_name(value) for value in values)
+        return frozenset(type_name(value) for value in values[:_MAX_VALUES])
     choices = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(choices, list):
-        kinds = [types_of(choice, depth - 1) for choice in choices]
+    if isinstance(choices, list) and len(choices) <= _MAX_VALUES:
+        # References may meet again and again; those of choices of choices are not followed.
+        within = root if depth == _MAX_DEPTH and len(choices) <= _MAX_DEPTH else None
+        kinds = [types_of(choice, within, depth - 1) for choice in choices]
         return frozenset().union(*kinds) if all(kinds) else frozenset()
     return frozenset()
 

@@ -62,13 +62,14 @@ class StopMatcher:
         self._node = stops.root
         self._held = ""
 
-    def push(self, delta: str) -> str | StopHit:
-        """The text that can be emitted now, or the hit that ends it; nothing may follow a hit."""
+    def push(self, delta: str, *, counts: bool = True) -> str | StopHit:
+        """The text that can be emitted now, or the hit that ends it; nothing may follow a hit. A stop string that
+        ends in a delta that does not count is none."""
         text = self._held + delta
         node = self._node
         for end, character in enumerate(delta, start=len(self._held) + 1):
             node = self._stops.next(node, character)
-            if node.match is not None:
+            if counts and node.match is not None:
                 return StopHit(text=text[: end - len(node.match)], stop=node.match)
         self._node = node
         emitted = len(text) - node.depth

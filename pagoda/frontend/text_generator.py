@@ -24,6 +24,7 @@ from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import BodyEndpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.reasoning_border import BorderFinder, ReasoningBorder
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
@@ -96,6 +97,8 @@ class TextRequest:
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
+    border: ReasoningBorder | None = None
+    """Stop strings count behind it; None if they count in all of the text."""
     shown_tokens: tuple[str, ...] = ()
     """Special tokens that have text though others are skipped: a parser of the answer needs them."""
     grammar_param: str = "grammar"
@@ -255,6 +258,7 @@ class TextGenerator:
         grammar: Grammar | None = None,
         grammar_param: str = "grammar",
         shown_tokens: tuple[str, ...] = (),
+        border: ReasoningBorder | None = None,
         pooling: Pooling | None = None,
         scores_once: bool = True,
         client_request: ClientRequest | None = None,
@@ -264,9 +268,9 @@ class TextGenerator:
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
         with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
-        are as in `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made
-        here. Token ids are not copied: the caller must not change them. `scores_once` leaves the log-probabilities
-        of the prompt to the first request.
+        are as in `GenerateRequest`, `shown_tokens` and `border` as in `TextRequest`. Without a `client_request`
+        one is made here. Token ids are not copied: the caller must not change them. `scores_once` leaves the
+        log-probabilities of the prompt to the first request.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -288,6 +292,8 @@ class TextGenerator:
         context = limits.max_model_len
         resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
+        if border is not None and any(map(border.names_a_tag, sampling.stop)):
+            border = None  # to stop at a tag of reasoning is to search all of the text
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         return [
             TextRequest(
@@ -317,6 +323,7 @@ class TextGenerator:
                 prompt=text,
                 client_request=client_request,
                 stops=stops,
+                border=border,
                 grammar_param=grammar_param,
                 shown_tokens=shown_tokens,
                 index=index,
@@ -478,9 +485,12 @@ class TextAssembler:
             shown_tokens=request.shown_tokens,
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
+        border = request.border if request.stops else None
+        self._finder = None if border is None else BorderFinder(border)
         self._keep_stop = sampling.include_stop_str_in_output
         self._shows_special = not sampling.skip_special_tokens
-        self._unsearched_tokens = sampling.min_tokens
+        self._min_tokens = sampling.min_tokens
+        self._num_tokens = 0
 
     def push(self, chunk: TokenChunk) -> TextDelta:
         token_ids = chunk.token_ids
@@ -516,15 +526,26 @@ class TextAssembler:
         )
 
     def _search(self, piece: str, *, at_end: bool = False) -> str | StopHit:
+        """The text that is certain, or the first stop string: behind the border, and behind `min_tokens`."""
         if self._matcher is None:
             return piece
-        if self._unsearched_tokens > 0 and not at_end:
-            self._unsearched_tokens -= 1
-            return piece
-        found = self._matcher.push(piece)
-        if at_end and isinstance(found, str):
-            return found + self._matcher.flush()
-        return found
+        self._num_tokens += not at_end
+        parts = [(piece, True)]
+        if self._finder is not None:
+            parts = self._finder.push(piece)
+            if at_end:
+                parts += self._finder.flush()
+        counts = at_end or self._num_tokens > self._min_tokens
+        text = ""
+        for part, is_searched in parts:
+            if not is_searched:
+                text += self._matcher.flush() + part
+                continue
+            found = self._matcher.push(part, counts=counts)
+            if isinstance(found, StopHit):
+                return StopHit(text + found.text, found.stop)
+            text += found
+        return text + self._matcher.flush() if at_end else text
 
     def _stopped(self, chunk: TokenChunk, text: str, hit: StopHit, position: int) -> TextDelta:
         kept = hit.text + hit.stop if self._keep_stop else hit.text

@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from pagoda.errors import refuse
-from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ReasoningFormat, ToolFormatName
+from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ToolFormatName
 from pagoda.frontend.lark import GAP, TEXT, LarkWriter
-from pagoda.frontend.schema_types import types_of
+from pagoda.frontend.reasoning_border import ReasoningBorder
+from pagoda.frontend.schema_types import resolved, types_of
 from pagoda.messages.frontend import Grammar
 
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength", "contentEncoding")
@@ -44,17 +45,6 @@ class CallRules:
     is_single: bool
 
 
-@dataclass(frozen=True)
-class Reasoning:
-    """Reasoning in front of an answer."""
-
-    style: ReasoningFormat
-    is_open: bool
-    """The prompt has opened it."""
-    max_tokens: int | None = None
-    """Tokens after which it ends; the tag behind it must be a token then."""
-
-
 _Arguments = Callable[[LarkWriter, CallableTool], str]
 
 
@@ -79,8 +69,10 @@ def _json_arguments(writer: LarkWriter, tool: CallableTool) -> str:
 class _TaggedArguments:
     """Arguments between tags; strings have no quotes."""
 
-    def __init__(self, before: str, between: str, after: str) -> None:
+    def __init__(self, before: str, between: str, after: str, unheld: str) -> None:
+        """`unheld` is a regular expression of what ends a value too, where `{names}` are those of arguments."""
         self._before, self._between, self._after = before, between, after
+        self._unheld = unheld
 
     def __call__(self, writer: LarkWriter, tool: CallableTool) -> str:
         properties, required = _properties(tool)
@@ -98,27 +90,33 @@ class _TaggedArguments:
 
     def _value(self, writer: LarkWriter, tool: CallableTool, name: str, schema: Any) -> str:
         """The value of an argument and the tag behind it."""
-        if not isinstance(schema, dict) or "string" not in types_of(schema):
+        found = resolved(schema, tool.schema)
+        if not isinstance(found, dict) or "string" not in types_of(found, tool.schema):
             value = _json_part(writer, tool, schema)
             return f"{value} {writer.literal(self._after)}"
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = [found["const"]] if "const" in found else found.get("enum")
         if isinstance(values, list) and values:
             texts = [v if isinstance(v, str) else json.dumps(v) for v in values]
             choices = " | ".join(writer.literal(text) for text in texts)
             return f"({choices}) {writer.literal(self._after)}"
-        unheld = next((key for key in _STRING_KEYWORDS if key in schema), None)
+        unheld = next((key for key in _STRING_KEYWORDS if key in found), None)
         if tool.is_strict and unheld is not None:
             refuse(
                 "tools",
                 f"has the keyword {unheld} for argument {name[:64]!r} of the strict tool {tool.name!r}, which "
                 "the format of this model's calls cannot hold",
             )
-        return writer.until(self._after)
+        names = "|".join(map(re.escape, _properties(tool)[0]))
+        text = writer.text_without(self._unheld.replace("{names}", names))
+        return writer.until(self._after, text=text)
 
 
 def _python_arguments(writer: LarkWriter, tool: CallableTool) -> str:
-    """Keyword arguments of Python with JSON values, in the order of the schema."""
+    """Keyword arguments of Python with JSON values, in the order of the schema; free without properties."""
     properties, required = _properties(tool)
+    if not properties and tool.schema and tool.schema.get("additionalProperties") is not False:
+        item = f"{writer.terminal('/[A-Za-z_][A-Za-z0-9_]*=/')} {_json_part(writer, tool, {})}"
+        return writer.rule(f'({item} (", " {item})*)?')
     rest, first = '""', '""'
     for name, schema in reversed(list(properties.items())):
         item = f"{writer.literal(f'{name}=')} {_json_part(writer, tool, schema)}"
@@ -186,11 +184,21 @@ _STYLES: Mapping[str, _Style] = MappingProxyType(
 )
 _ARGUMENTS: Mapping[str, _Arguments] = MappingProxyType(
     {
-        "qwen3_coder": _TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"),
-        "glm45": _TaggedArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        "qwen3_coder": _TaggedArguments(
+            *("<parameter=", ">\n", "\n</parameter>\n"),
+            r"</parameter>\s*(<parameter=|</function>|</tool_call>)|<parameter=\s*({names})\s*>"
+            r"|</function>\s*(</tool_call>|<tool_call>|<function=)|</tool_call>\s*<tool_call>",
+        ),
+        "glm45": _TaggedArguments(
+            *("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            r"</arg_value>\s*(<arg_key>|</tool_call>)|<arg_key>\s*({names})\s*</arg_key>"
+            r"|</tool_call>\s*<tool_call>",
+        ),
         "pythonic": _python_arguments,
     }
 )
+_BARE_CALL = r"[ \t\r\n]*(\[\s*[A-Za-z0-9_.\-]+\(|(\[\s*)?\{\s*\"(name|function|type|arguments|parameters)\")"
+"""Where a line begins so, a model calls without a tag."""
 _FIELD = re.compile(r"(\{arguments\}|\{index\})")
 
 
@@ -200,21 +208,23 @@ def answer_grammar(
     *,
     calls: CallRules | None,
     tool_format: ToolFormatName | None,
-    reasoning: Reasoning | None,
+    reasoning: ReasoningBorder | None,
+    budget: int | None = None,
     content: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of an answer that has these calls, or `content`, by default free text, behind reasoning.
+    """The grammar of an answer that has these calls, or `content`, by default free text, behind reasoning
+    of at most `budget` tokens; the tag behind it must be a token then.
     Raises InvalidRequestError: a strict tool cannot be held to its schema in this format, or reasoning to its
     budget."""
     writer = LarkWriter(added_token_id, formats.tokens(calls_tools=True))
-    if reasoning is not None and reasoning.max_tokens is not None:
+    if reasoning is not None and budget is not None:
         end = reasoning.style.end[0]
         if not writer.is_token(end):
             rule = f"needs a model with a token for the end of its reasoning; {end!r} is none here"
             refuse("thinking_token_budget", rule, "not_supported")
     if tool_format == "openai" or (reasoning is not None and reasoning.style is HARMONY):
-        return Grammar("lark", writer.grammar(_harmony(writer, calls, reasoning, content)))
-    begin = "" if reasoning is None else _reasoning(writer, reasoning)
+        return Grammar("lark", writer.grammar(_harmony(writer, calls, budget, content)))
+    begin = "" if reasoning is None else _reasoning(writer, reasoning, budget)
     if calls is None or tool_format is None:
         text = TEXT if content is None else writer.content(content)
         return Grammar("lark", writer.grammar(f"{begin} {text}"))
@@ -248,12 +258,11 @@ def _section(
     opener: str = "",
 ) -> str:
     """An expression for the calls; `opener` is one that takes the place of the opening tag."""
-    begin, first = style.begin, style.call
-    if opener and begin:
-        begin = begin.removeprefix(style.opening)
-    elif opener:
+    # In one piece: the beginning of a list alone may begin free text, too.
+    first = style.begin.replace("{", "{{") + style.call
+    if opener:
         first = first.removeprefix(style.opening)
-    head = f"{opener} {writer.literal(begin)} {_call(writer, first, calls, tool_format)}"
+    head = f"{opener} {_call(writer, first, calls, tool_format)}"
     if not calls.is_single and (style.begin or not opener):
         again = _call(writer, style.call, calls, tool_format)
         head += f" ({writer.literal(style.separator)} {again})*"
@@ -263,8 +272,7 @@ def _section(
 def _lazy(writer: LarkWriter, style: _Style, calls: CallRules, tool_format: ToolFormatName) -> str:
     """An expression for free text in which calls have their form from the opening tag on."""
     if not style.opening:
-        mark = re.escape((style.begin or style.call.replace("{{", "{"))[0])
-        plain = writer.terminal(rf"/([^{mark}\s](?s:.*))?/")
+        plain = writer.text_without(_BARE_CALL, at_lines=True)
         return f"({_section(writer, style, calls, tool_format)} | {plain})"
     opener = writer.until(style.opening)
     section = _section(writer, style, calls, tool_format, opener=opener)
@@ -289,24 +297,24 @@ def _call(writer: LarkWriter, text: str, calls: CallRules, tool_format: ToolForm
     return writer.rule(" | ".join(choices))
 
 
-def _reasoning(writer: LarkWriter, reasoning: Reasoning) -> str:
+def _reasoning(writer: LarkWriter, reasoning: ReasoningBorder, budget: int | None) -> str:
     """An expression for the reasoning and a little white space behind it."""
-    opening = writer.literal(reasoning.style.begin[0])
-    body = writer.until(reasoning.style.end[0], max_tokens=reasoning.max_tokens)
+    style = reasoning.style
+    opening = " | ".join(map(writer.literal, style.begin))
+    body = writer.until(*style.end, max_tokens=budget)
     if not reasoning.is_open:
-        return f"({opening} {body} {GAP})?"
-    again = f"({opening})? " if writer.is_token(reasoning.style.begin[0]) else ""
+        return f"(({opening}) {body} {GAP})?"
+    again = f"({opening})? " if writer.is_token(style.begin[0]) else ""
     return f"{again}{body} {GAP}"
 
 
 def _harmony(
     writer: LarkWriter,
     calls: CallRules | None,
-    reasoning: Reasoning | None,
+    budget: int | None,
     content: Grammar | None,
 ) -> str:
     """An expression for messages: reasoning, a preamble, and a call or the final one."""
-    bound = None if reasoning is None else reasoning.max_tokens
     ending = "<|end|><|start|>assistant"
     analysis = writer.literal("<|channel|>analysis<|message|>")
     preamble = writer.literal("<|channel|>commentary<|message|>")
@@ -316,7 +324,7 @@ def _harmony(
     if calls is not None:
         call = _call(writer, _STYLES["openai"].call, calls, "openai")
         last = call if calls.must_call else f"({call} | {final})"
-    thinks = f"({analysis} {writer.until(ending, max_tokens=bound)})?"
+    thinks = f"({analysis} {writer.until(ending, max_tokens=budget)})?"
     return f"{thinks} ({preamble} {writer.until(ending)})? {last}"
 
 

@@ -32,7 +32,7 @@ def held_schema(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Map
         if has_too_many_optional(schema):
             rule = f"has a schema of {name!r} with more than {MAX_OPTIONAL} optional properties"
             refuse("tools", rule)
-        return _closed(_held(schema, name, is_strict=is_strict))
+        return _closed(_strict(schema, name) if is_strict else eased_schema(schema))
     except RecursionError:
         refuse("tools", f"has a schema of {name!r} that is nested too deeply")
 
@@ -50,17 +50,23 @@ def check_total(schemas: Sequence[Mapping[str, Any]]) -> None:
         refuse("tools", f"has schemas with more than {MAX_TOTAL_BYTES} bytes together")
 
 
-def _held(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Mapping[str, Any]:
+def _strict(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     multiples: list[int] = []
-    dropped = set() if is_strict else {"pattern"}
-    held: dict[str, Any] = _without(schema, dropped, multiples)
-    if not takes_too_much(multiples):
-        return held
-    if is_strict:
+    _without(schema, set(), multiples)
+    if takes_too_much(multiples):
         rule = f"has a multipleOf in the schema of {name!r} that takes more than {MAX_STEPS} steps"
         refuse("tools", rule)
-    reduced: dict[str, Any] = _without(schema, {*dropped, "multipleOf"}, multiples)
-    return reduced
+    return schema
+
+
+def eased_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema without patterns that are not regular, and without `multipleOf` if it takes too much.
+    Raises RecursionError: it is too deep."""
+    multiples: list[int] = []
+    eased: dict[str, Any] = _without(schema, {"pattern"}, multiples)
+    if takes_too_much(multiples):
+        eased = _without(schema, {"pattern", "multipleOf"}, multiples)
+    return eased
 
 
 def _without(schema: Any, dropped: set[str], multiples: list[int]) -> Any:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from pagoda.api.constraint_fields import constraint_of
 from pagoda.api.openai.bodies import ChatRequest
@@ -132,3 +133,30 @@ async def test_a_refusal_of_the_engine_names_the_clients_field(
     answer = await api.post(path, body)
     assert answer.status == 400
     assert f"{param}: the grammar allows no answer." in str(answer.json())
+
+
+def test_what_is_not_strict_passes_over_what_no_grammar_holds() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "uniqueItems": True, "items": {"type": "string"}},
+            "n": {"oneOf": [{"type": "integer"}, {"type": "number"}], "multipleOf": 99991},
+            "s": {"type": "string", "pattern": "^(?=a).*$"},
+            "o": {"type": "object", "propertyNames": {"pattern": "^a"}},
+        },
+    }
+    found = constraint_of(body(**_named(name="x", schema=schema, strict=False)))
+    assert found is not None
+    grammar = LLMatcher.grammar_from_json_schema(found.grammar.text)
+    assert LLMatcher.validate_grammar(grammar) == ""
+    strict = constraint_of(body(**_named(name="x", schema=schema["properties"]["tags"])))
+    assert strict is not None
+    grammar = LLMatcher.grammar_from_json_schema(strict.grammar.text)
+    assert "uniqueItems" in LLMatcher.validate_grammar(grammar)
+
+
+def test_one_constraint_may_be_said_twice() -> None:
+    twice = body(guided_grammar='start: "a"', structured_outputs={"grammar": 'start: "a"'})
+    found = constraint_of(twice)
+    assert found is not None
+    assert found.grammar.text == 'start: "a"'

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -9,45 +8,25 @@ import pytest
 from counted_text import assert_linear_copies
 from hypothesis import given
 from hypothesis import strategies as st
+from parsed_answers import ANY_FORM, CALLS, TOOLS, VALUES, cut, parse
 
 from pagoda.api.output_parser import READERS, OutputParser
 from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS
 from pagoda.frontend.answer_formats import HARMONY, THINK, ParserChoice
+from pagoda.frontend.reasoning_border import ReasoningBorder
 
+THINKS = ReasoningBorder(THINK, is_open=False)
+THINKING = ReasoningBorder(THINK, is_open=True)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>'
 
 BAD_ESCAPE = '{"name": "\\q", "arguments": {"a": 1}}'
-
-
-class Parts:
-    def __init__(self) -> None:
-        self.content = self.reasoning = ""
-        self.calls: list[list[str]] = []
-
-    def as_tuple(self) -> tuple[Any, ...]:
-        return self.content, self.reasoning, self.calls
-
-
-def parse(deltas: list[str], **options: Any) -> Parts:
-    parser = OutputParser(**options)
-    parts = Parts()
-    for step in [*(lambda d=d: parser.push(d) for d in deltas), parser.flush]:
-        delta = step()
-        parts.content += delta.content
-        parts.reasoning += delta.reasoning
-        for piece in delta.tool_calls:
-            if piece.name is not None:
-                assert piece.index == len(parts.calls)
-                parts.calls.append([piece.name, ""])
-            parts.calls[piece.index][1] += piece.arguments
-    return parts
 
 
 @pytest.mark.parametrize(
     ("text", "options", "content", "reasoning"),
     [
         *(
-            (text, {"reasoning_format": THINK}, content, reasoning)
+            (text, {"reasoning": THINKS}, content, reasoning)
             for text, content, reasoning in (
                 ("plain", "plain", ""),
                 ("<think>\nwhy\n</think>\n\nso", "so", "why"),
@@ -60,7 +39,7 @@ def parse(deltas: list[str], **options: Any) -> Parts:
                 ("<th", "<th", ""),
             )
         ),
-        ("\nwhy\n</think>\n\nso", {"reasoning_format": THINK, "in_reasoning": True}, "so", "why"),
+        ("\nwhy\n</think>\n\nso", {"reasoning": THINKING}, "so", "why"),
         # Tags mean nothing to a model that does not use them.
         (f"<think>x</think>{CALL}", {}, f"<think>x</think>{CALL}", ""),
     ],
@@ -71,7 +50,7 @@ def test_reasoning(text: str, options: dict[str, Any], content: str, reasoning: 
 
 def test_several_calls_and_text_around() -> None:
     parts = parse([f"Let me see.\n{CALL}\n{CALL} and {CALL}\n"], tool_format="hermes")
-    assert parts.content == "Let me see.and"
+    assert parts.content == "Let me see.\n\n and"
     assert [name for name, _ in parts.calls] == ["add", "add", "add"]
     assert json.loads(parts.calls[0][1]) == {"a": 1, "b": {"c": '}"'}}
 
@@ -115,13 +94,13 @@ def test_arguments_stream_as_they_come() -> None:
 
 
 def test_plain_content_is_not_held_back() -> None:
-    parser = OutputParser(reasoning_format=THINK, tool_format="hermes")
+    parser = OutputParser(reasoning=THINKS, tool_format="hermes")
     for text, content in (("Hello", "Hello"), (" <", ""), ("b>", " <b>")):
         assert parser.push(text).content == content
 
 
 def test_transparent_once_only_content_can_follow() -> None:
-    parser = OutputParser(reasoning_format=THINK)
+    parser = OutputParser(reasoning=THINKS)
     seen = [parser.transparent]
     for text in ("<think>x</think>", "y"):
         parser.push(text)
@@ -143,11 +122,9 @@ PIECES = st.sampled_from([*TAGS, CALL, " ", "\n", "a", "<", '{"name": "f"'])
 def test_does_not_depend_on_how_the_text_is_cut(
     text: str, borders: list[int], thinks: bool, opened: bool, tools: bool
 ) -> None:
-    edges = [0, *sorted(b % (len(text) + 1) for b in borders), len(text)]
-    deltas = [text[a:b] for a, b in itertools.pairwise(edges)]
+    deltas = cut(text, borders)
     options = {
-        "reasoning_format": THINK if thinks else None,
-        "in_reasoning": thinks and opened,
+        "reasoning": ReasoningBorder(THINK, opened) if thinks else None,
         "tool_format": "hermes" if tools else None,
     }
     assert parse(deltas, **options).as_tuple() == parse([text], **options).as_tuple()
@@ -170,7 +147,7 @@ def test_does_not_depend_on_how_the_text_is_cut(
 )
 def test_work_is_linear_in_a_text_that_is_held_back(begin: str, more: str) -> None:
     def feed(pieces: Iterable[str]) -> None:
-        parser = OutputParser(reasoning_format=THINK, tool_format="hermes")
+        parser = OutputParser(reasoning=THINKS, tool_format="hermes")
         parser.push(begin)
         for piece in pieces:
             parser.push(piece)
@@ -183,71 +160,6 @@ def test_a_head_that_is_too_long_to_be_one_is_still_a_call() -> None:
     text = "<tool_call>" + " " * MAX_HEAD_CHARS + '{"name": "f", "arguments": {"a": 1}}</tool_call>'
     for deltas in ([text], list(text)):
         assert parse(deltas, tool_format="hermes").calls == [["f", '{"a": 1}']]
-
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "a": {"type": "integer"},
-                    "s": {"type": "string"},
-                    "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
-                },
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "g"}},
-]
-VALUES = {"a": -1, "s": 'two\nlines, "quoted" ]} é', "o": {"x": [True, None, 1.5]}}
-JSON = json.dumps(VALUES, ensure_ascii=False)
-PYTHON = f"a=-1, s={VALUES['s']!r}, o={VALUES['o']!r}"
-XML = {name: value if name == "s" else json.dumps(value) for name, value in VALUES.items()}
-"""Two calls in each format: f with `VALUES`, and g without arguments."""
-CALLS = {
-    "hermes": f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>'
-    '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=f>\n"
-    + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in XML.items())
-    + "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
-    "glm45": "<tool_call>f\n"
-    + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in XML.items())
-    + "</tool_call>\n<tool_call>g\n</tool_call>",
-    "llama3_json": f'{{"name": "f", "parameters": {JSON}}}; {{"name": "g", "parameters": {{}}}}',
-    "pythonic": f"[f({PYTHON}), g()]",
-    "mistral": f"[TOOL_CALLS]f[ARGS]{JSON}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{{}}",
-    "deepseek_v3": "<｜tool▁calls▁begin｜>"
-    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n"
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
-    "<｜tool▁calls▁end｜>",
-    "deepseek_v31": "<｜tool▁calls▁begin｜>"
-    f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>"
-    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "kimi_k2": "<|tool_calls_section_begin|>"
-    f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
-    "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    "<|tool_calls_section_end|>",
-    "granite": f'<|tool_call|>[{{"name": "f", "arguments": {JSON}}}, {{"name": "g"}}]',
-    "phi4_mini_json": f'functools[{{"name": "f", "arguments": {JSON}}}, {{"arguments": {{}}, "name": "g"}}]',
-    "bare_list": f'[{{"name": "f", "parameters": {JSON}}}, {{"name": "g", "parameters": {{}}}}]',
-    "openai": f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{JSON}<|call|>"
-    "<|start|>assistant to=functions.g<|channel|>commentary<|message|>{}<|call|>",
-}
-OTHER_FORMS = {
-    "mistral": f'[TOOL_CALLS] [{{"name": "f", "arguments": {JSON}}}, {{"name": "g", "arguments": {{}}}}]',
-    "llama3_json": f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {JSON}}};'
-    '{"name": "g", "parameters": {}}',
-    "granite": f'<tool_call>[{{"name": "f", "arguments": {JSON}}}, {{"name": "g"}}]</tool_call>',
-    "phi4_mini_json": f'<|tool_call|>[{{"name": "f", "arguments": {JSON}}}, {{"name": "g"}}]<|/tool_call|>',
-    "pythonic": f"<|python_start|>[f({PYTHON}), g()]<|python_end|>",
-    "qwen3_coder": "<function=f>"
-    + "".join(f"<parameter={k}>{v}" for k, v in XML.items())
-    + "</function><function=g></function>",
-}
-ANY_FORM = [*CALLS.items(), *OTHER_FORMS.items()]
 
 
 def test_all_formats_are_read() -> None:
@@ -299,8 +211,9 @@ def test_content_around_calls(name: str) -> None:
         ("qwen3_coder", "<function="),
         ("glm45", "<tool_call>two words\n</tool_call>"),
         ("glm45", '<tool_call>\n{"name": "f"}\n</tool_call>'),
-        ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_end|>"),
-        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>"),
+        ("kimi_k2", "<|tool_calls_section_begin|>no<|tool_calls_section_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>two words<|tool_call_end|>"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n5<｜tool▁call▁end｜>"),
         ("hermes", "<tool_call>\n"),
     ],
 )
@@ -366,7 +279,12 @@ HARMONIES = (
 @pytest.mark.parametrize(("text", "content", "reasoning", "num_calls"), HARMONIES)
 def test_harmony(text: str, content: str, reasoning: str, num_calls: int) -> None:
     for deltas in ([text], list(text)):
-        parts = parse(deltas, tool_format="openai", reasoning_format=HARMONY, tools=TOOLS)
+        parts = parse(
+            deltas,
+            tool_format="openai",
+            reasoning=ReasoningBorder(HARMONY, is_open=False),
+            tools=TOOLS,
+        )
         assert (parts.content, parts.reasoning) == (content, reasoning)
         assert len(parts.calls) == num_calls
 
@@ -385,7 +303,7 @@ def test_reasoning_parsers(name: str, text: str, content: str, reasoning: str) -
     style = ParserChoice(reasoning=name).formats("").reasoning
     assert style is not None
     for deltas in ([text], list(text)):
-        parts = parse(deltas, reasoning_format=style, in_reasoning=style.is_open)
+        parts = parse(deltas, reasoning=ReasoningBorder(style, style.is_open))
         assert (parts.content, parts.reasoning) == (content, reasoning)
 
 
@@ -408,10 +326,9 @@ def test_no_format_depends_on_how_the_text_is_cut(
     name: str, text: str, borders: list[int], length: int
 ) -> None:
     text = text[: length % (len(text) + 1)] or text
-    edges = [0, *sorted(b % (len(text) + 1) for b in borders), len(text)]
     options = {"tool_format": name, "tools": TOOLS}
     whole = parse([text], **options).as_tuple()
-    assert parse([text[a:b] for a, b in itertools.pairwise(edges)], **options).as_tuple() == whole
+    assert parse(cut(text, borders), **options).as_tuple() == whole
     assert parse(list(text), **options).as_tuple() == whole
 
 

@@ -305,6 +305,19 @@ async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:
     assert (await api.chat(tools=TOOLS)).error()["param"] == "tools"
 
 
+async def test_a_budget_for_reasoning_leaves_room_for_calls(serve_api) -> None:
+    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(tag) for tag in ("<think>", "</think>", "<tool_call>")])
+    made = replace(text(), tokenizer=Tokenizer(backend))
+    api = await serve_api("so", text=made, max_model_len=1000)
+    assert (await api.chat(tools=TOOLS, thinking_token_budget=5)).status == 200
+    grammar = grammar_of(api)
+    assert grammar is not None
+    assert f"<[{made.tokenizer.token_id('<tool_call>')}]>" in grammar
+    assert "max_tokens=5" in grammar
+
+
 async def test_a_budget_for_reasoning_needs_a_token(serve_api) -> None:
     api = await serve_api("so", text=text())
     error = (await api.chat(thinking_token_budget=5)).error()
@@ -336,3 +349,100 @@ async def test_bad_choices_name_the_field(serve_api, body: dict[str, Any], param
     api = await serve_api(text=text())
     answer = await api.chat(**body)
     assert (answer.status, answer.error()["param"]) == (400, param)
+
+
+THOUGHT = "<think>\nQuestion: what?\n</think>\n\nIt is 4.\n\nQuestion: more?"
+
+
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize(
+    ("said", "stop", "content", "reasoning"),
+    [
+        (THOUGHT, ["Question:"], "It is 4.\n\n", "Question: what?"),
+        (THOUGHT, ["\n\n"], "It is 4.", "Question: what?"),
+        (THOUGHT, ["</think>"], "", "Question: what?"),
+        ("<think>a stop b", ["stop"], "", "a stop b"),
+        ("no thought; stop it", ["stop"], "no thought; ", None),
+        ("<thin stop", ["stop"], "<thin ", None),
+    ],
+)
+async def test_stop_strings_count_behind_reasoning(
+    serve_api, stream: bool, said: str, stop: list[str], content: str, reasoning: str | None
+) -> None:
+    api = await serve_api(said, text=text())
+    [choice] = (await api.chat(stop=stop, stream=stream)).choices()
+    message = choice["message"]
+    assert (message["content"] or "", message["reasoning_content"]) == (content, reasoning)
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_stop_strings_count_outside_of_the_analysis_of_gpt_oss(serve_api) -> None:
+    said = (
+        "<|channel|>analysis<|message|>stop a<|end|><|start|>assistant"
+        "<|channel|>final<|message|>b assistant, stop c"
+    )
+    api = await serve_api(said, text=text("openai", "openai_gptoss"))
+    [choice] = (await api.chat(stop=["stop", "final", "nt<"])).choices()
+    message = choice["message"]
+    assert (message["content"], message["reasoning"]) == ("b assistant, ", "stop a")
+
+
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize(
+    ("said", "content", "reasoning", "num_calls"),
+    [
+        (f"<think>I call.\n{CALL}", None, "I call.", 1),
+        (f"<think>A draft {CALL}\n so.</think>\n\nNo.", "No.", f"A draft {CALL}\n so.", 0),
+        (f"<think>A draft {CALL}</think>{CALL}", None, f"A draft {CALL}", 1),
+        ("<think>The tag <tool_call> begins one.", "", "The tag <tool_call> begins one.", 0),
+        (f"<think>One {CALL} two {CALL}", None, "One  two", 2),
+    ],
+)
+async def test_calls_in_reasoning_that_never_ends(
+    serve_api, stream: bool, said: str, content: str | None, reasoning: str, num_calls: int
+) -> None:
+    api = await serve_api(said, text=text(), max_model_len=1000)
+    [choice] = (await api.chat(tools=TOOLS, stream=stream)).choices()
+    message = choice["message"]
+    assert (message["content"] or "", message["reasoning"]) == (content or "", reasoning)
+    assert len(message.get("tool_calls") or ()) == num_calls
+    assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
+
+
+async def test_a_draft_in_reasoning_that_is_cut_off_is_no_call(serve_api) -> None:
+    said = f"<think>A draft {CALL} is"
+    api = await serve_api(said + " not yet</think>", text=text(), max_model_len=1000)
+    [choice] = (await api.chat(tools=TOOLS, max_tokens=len(said))).choices()
+    assert choice["message"]["reasoning"] == said.removeprefix("<think>")
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "said", "content", "reasoning"),
+    [
+        ("<think>I", " see</think>so", "so", " see"),
+        ("<think>I see</think>It", " is so", " is so", None),
+        ("It", " is so", " is so", None),
+    ],
+)
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+async def test_a_prefill_may_open_and_close_reasoning(
+    serve_api, parser: str, prefill: str, said: str, content: str, reasoning: str | None
+) -> None:
+    api = await serve_api(said, text=text(reasoning=parser))
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": prefill}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    [choice] = (await api.chat(messages=messages, stop=["ee"], **options)).choices()
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == (
+        content,
+        None if reasoning is None else reasoning.strip(),
+    )
+
+
+@WHOLE_AND_STREAM
+async def test_a_stop_string_may_begin_before_the_fewest_tokens(serve_api, stream: bool) -> None:
+    api = await serve_api("aSTOPbSTOPc", text=text(reasoning="none"))
+    for min_tokens, content in ((4, "a"), (5, "aSTOPb"), (9, "aSTOPb"), (10, "aSTOPbSTOPc")):
+        answer = await api.chat(stop=["STOP"], min_tokens=min_tokens, stream=stream)
+        assert answer.choices()[0]["message"]["content"] == content

@@ -144,6 +144,10 @@ def test_an_answer_survives_its_worker_in_every_step() -> None:
         (Grammar("regex", "(a"), "unclosed group"),
         (Grammar("json_schema", '{"not": {"type": "string"}}'), "not supported: not"),
         (Grammar("json_schema", '{"type": "foo"}'), "Invalid type: foo"),
+        (
+            Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'),
+            "JSON schema has oneOf with schemas of which more than one may hold; anyOf can be held",
+        ),
         (Grammar("lark", 'start: "a" b\nb: foo'), "line 2, column 4"),
         (Grammar("lark", "start: start"), "allows no answer"),
         (Grammar("lark", ""), "Empty grammar"),

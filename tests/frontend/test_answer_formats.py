@@ -14,6 +14,11 @@ from pagoda.frontend.answer_formats import HARMONY, THINK, ParserChoice
         ("<tool_call>{{ name }}\n<arg_key></think>", "glm45", THINK),
         ("{{ '<|python_tag|>' }}", "llama3_json", None),
         ('{"name": function name, "parameters": dictionary of arguments}', "llama3_json", None),
+        (
+            '{"name": f, "parameters": dictionary of arguments} <|python_start|>',
+            "llama3_json",
+            None,
+        ),
         ("[func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", None),
         ("[TOOL_CALLS] [THINK]", "mistral", None),
         ("<｜tool▁calls▁begin｜>```json", "deepseek_v3", None),

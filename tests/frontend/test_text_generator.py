@@ -61,10 +61,10 @@ END = {"max_tokens": 50, "stop": ["END"]}
         pytest.param(
             "ababab",
             {"max_tokens": 50, "min_tokens": 3, "stop": ["ab"]},
-            "abab",
+            "ab",
             STOP,
             "ab",
-            id="no search before min_tokens",
+            id="no stop string ends before min_tokens",
         ),
     ],
 )

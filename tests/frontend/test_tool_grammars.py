@@ -8,6 +8,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -18,8 +20,10 @@ from pagoda.api.parsers.deltas import AnswerDelta
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.answer_formats import HARMONY, THINK, AnswerFormats, ParserChoice
 from pagoda.frontend.detokenizer import byte_level_alphabet
+from pagoda.frontend.reasoning_border import ReasoningBorder
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.frontend.tool_grammars import CallableTool, CallRules, Reasoning, answer_grammar
+from pagoda.frontend.tool_grammars import CallableTool, CallRules, answer_grammar
+from pagoda.messages.frontend import Grammar
 
 ADD: dict[str, Any] = {
     "type": "object",
@@ -208,7 +212,7 @@ def test_calls_behind_reasoning(is_open: bool, has_tokens: bool) -> None:
         formats,
         calls=rules,
         tool_format="hermes",
-        reasoning=Reasoning(THINK, is_open=is_open),
+        reasoning=ReasoningBorder(THINK, is_open=is_open),
     ).text
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     begin = "" if is_open else "<think>"
@@ -226,7 +230,8 @@ def test_a_budget_ends_reasoning(is_open: bool) -> None:
         formats,
         calls=None,
         tool_format=None,
-        reasoning=Reasoning(THINK, is_open=is_open, max_tokens=5),
+        reasoning=ReasoningBorder(THINK, is_open=is_open),
+        budget=5,
     ).text
     begin = "" if is_open else "<think>"
     assert model.accepts(text, f"{begin}1234</think>so it is")
@@ -243,7 +248,8 @@ def test_a_budget_ends_the_analysis_of_gpt_oss() -> None:
         formats,
         calls=None,
         tool_format=None,
-        reasoning=Reasoning(HARMONY, is_open=False, max_tokens=5),
+        reasoning=ReasoningBorder(HARMONY, is_open=False),
+        budget=5,
     ).text
     answer = (
         "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>so"
@@ -259,7 +265,8 @@ def test_a_budget_needs_a_token_that_ends_reasoning() -> None:
             AnswerFormats(None, THINK),
             calls=None,
             tool_format=None,
-            reasoning=Reasoning(THINK, is_open=True, max_tokens=5),
+            reasoning=ReasoningBorder(THINK, is_open=True),
+            budget=5,
         )
 
 
@@ -274,3 +281,156 @@ def test_a_strict_tool_whose_strings_cannot_be_held_is_refused() -> None:
             tool_format="glm45",
             reasoning=None,
         )
+
+
+PIECES = (
+    "</parameter>",
+    "</function>",
+    "<function=f>",
+    "</tool_call>",
+    "<tool_call>",
+    "<parameter=x>",
+)
+PIECES += (
+    "</arg_value>",
+    "<arg_key>x</arg_key>",
+    "\n",
+    " ",
+    "\\",
+    '"',
+    "'",
+    "}",
+    "]",
+    ")",
+    ",",
+    "```",
+    "é",
+    "5",
+)
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.just(0.5) | TEXTS,
+    lambda parts: st.lists(parts, max_size=2) | st.dictionaries(TEXTS, parts, max_size=2),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(["x", "from", "a-b", "True", "two words"])
+
+
+def spelled(name: str, arguments: dict[str, Any]) -> str:
+    """A call of tool `t-o` as the grammar has it; strings of tagged formats without quotes."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    raw = {
+        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+        for k, v in arguments.items()
+    }
+    named, called = (
+        f'{{"name": "t-o", "arguments": {text}}}',
+        f'{{"name": "t-o", "parameters": {text}}}',
+    )
+    keywords = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+    begin, end = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    )
+    xml = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in raw.items())
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in raw.items())
+    return {
+        "hermes": f"<tool_call>\n{named}\n</tool_call>",
+        "qwen3_coder": f"<tool_call>\n<function=t-o>\n{xml}</function>\n</tool_call>",
+        "glm45": f"<tool_call>t-o\n{pairs}</tool_call>",
+        "llama3_json": called,
+        "pythonic": f"[t-o({keywords})]",
+        "mistral": f"[TOOL_CALLS]t-o[ARGS]{text}",
+        "deepseek_v3": f"{begin}function<｜tool▁sep｜>t-o\n```json\n{text}\n```{end}",
+        "deepseek_v31": f"{begin}t-o<｜tool▁sep｜>{text}{end}",
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.t-o:0"
+        f"<|tool_call_argument_begin|>{text}<|tool_call_end|><|tool_calls_section_end|>",
+        "granite": f"<|tool_call|>[{named}]",
+        "phi4_mini_json": f"functools[{named}]",
+        "bare_list": f"[{called}]",
+        "openai": f"<|channel|>commentary to=functions.t-o <|constrain|>json<|message|>{text}",
+    }[name]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    """Models whose tags are tokens where they are no text between quotes or other tags, too."""
+    in_text = ("hermes", "qwen3_coder", "glm45")
+    return {name: Model(() if name in in_text else tags_of(name)) for name in NAMES}
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES, max_size=2), st.booleans())
+def test_what_a_grammar_admits_is_read_as_it_was_meant(
+    models: dict[str, Model], name: Any, arguments: dict[str, Any], must_call: bool
+) -> None:
+    types = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
+    schema = {"type": "object", "properties": types, "additionalProperties": False}
+    tool = CallableTool("t-o", schema, is_strict=False)
+    rules = CallRules([tool], must_call=must_call, is_single=False)
+    grammar = answer_grammar(
+        models[name].tokenizer.added_token_id,
+        formats_of(name),
+        calls=rules,
+        tool_format=name,
+        reasoning=None,
+    )
+    answer = spelled(name, arguments)
+    offered = [{"type": "function", "function": {"name": "t-o", "parameters": schema}}]
+    is_admitted = models[name].accepts(grammar.text, answer)
+    tags = ("<",) if name in ("qwen3_coder", "glm45") else tags_of(name)
+    assert is_admitted or any(tag in str(arguments) for tag in tags)
+    if is_admitted:
+        parser = OutputParser(tool_format=name, tools=offered)
+        delta = AnswerDelta.joined((parser.push(answer), parser.flush()))
+        assert (calls_in(delta), delta.content) == ([("t-o", arguments)], "")
+
+
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_no_schema_names_are_free(
+    models: dict[str, Model], name: Any, must_call: bool
+) -> None:
+    tool = CallableTool("t-o", {"type": "object"}, is_strict=False)
+    grammar = answer_grammar(
+        models[name].tokenizer.added_token_id,
+        formats_of(name),
+        calls=CallRules([tool], must_call=must_call, is_single=False),
+        tool_format=name,
+        reasoning=None,
+    )
+    for arguments in ({}, {"x": "a b", "y": [1]}):
+        assert models[name].accepts(grammar.text, spelled(name, arguments))
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
+def test_text_that_begins_like_a_call_is_free(models: dict[str, Model], name: Any) -> None:
+    rules = CallRules(TOOLS, must_call=False, is_single=False)
+    grammar = answer_grammar(
+        models[name].tokenizer.added_token_id,
+        formats_of(name),
+        calls=rules,
+        tool_format=name,
+        reasoning=None,
+    ).text
+    for free in ('{"city": "Oslo"}', "\n\nSo", "[text](url)", "[1, 2]", "```json\n[1]\n```", ""):
+        assert models[name].accepts(grammar, free)
+    for call in ('{"name": "sub"', "[sub(", 'So:\n{"name": "add", "parameters": {"a": 99}}'):
+        assert not models[name].accepts(grammar, call)
+
+
+@pytest.mark.parametrize(
+    "said", ["Here is my thought process: a Here's my response: b", "Here's my thought process:"]
+)
+def test_all_spellings_of_a_border_are_in_the_grammar(said: str) -> None:
+    formats = ParserChoice("none", "granite").formats("")
+    assert formats.reasoning is not None
+    text = answer_grammar(
+        lambda _: None,
+        formats,
+        calls=None,
+        tool_format=None,
+        reasoning=ReasoningBorder(formats.reasoning, is_open=False),
+        content=Grammar("regex", "b"),
+    ).text
+    assert Model(()).accepts(text, said) is said.endswith("b")

@@ -42,8 +42,8 @@ def delta_without_reasoning(delta: AnswerDelta) -> AnswerDelta:
 class AnswerBuilder:
     """Collects the parts of an answer between two deltas.
 
-    White space before and behind a tag belongs to the tag, so white space at the end of a part is held back until
-    other text follows it.
+    White space at the end of a part is held back until other text follows it. A tag of reasoning swallows the
+    white space around itself; a call does so at the beginning and at the end of the content, not between texts.
     """
 
     def __init__(self) -> None:
@@ -52,6 +52,9 @@ class AnswerBuilder:
         self.in_arguments = False
         self.skips_space = False
         """White space is dropped until other text comes: a tag was before it."""
+        self._has_content = False
+        self._is_behind_call = False
+        """White space that is held back is that around calls."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
@@ -59,7 +62,8 @@ class AnswerBuilder:
         """White space at the end of the part that grows."""
 
     def add_content(self, text: str) -> None:
-        self._add(self._content, text)
+        """Adds text that is no call: content, or reasoning that never ends and has calls in it."""
+        self._add(self._reasoning if self.in_reasoning else self._content, text)
 
     def add_reasoning(self, text: str) -> None:
         self._add(self._reasoning, text)
@@ -75,16 +79,24 @@ class AnswerBuilder:
             text = text.lstrip()
             self.skips_space = not text
         if text:
-            self._content.append(text)
+            self._content += [*self._space, text]
+            self._space.clear()
+
+    @property
+    def holds_space(self) -> bool:
+        """What comes next decides whether white space is part of the content."""
+        return self.skips_space or bool(self._space)
 
     def release_space(self) -> None:
         """Notes that no tag follows: white space at the end of content is content."""
-        if not self.in_reasoning:
+        if not self.in_reasoning and not self._is_behind_call:
             self._content += self._space
         self._space.clear()
 
     def begin_call(self, name: str) -> None:
-        self.end_part()
+        self._is_behind_call = True
+        if not self._has_content:
+            self.end_part()
         self.num_calls += 1
         self.in_arguments = True
         self._add_piece(name, "")
@@ -96,7 +108,6 @@ class AnswerBuilder:
 
     def end_call(self) -> None:
         self.in_arguments = False
-        self.end_part()
 
     def drain(self) -> AnswerDelta:
         """The parts since the last call of this function."""
@@ -114,6 +125,8 @@ class AnswerBuilder:
             part += self._space
             part.append(solid)
             self._space.clear()
+            self._is_behind_call = False
+            self._has_content = True
         if len(solid) < len(text):
             self._space.append(text[len(solid) :])
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 
 from pagoda.api.parsers.deltas import AnswerBuilder
-from pagoda.api.parsers.source import Emit, Steps, Tags, TextSource, ignore
+from pagoda.api.parsers.json_calls import closers_behind, read_closers, read_fence
+from pagoda.api.parsers.json_text import read_json
+from pagoda.api.parsers.schemas import ToolSchemas
+from pagoda.frontend.text_source import Emit, Steps, Tags, TextSource
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADER = Tags(_START, _CHANNEL, "<|end|>")
@@ -17,11 +20,13 @@ _HEADER_END = Tags(_MESSAGE)
 _BODY_ENDS = Tags(_START, "<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS = 1024
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
+_RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 
 
-def read_harmony(source: TextSource, answer: AnswerBuilder, *, calls_tools: bool) -> Steps[None]:
-    """Reads the messages of an answer. Text outside of messages is content."""
+def read_harmony(
+    source: TextSource, answer: AnswerBuilder, tools: ToolSchemas | None
+) -> Steps[None]:
+    """Reads the messages of an answer; other text is content. `tools`: None if the answer has no calls."""
     tag: str | None = _START if (yield from source.accept(" to=")) else None
     if tag is not None:
         source.put_back("to=")
@@ -37,34 +42,52 @@ def read_harmony(source: TextSource, answer: AnswerBuilder, *, calls_tools: bool
             answer.add_content("" if source.ended else header)
             tag = None
             continue
-        tag = yield from _read_message(source, answer, header, calls_tools=calls_tools)
+        tag = yield from _read_message(source, answer, header, tools)
         if tag != _START:
             tag = None
 
 
 def _read_message(
-    source: TextSource, answer: AnswerBuilder, header: str, *, calls_tools: bool
+    source: TextSource, answer: AnswerBuilder, header: str, tools: ToolSchemas | None
 ) -> Steps[str | None]:
     channel = _NAME.search(header)
-    recipient = _RECIPIENT.search(header) if calls_tools else None
+    name = _called(header, tools)
     emit: Emit = answer.add_content
     answer.end_part()
-    if recipient is not None:
-        answer.begin_call(recipient.group(1))
-        yield from source.spaces()
-        if (yield from source.peek()) == "{":
-            if (yield from source.json_value(answer.add_arguments)):
-                answer.in_arguments = False
-            emit = ignore
-        else:
-            emit = answer.add_arguments
-    elif channel is not None and channel.group(1) == "analysis":
+    if name is not None:
+        return (yield from _read_call(source, answer, name))
+    if channel is not None and channel.group(1) == "analysis":
         answer.in_reasoning = True
         emit = answer.add_reasoning
     tag = yield from source.until(_BODY_ENDS, emit)
-    if recipient is not None and tag is not None:
-        answer.end_call()
     if tag is not None:
         answer.in_reasoning = False
         answer.end_part()
     return tag
+
+
+def _read_call(source: TextSource, answer: AnswerBuilder, name: str) -> Steps[str | None]:
+    answer.begin_call(name)
+    taken = yield from read_fence(source)
+    if (yield from source.peek()) == "{":
+        answer.in_arguments = not (yield from read_json(source, answer.add_arguments))
+        yield from read_closers(source, closers_behind(taken), "")
+        tag = yield from source.until(_BODY_ENDS, answer.add_content)
+    else:
+        body, tag = yield from source.collect(_BODY_ENDS)
+        body = (taken + body).strip()
+        answer.add_arguments("{}" if not body and not source.is_cut else body)
+    if tag is not None:
+        answer.end_call()
+        answer.end_part()
+    return tag
+
+
+def _called(header: str, tools: ToolSchemas | None) -> str | None:
+    """The tool that a message goes to; None if it is no call. Models leave out the namespace."""
+    recipient = None if tools is None else _RECIPIENT.search(header)
+    if tools is None or recipient is None:
+        return None
+    name = recipient[1].rstrip(".")
+    is_call = name.startswith("functions.") or tools.offers(name)
+    return tools.meant(name) if is_call else None

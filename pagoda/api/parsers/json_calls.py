@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects with a name and arguments, alone, in lists, or with the name before them.
+"""Tool calls as JSON objects with a name and arguments: alone, in lists, in code blocks, or behind their name.
 
 The arguments stream as they come where the object begins with its name; objects in other orders of keys are read
 as a whole. What turns out to be no call becomes content.
@@ -8,71 +8,43 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 
 from pagoda.api.parsers.deltas import AnswerBuilder
+from pagoda.api.parsers.json_text import JsonMender, dumped, mended, read_json
 from pagoda.api.parsers.schemas import ToolSchemas
-from pagoda.api.parsers.source import BraceScanner, Steps, Tags, TextSource, ignore
+from pagoda.frontend.text_source import Steps, Tags, TextSource, ignore
 
 MAX_HEAD_CHARS = 1024
 """The name of a call must come within so many characters to be streamed; names have at most 64."""
 _HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    r"""\{\s*(?:(["'])type\1\s*:\s*(["'])function\2\s*,\s*)?(["'])name\3\s*:\s*"""
+    r"""(?P<name>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*,"""
+    r"""\s*(["'])(?:arguments|parameters)\5\s*:\s*(?=\{)""",
     re.DOTALL,
 )
+_FIRST_KEY = re.compile(r"""\{\s*(?:["'](?P<key>[^"']*)["']|[^\s"'])""")
+"""The beginning of an object, up to its first key, if it has any."""
+_KEYS = frozenset(("name", "function", "arguments", "parameters"))
+_ADDED_KEYS = frozenset(("type", "id", "index", "call_id"))
 _NAME = re.compile(r"[\w.\-:/]{1,128}")
-_FENCE = "```json"
+FENCE = "```"
+_FENCE_WORDS = re.compile(r"json|python|tool_call|tool_code")
 
-_HERMES, _HERMES_END = Tags("<tool_call>"), Tags("</tool_call>")
-_PYTHON_TAG = Tags("<|python_tag|>")
-_MISTRAL, _MISTRAL_NAME_END = Tags("[TOOL_CALLS]"), Tags("[ARGS]", "[CALL_ID]", "{")
+_GRANITE_END = "</tool_call>"
+_MISTRAL_TAG = "[TOOL_CALLS]"
+_MISTRAL, _MISTRAL_NAME_END = Tags(_MISTRAL_TAG), Tags("[ARGS]", "[CALL_ID]", "{")
 _MISTRAL_ARGS = Tags("[ARGS]")
 _GRANITE = Tags("<|tool_call|>", "<tool_call>")
 _PHI = Tags("functools[", "<|tool_call|>")
 _PHI_END = "<|/tool_call|>"
 
 
-def _any_name(name: str) -> bool:
-    del name
-    return True
-
-
-def read_hermes(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes 2 Pro, Qwen 2.5 and 3, Granite 4)."""
-    del tools
-    while (tag := (yield from source.until(_HERMES, answer.add_content))) is not None:
-        taken = tag + (yield from source.spaces())
-        body = yield from _read_object(source, answer, end=_HERMES_END)
-        if body is not None:
-            answer.add_content(taken + body)
-            continue
-        yield from source.until(_HERMES_END, ignore)
-        answer.end_call()
-
-
-def read_llama3_json(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
-    """`{"name": ..., "parameters": {...}}` from the beginning or behind `<|python_tag|>`; `;` is between several.
-
-    An object without the tag is a call only if it names a tool that was offered: answers may be JSON too.
-    """
-    taken = yield from source.spaces()
-    is_call = yield from _read_objects(source, answer, taken, accept=tools.has)
-    while not is_call:
-        tag = yield from source.until(_PYTHON_TAG, answer.add_content)
-        if tag is None:
-            return
-        taken = tag + (yield from source.spaces())
-        is_call = yield from _read_objects(source, answer, taken)
-
-
 def read_mistral(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; since tokenizer 11 `[TOOL_CALLS]name[ARGS]{...}`."""
-    del tools
     while (tag := (yield from source.until(_MISTRAL, answer.add_content))) is not None:
         taken = tag + (yield from source.spaces())
-        if (yield from source.peek()) in ("[", "{"):
-            yield from read_list(source, answer, taken)
+        if (yield from source.peek()) in ("[", "{", "`"):
+            yield from read_calls(source, answer, tools, taken)
             continue
         name, tag = yield from source.collect(_MISTRAL_NAME_END, limit=MAX_HEAD_CHARS)
         taken += name + (tag or "")
@@ -82,239 +54,285 @@ def read_mistral(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) 
         if tag == "{":
             source.put_back("{")
             taken = taken[:-1]
-        yield from _read_arguments(source, answer, name if tag else None, taken)
+        name = tools.meant(name) if tag else ""
+        yield from read_arguments(source, answer, name, taken, then=_MISTRAL_TAG)
 
 
 def read_granite(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
     """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]` (Granite 3)."""
-    del tools
     while (tag := (yield from source.until(_GRANITE, answer.add_content))) is not None:
-        yield from read_list(source, answer, tag + (yield from source.spaces()))
-        yield from source.accept("</tool_call>")
+        yield from read_calls(source, answer, tools, tag, _GRANITE_END)
 
 
 def read_phi4_mini(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
     """`functools[{"name": ..., "arguments": {...}}]`, or the list between `<|tool_call|>` tags (Phi-4 mini)."""
-    del tools
     while (tag := (yield from source.until(_PHI, answer.add_content))) is not None:
         if tag.endswith("["):
             source.put_back("[")
             tag = tag[:-1]
-        yield from read_list(source, answer, tag + (yield from source.spaces()))
-        yield from source.accept(_PHI_END)
-
-
-def read_bare_list(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
-    """`[{"name": ..., "parameters": {...}}]` from the beginning: a form for models that were trained on none."""
-    taken = yield from source.spaces()
-    yield from read_list(source, answer, taken, accept=tools.has)
+        yield from read_calls(source, answer, tools, tag, _PHI_END)
 
 
 class TokenFormat:
     """Calls between tokens of their own: a name, then the arguments (DeepSeek, Kimi K2)."""
 
-    def __init__(self, *, begin: str, end: str, call: str, arguments: str, call_end: str) -> None:
-        self._section = Tags(begin, end, call)
+    def __init__(
+        self,
+        *,
+        begins: tuple[str, ...],
+        ends: tuple[str, ...],
+        call: str,
+        arguments: str,
+        call_end: str,
+    ) -> None:
+        self._section = Tags(*begins, *ends, call)
+        self._begins = begins
         self._call = call
-        self._arguments = Tags(arguments, call_end)
-        self._arguments_tag = arguments
-        self._call_end = Tags(call_end)
-        self._separators = begin, end
+        self._name_ends = Tags(arguments, call_end, "{", FENCE)
+        self._arguments = arguments
+        self._call_end = call_end
+        self._late_name_ends = Tags(call_end, "{", FENCE)
 
     def read(self, source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
-        del tools
+        in_section = False
         while (tag := (yield from source.until(self._section, answer.add_content))) is not None:
-            if tag != self._call:
-                answer.end_part()
+            taken = tag
+            if tag in self._begins:
+                taken += yield from source.spaces()
+                if not (yield from source.accept(self._call)):
+                    answer.add_content(taken)
+                    continue
+                taken += self._call
+            elif tag != self._call:
+                if not in_section:
+                    answer.add_content(tag)
+                in_section = False
                 continue
-            head, end = yield from source.collect(self._arguments, limit=MAX_HEAD_CHARS)
-            taken = tag + head + (end or "")
-            name = head if end == self._arguments_tag else None
-            if name is not None and (yield from source.peek()) not in ("{", "\n", " "):
-                # DeepSeek V3 and R1: `function`, the separator, the name, and the arguments in a code block.
-                name, end = yield from source.collect(Tags(_FENCE), limit=MAX_HEAD_CHARS)
-                taken += name + (end or "")
-                name = name if end else None
-            if name is not None:
-                name = name.strip().removeprefix("functions.")
-                name = name.rpartition(":")[0] or name  # Kimi K2 numbers its calls
-            if (yield from _read_arguments(source, answer, name, taken)):
-                yield from source.until(self._call_end, ignore)
-                answer.end_part()
+            in_section = yield from self._read_call(source, answer, tools, taken)
+
+    def _read_call(
+        self, source: TextSource, answer: AnswerBuilder, tools: ToolSchemas, taken: str
+    ) -> Steps[bool]:
+        name, end = yield from source.collect(self._name_ends, limit=MAX_HEAD_CHARS)
+        taken += name + (end or "")
+        if end == self._arguments and (yield from source.peek()) not in ("{", "\n", " ", "`", "<"):
+            # DeepSeek V3 and R1: `function`, the separator, the name, and the arguments in a code block.
+            name, end = yield from source.collect(self._late_name_ends, limit=MAX_HEAD_CHARS)
+            taken += name + (end or "")
+        if end is not None and end != self._arguments:
+            source.put_back(end)
+            taken = taken.removesuffix(end)
+        name = re.sub(r":\d+$", "", name.strip())  # Kimi K2 numbers its calls
+        known = tools.meant(name) if end is not None else ""
+        return (yield from read_arguments(source, answer, known, taken, end=self._call_end))
 
 
 DEEPSEEK = TokenFormat(
-    begin="<｜tool▁calls▁begin｜>",
-    end="<｜tool▁calls▁end｜>",
+    begins=("<｜tool▁calls▁begin｜>",),
+    ends=("<｜tool▁calls▁end｜>",),
     call="<｜tool▁call▁begin｜>",
     arguments="<｜tool▁sep｜>",
     call_end="<｜tool▁call▁end｜>",
 )
 KIMI_K2 = TokenFormat(
-    begin="<|tool_calls_section_begin|>",
-    end="<|tool_calls_section_end|>",
+    begins=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+    ends=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
     call="<|tool_call_begin|>",
     arguments="<|tool_call_argument_begin|>",
     call_end="<|tool_call_end|>",
 )
 
 
-def read_list(
+def read_calls(
     source: TextSource,
     answer: AnswerBuilder,
+    tools: ToolSchemas,
     taken: str,
+    end: str = "",
     *,
-    accept: Callable[[str], bool] = _any_name,
-) -> Steps[None]:
-    """Reads calls in a JSON list, or one call without a list. `taken` becomes content if there is none."""
-    if not (yield from source.accept("[")):
-        yield from _read_objects(source, answer, taken, accept=accept)
-        return
-    taken += "["
-    while True:
-        taken += yield from source.spaces()
-        body = yield from _read_object(source, answer, accept=accept)
-        if body is not None:
-            answer.add_content(taken + body)
-            return
-        answer.end_call()
-        taken = yield from source.spaces()
-        if not (yield from source.accept(",")):
-            break
-        taken += ","
-    if not (yield from source.accept("]")):
-        answer.add_content(taken)
-
-
-def _read_objects(
-    source: TextSource,
-    answer: AnswerBuilder,
-    taken: str,
-    *,
-    accept: Callable[[str], bool] = _any_name,
+    is_known: bool = False,
 ) -> Steps[bool]:
-    """Reads calls one behind another. Without any, `taken` becomes content, and False is returned."""
-    is_call = False
-    while True:
-        body = yield from _read_object(source, answer, accept=accept)
-        if body is not None:
-            answer.add_content(taken + body)
-            return is_call
-        is_call = True
-        answer.end_call()
-        taken = yield from source.spaces()
-        if (yield from source.accept(";")):
-            taken += ";" + (yield from source.spaces())
+    """Reads calls one behind another, in a list or not, and the tag `end` behind them, which may be missing.
 
-
-def _read_arguments(
-    source: TextSource, answer: AnswerBuilder, name: str | None, taken: str
-) -> Steps[bool]:
-    """Reads the arguments of a call by `name`. If they are none, or the name is none, `taken` becomes content."""
-    if name is None or not _NAME.fullmatch(name.strip()):
-        answer.add_content(taken)
-        return False
-    taken += yield from source.spaces()
-    if (yield from source.peek()) != "{":
-        answer.add_content(taken)
-        return False
-    answer.begin_call(name.strip())
-    if (yield from source.json_value(answer.add_arguments)):
-        answer.end_call()
-    return True
-
-
-def _read_object(
-    source: TextSource,
-    answer: AnswerBuilder,
-    *,
-    end: Tags | None = None,
-    accept: Callable[[str], bool] = _any_name,
-) -> Steps[str | None]:
-    """Begins a call, whose `end_call` is left to the caller; or returns the text that was taken and is no call.
-
-    An object that does not begin with its name reaches to `end`, or to its closing brace.
+    Without any, `taken`, the text in front of them, becomes content, and False is returned. With `is_known` only
+    objects with the name of a tool that was offered are calls: an answer may be JSON too.
     """
-    if end is None and (yield from source.peek()) != "{":
-        return ""
-    held: list[str] = []
-    scanner = BraceScanner()
-    num_held, closed = 0, False
-    while not closed and num_held < MAX_HEAD_CHARS:
-        text, closed = yield from source.take_value(scanner)
-        if not text:
+    taken += yield from read_fence(source)
+    closers = closers_behind(taken)
+    in_list = yield from source.accept("[")
+    if in_list:
+        taken += "["
+        closers += ("]",)
+    taken += yield from source.spaces()
+    found = False
+    while (body := (yield from _read_object(source, answer, tools, is_known=is_known))) is None:
+        found = True
+        taken = yield from source.spaces()
+        separator = yield from source.peek()
+        if separator and separator in ",;":
+            yield from source.accept(separator)
+            space = yield from source.spaces()
+            is_between = (yield from source.peek()) in ("", *"{]}<`")
+            taken += space if is_between else separator + space
+    if not found or body:
+        answer.add_content(taken + body)
+    else:
+        source.put_back(taken)
+        yield from read_closers(source, closers, end)
+    return found
+
+
+def read_fence(source: TextSource) -> Steps[str]:
+    """Takes white space, and the beginning of a code block."""
+    taken = yield from source.spaces()
+    if not (yield from source.accept(FENCE)):
+        return taken
+    word = ""
+    while (character := (yield from source.peek())) and (character.isalpha() or character == "_"):
+        if len(word) == len("tool_call"):
             break
-        held.append(text)
-        num_held += len(text)
-        head = _HEAD.match("".join(held), 0, MAX_HEAD_CHARS)
-        name = None if head is None else _decoded(head.group(1))
-        if head is not None:
-            if name is None or not accept(name):
+        word += character
+        yield from source.accept(character)
+    if word and not _FENCE_WORDS.fullmatch(word):
+        source.put_back(word)
+        word = ""
+    return taken + FENCE + word + (yield from source.spaces())
+
+
+def closers_behind(taken: str) -> tuple[str, ...]:
+    """What may close an object: a brace too many, and the code block that began in the text in front of it."""
+    return ("}", FENCE) if FENCE in taken else ("}",)
+
+
+def read_closers(source: TextSource, closers: tuple[str, ...], end: str) -> Steps[None]:
+    """Takes what closes calls: `closers`, be they more than were opened, and the tag `end`."""
+    while True:
+        space = yield from source.spaces()
+        for closer in closers:
+            if (yield from source.accept(closer)):
                 break
-            source.put_back("".join(held)[head.end() :])
-            answer.begin_call(name)
-            if (yield from source.json_value(answer.add_arguments)):
-                answer.in_arguments = False
-                yield from source.json_value(ignore, depth=1)
-            return None
-    if end is None:
-        return (yield from _read_whole(source, answer, held, scanner, closed, accept))
-    source.put_back("".join(held))
-    body, tag = yield from source.collect(end)
-    if _add_whole(answer, body, accept):
-        source.put_back(tag or "")
-        return None
-    return body + (tag or "")
+        else:
+            if not (end and (yield from source.accept(end))):
+                source.put_back(space)
+            return
 
 
-def _read_whole(
+def read_arguments(
     source: TextSource,
     answer: AnswerBuilder,
-    held: list[str],
-    scanner: BraceScanner,
-    closed: bool,
-    accept: Callable[[str], bool],
-) -> Steps[str | None]:
-    """Takes an object to its closing brace, behind the text `held`; then as `_read_object`."""
-    while not closed:
-        text, closed = yield from source.take_value(scanner)
-        if not text:
-            break
-        held.append(text)
-    body = "".join(held)
-    return None if _add_whole(answer, body, accept) else body
-
-
-def _add_whole(answer: AnswerBuilder, body: str, accept: Callable[[str], bool]) -> bool:
-    """Adds a call in any order of keys. Returns False if `body` is none."""
-    call = _parse_call(body)
-    if call is None or not accept(call[0]):
+    name: str,
+    taken: str,
+    *,
+    end: str = "",
+    then: str = "",
+) -> Steps[bool]:
+    """Reads the arguments of a call by `name`, and the tag `end` behind them. If there are none before `end`,
+    `then` or the end of the text, they are empty. If they are something else, or `name` is no name, `taken`
+    becomes content."""
+    if not _NAME.fullmatch(name):
+        answer.add_content(taken)
         return False
-    name, arguments = call
+    taken += yield from read_fence(source)
+    character = yield from source.peek()
+    if character == "{":
+        answer.begin_call(name)
+        answer.in_arguments = not (yield from read_json(source, answer.add_arguments))
+        yield from read_closers(source, closers_behind(taken), end)
+        return True
+    is_empty = not source.is_cut if not character else (yield from source.accept(end or then))
+    if not is_empty:
+        answer.add_content(taken)
+        return False
+    if character and then:
+        source.put_back(then)
     answer.begin_call(name)
-    answer.add_arguments(arguments)
+    answer.add_arguments("{}")
     answer.in_arguments = False
     return True
 
 
-def _decoded(literal: str) -> str | None:
-    """The value of a JSON string; None if it has an escape that JSON does not know."""
-    try:
-        value: str = json.loads(literal, strict=False)
-    except ValueError:
-        return None
-    return value
+def _read_object(
+    source: TextSource, answer: AnswerBuilder, tools: ToolSchemas, *, is_known: bool
+) -> Steps[str | None]:
+    """Reads a call; or returns the text that was taken and is none.
+
+    An object that does not begin with its name reaches to its closing brace.
+    """
+    if (yield from source.peek()) != "{":
+        return ""
+    mender, held, parts = JsonMender(), list[str](), list[str]()
+    num_held, end = 0, None
+    while end is None and (text := (yield from source.take_some())):
+        part, end = mender.push(text)
+        if end is not None:
+            source.put_back(text[end:])
+        held.append(text[:end])
+        parts.append(part)
+        if num_held < MAX_HEAD_CHARS:
+            num_held += len(held[-1])
+            begun = "".join(held)
+            if is_known and _is_other_object(begun):
+                return begun
+            head = _HEAD.match(begun, 0, MAX_HEAD_CHARS)
+            if head is not None:
+                name = json.loads(mended(f"[{head['name']}]") or "[]", strict=False)[0]
+                if not _is_name(name, tools, is_known=is_known):
+                    return begun
+                source.put_back(begun[head.end() :])
+                answer.begin_call(tools.meant(name))
+                answer.in_arguments = not (yield from read_json(source, answer.add_arguments))
+                yield from _skip_rest(source)
+                return None
+    if end is None:
+        parts.append(mender.finish(is_cut=source.is_cut))
+    call = _parse_call("".join(parts))
+    if call is None or not _is_name(call[0], tools, is_known=is_known):
+        return "".join(held)
+    answer.begin_call(tools.meant(call[0]))
+    answer.add_arguments(call[1])
+    answer.in_arguments = False
+    return None
+
+
+def _is_other_object(begun: str) -> bool:
+    """True if an object does not begin as a call."""
+    found = _FIRST_KEY.match(begun)
+    return found is not None and found["key"] not in _KEYS | _ADDED_KEYS
+
+
+def _is_name(name: str, tools: ToolSchemas, *, is_known: bool) -> bool:
+    return tools.offers(name) or (not is_known and _NAME.fullmatch(name) is not None)
+
+
+def _skip_rest(source: TextSource) -> Steps[None]:
+    """Takes the rest of a call's object behind its arguments. Where its closing brace is missing, text stays."""
+    taken = yield from source.spaces()
+    if (yield from source.accept("}")):
+        return
+    if (yield from source.accept(",")):
+        taken += "," + (yield from source.spaces())
+        if (yield from source.peek()) in ('"', "'"):
+            yield from read_json(source, ignore, within="{")
+            return
+    source.put_back(taken)
 
 
 def _parse_call(body: str) -> tuple[str, str] | None:
-    """Name and arguments (as JSON text) of a call in any order of keys."""
+    """Name and arguments (as JSON text) of a call in any order of keys; None if it is none."""
     try:
-        call = json.loads(body, strict=False)
+        call = json.loads(body)
+        if not isinstance(call, dict):
+            return None
+        if isinstance(call.get("function"), dict):
+            call = call["function"]
+        name = call.get("name", call.get("function"))
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json.loads(mended(arguments.strip()) or "") if arguments.strip() else {}
+        elif arguments is None and call.keys() - _KEYS - _ADDED_KEYS:
+            return None
+        if not isinstance(name, str) or not isinstance(arguments or {}, dict):
+            return None
+        return name, dumped(arguments or {})
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        return call["name"], arguments
-    return call["name"], json.dumps(arguments, ensure_ascii=False)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from pagoda.api.parsers.deltas import AnswerBuilder
-from pagoda.api.parsers.source import Steps, Tags, TextSource
-from pagoda.frontend.answer_formats import ReasoningFormat
+from pagoda.frontend.reasoning_border import ReasoningBorder
+from pagoda.frontend.text_source import Steps, Tags, TextSource
 
 
 def read_reasoning(
-    source: TextSource, answer: AnswerBuilder, style: ReasoningFormat, *, is_open: bool
+    source: TextSource, answer: AnswerBuilder, border: ReasoningBorder, openings: tuple[str, ...]
 ) -> Steps[None]:
-    """Reads the reasoning, if the text begins with any. `is_open`: its opening tag is behind us."""
-    taken = yield from source.spaces()
-    begins = False
-    for tag in style.begin:
-        begins = begins or (yield from source.accept(tag))
-    if not begins:
-        source.put_back(taken)
-        if not is_open:
-            return
+    """Reads the reasoning, if the text begins with any.
+
+    Models call tools without having ended their reasoning. Whether a call in it is one or a draft shows where the
+    text ends. So from the first of `openings`, the tags of calls, on, text is held back, and is left unread if the
+    model ends its answer there, still in reasoning.
+    """
+    answer.in_reasoning = border.is_open
+    if not (yield from border.begin(source)):
+        return
     answer.in_reasoning = True
     answer.end_part()
-    if (yield from source.until(Tags(*style.end), answer.add_reasoning)) is not None:
+    ends = border.style.end
+    tag = yield from source.until(Tags(*ends, *openings), answer.add_reasoning)
+    held: list[str] = []
+    if tag in openings:
+        held.append(tag)
+        tag = yield from source.until(Tags(*ends), held.append)
+    if held and tag is None and not source.is_cut:
+        source.put_back("".join(held))
+        return
+    answer.add_reasoning("".join(held))
+    if tag is not None:
         answer.in_reasoning = False
         answer.end_part()

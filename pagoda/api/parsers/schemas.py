@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagoda.api.parsers.json_text import dumped, mended
 from pagoda.frontend.schema_types import type_name, types_of
 
-_STRING = frozenset({"string"})
+_STRING, _INTEGER = frozenset({"string"}), frozenset({"integer"})
 
 
 class ToolSchemas:
@@ -20,8 +21,22 @@ class ToolSchemas:
         functions = [tool["function"] for tool in tools]
         self._parameters = {f["name"]: f.get("parameters") or {} for f in functions}
 
-    def has(self, name: str) -> bool:
-        return name in self._parameters
+    def meant(self, name: str) -> str:
+        """The tool that a model calls `name`: models put namespaces in front of names, and leave them out."""
+        name = name.strip()
+        if name in self._parameters:
+            return name
+        bare = name.removeprefix("functions.")
+        others = (f"functions.{name}", bare, bare.rpartition(".")[2], bare.removesuffix(".call"))
+        return next((other for other in others if other in self._parameters), bare)
+
+    def offers(self, name: str) -> bool:
+        return self.meant(name) in self._parameters
+
+    def takes(self, tool: str, argument: str) -> bool:
+        """The tool declares the argument, or does not say which it has."""
+        properties = self._parameters.get(tool, {}).get("properties")
+        return not isinstance(properties, dict) or argument in properties
 
     def is_string(self, tool: str, argument: str) -> bool:
         """The argument is certainly a string; so is one that the schema does not know."""
@@ -32,22 +47,29 @@ class ToolSchemas:
         types = self._types(tool, argument)
         if types == _STRING:
             return quoted(text)
-        for read in (json.loads, ast.literal_eval):
+        for read in (json.loads, ast.literal_eval, _read_mended):
             try:
                 value = read(text.strip())
+                if types == _INTEGER and isinstance(value, float) and value.is_integer():
+                    value = int(value)
                 name = type_name(value)
                 fits = not types or name in types or (name == "integer" and "number" in types)
                 if fits:
-                    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+                    return dumped(value)
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 continue
         return quoted(text)
 
     def _types(self, tool: str, argument: str) -> frozenset[str]:
         """Types that the argument may have; empty if its schema does not say."""
-        properties = self._parameters.get(tool, {}).get("properties")
+        parameters = self._parameters.get(tool, {})
+        properties = parameters.get("properties")
         schema = properties.get(argument) if isinstance(properties, dict) else None
-        return _STRING if schema is None else types_of(schema)
+        return _STRING if schema is None else types_of(schema, parameters)
+
+
+def _read_mended(text: str) -> object:
+    return json.loads(mended(text) or "")
 
 
 def quoted(text: str) -> str:

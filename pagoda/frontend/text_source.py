@@ -12,6 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_SPACES = re.compile(r"\s*")
 _MAX_PIECE_CHARS = 4096
 """Characters that are taken at a time, so that a long text is not copied again and again."""
 
@@ -52,19 +53,35 @@ class TextSource:
     def __init__(self) -> None:
         self.ended = False
         """No more text follows."""
+        self.is_cut = False
+        """The end is none that the writer chose: more was to come."""
         self._text = ""
         self._at = 0
         """Index in `_text` of the first character that has not been read."""
+        self._num_before = 0
+        """Characters in front of `_text`."""
+
+    @property
+    def num_read(self) -> int:
+        """Characters that have been read and not been put back."""
+        return self._num_before + self._at
 
     def feed(self, text: str) -> None:
+        self._num_before += self._at
         self._text = self._text[self._at :] + text
         self._at = 0
+
+    def end(self, *, is_cut: bool = False) -> None:
+        """Notes that no more text follows."""
+        self.ended = True
+        self.is_cut = is_cut
 
     def put_back(self, text: str) -> None:
         begin = self._at - len(text)
         if begin >= 0 and self._text.startswith(text, begin):
             self._at = begin
         else:
+            self._num_before += begin
             self._text = text + self._text[self._at :]
             self._at = 0
 
@@ -88,12 +105,17 @@ class TextSource:
 
     def spaces(self) -> Steps[str]:
         """Takes white space."""
+        return (yield from self.run(_SPACES))
+
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Takes the characters that `pattern`, any number of a class of characters, matches."""
         taken: list[str] = []
         while text := (yield from self.take_some()):
-            rest = text.lstrip()
-            taken.append(text[: len(text) - len(rest)])
-            if rest:
-                self.put_back(rest)
+            found = pattern.match(text)
+            end = 0 if found is None else found.end()
+            taken.append(text[:end])
+            if end < len(text):
+                self.put_back(text[end:])
                 break
         return "".join(taken)
 
@@ -136,54 +158,3 @@ class TextSource:
         parts: list[str] = []
         tag = yield from self.until(tags, parts.append, limit=limit)
         return "".join(parts), tag
-
-    def json_value(self, emit: Emit, *, depth: int = 0) -> Steps[bool]:
-        """Passes a JSON object or list to `emit` as it comes; `depth` of its braces have been taken already.
-        Returns False if the text ends within it."""
-        scanner = BraceScanner(depth)
-        while True:
-            text, closed = yield from self.take_value(scanner)
-            if not text:
-                return False
-            emit(text)
-            if closed:
-                return True
-
-    def take_value(self, scanner: BraceScanner) -> Steps[tuple[str, bool]]:
-        """Takes text that is there, empty at the end, and no further than the brace that closes the value that
-        `scanner` follows; True if it ends with that brace."""
-        text = yield from self.take_some()
-        end = scanner.scan(text)
-        if end is None:
-            return text, False
-        self.put_back(text[end:])
-        return text[:end], True
-
-
-class BraceScanner:
-    """Finds the end of a JSON object or list in a text that comes in pieces."""
-
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
-        self._in_string = False
-        self._escaped = False
-
-    def scan(self, piece: str) -> int | None:
-        """The index behind the closing brace, or None if the value goes on."""
-        for index, character in enumerate(piece):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return index + 1
-        return None
