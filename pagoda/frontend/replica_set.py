@@ -289,6 +289,10 @@ class ReplicaSet:
             [only] = self._slots.values()
             is_taker = only.fitness is not None and only.number not in tracked.refusals
             return (only, 0) if is_taker else None
+        named = self._named(tracked)
+        if named is not None:
+            is_full = named.number in tracked.refusals
+            return None if is_full else (named, self._candidate(named, keys).num_cached_tokens)
         request = RoutingRequest(tracked.request_id, self._num_placed, tracked.request.session)
         slots = self._candidates(tracked, request, keys)
         if not slots:
@@ -297,6 +301,12 @@ class ReplicaSet:
         candidates = [self._candidate(slot, keys) for slot in slots]
         chosen = self.policy.choose(request, candidates)
         return slots[chosen], candidates[chosen].num_cached_tokens
+
+    def _named(self, tracked: TrackedRequest) -> ReplicaSlot | None:
+        """The replica that the client names, as long as it computes; a request that had to leave it goes anywhere."""
+        rank = tracked.request.data_parallel_rank
+        slot = None if rank is None or tracked.returns else self._slots.get(rank)
+        return None if slot is None or slot.fitness in (None, Fitness.DEGRADED) else slot
 
     def _candidates(
         self, tracked: TrackedRequest, request: RoutingRequest, keys: Sequence[int]

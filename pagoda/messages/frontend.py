@@ -18,7 +18,7 @@ from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -96,6 +96,9 @@ class GenerateRequest(
     """An engine took this request before, so it is not refused for want of room."""
     session: str | None = None
     """Requests of the same session may be served by the same replica; has no effect on the answer."""
+    data_parallel_rank: int | None = None
+    """Number of the replica that the request goes to while it takes requests; None leaves the choice to the policy.
+    Has no effect on the answer."""
     holds_kv: bool = False
     """The answer ends with its next token; the prompt's KV is held for another engine (`TokenChunk.kv_source`)."""
     kv_source: KVSource | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -68,6 +69,33 @@ class Pod(NamedTuple):
         return await self.ask(
             self.decode, await self.prefilled(body, path, **headers), path, **headers
         )
+
+    async def through_atom(self, body: dict[str, Any], path: str = PATH) -> Any:
+        """Returns what a client gets through ATOM's proxy, which knows each server by the address of its API and
+        the port of its handshakes, and hands these on instead of the addresses in the answer."""
+        handshake = {
+            "remote_handshake_port": 6301,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+        }
+
+        def at(url: str) -> dict[str, Any]:
+            host, port = url.removeprefix("http://").split(":")
+            return {**handshake, "remote_host": host, "remote_port": port}
+
+        sizes = {"remote_dp_size": 1, "remote_tp_size": 1}
+        params = {**sizes, "do_remote_decode": True, "do_remote_prefill": False, **at(self.decode)}
+        first = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+        if "max_completion_tokens" in body:
+            first["max_completion_tokens"] = 1
+        first.pop("stream_options", None)
+        headers = {"Authorization": "Bearer None", "X-Request-Id": str(uuid.uuid4())}
+        given = (await self.ask(self.prefill, first, path, **headers))["kv_transfer_params"]
+        params = {"do_remote_decode": False, "do_remote_prefill": True, **at(self.prefill), **sizes}
+        params["transfer_id"] = given["transfer_id"]
+        params |= {name: given[name] for name in ("remote_engine_id", "remote_block_ids")}
+        params |= {"remote_dp_rank": given["dp_rank"]} if "dp_rank" in given else {}
+        return await self.ask(self.decode, {**body, "kv_transfer_params": params}, path, **headers)
 
     async def alone(self, **fields: Any) -> list[int]:
         """Returns the answer of one host."""
@@ -165,6 +193,20 @@ async def test_a_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
         assert plain(answer) == plain(expected)
     if case not in ENDS_AT_ONCE:
         assert await fetched(pod.decode) >= before + (1 if body.get("n") else 2) * 20
+    await until_free([pod.prefill, pod.decode])
+    assert await num_expired(pod) == expired
+
+
+@pytest.mark.parametrize("case", ["sampled", "stream", "chat", "chat stream"])
+async def test_atoms_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
+    is_chat = case.startswith("chat")
+    path = "/v1/chat/completions" if is_chat else PATH
+    body = (CHAT if is_chat else COMPLETION) | CASES[case]
+    expected = await pod.ask(pod.decode, {**body, "cache_salt": "one"}, path)
+    before, expired = await fetched(pod.decode), await num_expired(pod)
+    answer = await pod.through_atom({**body, "cache_salt": f"atom, {case}"}, path)
+    assert plain(answer) == plain(expected)
+    assert await fetched(pod.decode) >= before + 20
     await until_free([pod.prefill, pod.decode])
     assert await num_expired(pod) == expired
 
@@ -268,3 +310,9 @@ async def test_a_router_arranges_handoffs_itself(pod: Pod) -> None:
     error = await pod.refused(pod.router, body)
     assert error["param"] == "kv_transfer_params.do_remote_decode"
     assert "a router" in error["message"]
+    async with pod.session.post(
+        pod.router + PATH, json=salted(), headers={"X-data-parallel-rank": "0"}
+    ) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, "X-data-parallel-rank")
+    assert "a router chooses the host itself" in error["message"]
