@@ -303,7 +303,7 @@ class ReplicaSet:
         return slots[chosen], candidates[chosen].num_cached_tokens
 
     def _named(self, tracked: TrackedRequest) -> ReplicaSlot | None:
-        """The replica that the client names, as long as it computes; a request that had to leave it goes anywhere."""
+        """The replica that the client names, as long as it computes; what had to leave it goes anywhere."""
         rank = tracked.request.data_parallel_rank
         slot = None if rank is None or tracked.returns else self._slots.get(rank)
         return None if slot is None or slot.fitness in (None, Fitness.DEGRADED) else slot

@@ -20,6 +20,7 @@ from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.messages.tracing import StartTrace
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
+from pagoda.telemetry.merge.merging import MergedFile, merge_into_file
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 T = TypeVar("T")
@@ -147,6 +148,26 @@ class TraceControl:
         finally:
             self._order = self._ending = None
             self._rows = []
+
+
+async def start_offline(
+    fleet: Fleet, tracer: Tracer, tracker: RequestTracker, level: TraceLevel, directory: Path
+) -> TraceControl:
+    """Traces a fleet that no server has, until `stop_into_file`.
+    Raises TraceStateError: `tracer` traces already; ConfigError: the directory cannot be written."""
+    if tracer.session is not None:
+        raise TraceStateError("Tracing is on already.")
+    control = TraceControl(tracer, [tracker], directory, f"offline-{tracer.process.host}")
+    control.join(fleet)
+    await control.start(level)
+    return control
+
+
+async def stop_into_file(control: TraceControl) -> MergedFile:
+    """Ends the trace, and writes it as one file into its directory.
+    Raises TraceStateError: tracing is off; ConfigError: the file cannot be written."""
+    await control.stop()
+    return await _beside(partial(merge_into_file, [control.directory], run=control.run))
 
 
 async def _beside(work: Callable[[], T]) -> T:

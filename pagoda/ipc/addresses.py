@@ -21,7 +21,7 @@ def numeric(host: str) -> str:
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine from which it reaches the host `towards`. Raises OSError: there is no way there."""
+    """The address from which this machine reaches the host `towards`. Raises OSError: there is no way there."""
     family, kind, protocol, _, where = socket.getaddrinfo(
         towards.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM
     )[0]

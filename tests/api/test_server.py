@@ -19,7 +19,7 @@ import pytest
 from fragment_files import assert_nested, end_of, read_fragments
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.api.server import ProfileConfig, ServerConfig, serve
+from pagoda.api.server import ServerConfig, serve
 from pagoda.api.service import ApiConfig
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig, SimConfig
@@ -33,7 +33,7 @@ from pagoda.messages.frontend import EngineReady
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, clear_fragments, run_prefix
-from pagoda.telemetry.tracer import TraceLevel, Tracer
+from pagoda.telemetry.tracer import ProfileConfig, TraceLevel, Tracer
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 USER = [{"role": "user", "content": "Hello"}]
