@@ -10,6 +10,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -23,6 +24,9 @@ from pod_processes import (
     until_hosts,
 )
 
+from pagoda.telemetry.merge.merging import merge_into_file
+from pagoda.telemetry.report.reporting import report_of
+
 PATH = "/v1/completions"
 
 
@@ -30,6 +34,8 @@ class Pod(NamedTuple):
     prefill: str
     decode: str
     router: str
+    traces: Path
+    """The router's directory of traces; those of hosts are others."""
     session: aiohttp.ClientSession
 
     async def ask(self, url: str, body: dict[str, Any], path: str = PATH, **headers: str) -> Any:
@@ -103,21 +109,25 @@ class Pod(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str, Path]]:
     with ExitStack() as stack:
-        pod = PodProcesses(tmp_path_factory.mktemp("pod"), stack)
-        hosts = [pod.host(role).base_url for role in ("prefill", "decode")]
-        router = pod.route().base_url
+        directory = tmp_path_factory.mktemp("pod")
+        pod = PodProcesses(directory, stack)
+        prefill, decode = (
+            pod.host(role, "--profile-dir", str(directory / role)).base_url
+            for role in ("prefill", "decode")
+        )
+        router = pod.route("--profile-dir", str(directory / "router")).base_url
         asyncio.run(until_hosts(router, 2))
-        yield [*hosts, router]
+        yield prefill, decode, router, directory / "router"
 
 
 @pytest.fixture
-async def pod(urls: list[str]) -> AsyncIterator[Pod]:
+async def pod(urls: tuple[str, str, str, Path]) -> AsyncIterator[Pod]:
     """A pod of which, after every test, neither side holds anything for longer than a lease."""
     async with aiohttp.ClientSession() as session:
         yield Pod(*urls, session)
-    await until_free(urls[:2])
+    await until_free([urls[0], urls[1]])
 
 
 def plain(answer: Any) -> Any:
@@ -316,3 +326,28 @@ async def test_a_router_arranges_handoffs_itself(pod: Pod) -> None:
         error = (await response.json())["error"]
     assert (response.status, error["param"]) == (400, "X-data-parallel-rank")
     assert "a router chooses the host itself" in error["message"]
+
+
+@pytest.mark.parametrize("level", ["e2e", "kernel"])
+async def test_a_trace_of_the_pod_from_one_command(pod: Pod, level: str) -> None:
+    """The second trace takes the place of the first, with the files of all hosts."""
+    async with pod.session.post(f"{pod.router}/profile/start", json={"level": level}) as response:
+        assert response.status == 200
+    bodies = [salted(cache_salt=f"traced {level} {number}", ignore_eos=True) for number in range(4)]
+    await asyncio.gather(*(pod.ask(pod.router, body) for body in bodies))
+    await until_free([pod.prefill, pod.decode])
+    async with pod.session.post(f"{pod.router}/profile/stop") as response:
+        assert (await response.json())["problems"] == []
+    merged = merge_into_file([pod.traces])
+    kinds = [process.header.kind for process in merged.trace.processes]
+    assert kinds == ["router", *(["frontend", "engine", "worker"] * 2)]
+    assert {process.clock for process in merged.trace.processes} <= {"main", "measured"}
+    assert merged.trace.notes == ()
+    assert merged.num_requests == 4
+    found = report_of(merged.trace)
+    assert len(found.requests) == 4
+    for request in found.requests:
+        assert request.output_tokens == 24
+        assert request.took["prefill"] > 0
+        assert request.took["decode"] > 0
+        assert sum(request.took.values()) == pytest.approx(request.end_to_end)
