@@ -27,6 +27,7 @@ from pagoda.messages.worker_config import Role
 
 T = TypeVar("T")
 
+_NUM_IDLE_HELPERS = 2
 SMALL_FLEET = 16
 """The largest fleet of which all replicas are looked at for each request; of a larger one it is a shortlist."""
 
@@ -307,6 +308,17 @@ class ReplicaSet:
         rank = tracked.request.data_parallel_rank
         slot = None if rank is None or tracked.returns else self._slots.get(rank)
         return None if slot is None or slot.fitness in (None, Fitness.DEGRADED) else slot
+
+    @property
+    def num_helpers(self) -> int:
+        """Replicas that may compute prompts for one another, as they answer as well."""
+        return self._pools[Role.BOTH].num_takers
+
+    def helpers(self, slot: ReplicaSlot, keys: Sequence[int]) -> Iterable[ReplicaSlot]:
+        """A few of them beside `slot`: those that have the most of the blocks of `keys`, and the least work."""
+        holders = self._cache.holders(keys, NUM_HOLDERS) if keys else ()
+        fleet = Shortlist([self._pools[Role.BOTH]], (slot.number,), self._slots, holders)
+        return dict.fromkeys([*fleet.with_prefix(), *fleet.least_loaded(_NUM_IDLE_HELPERS)])
 
     def _candidates(
         self, tracked: TrackedRequest, request: RoutingRequest, keys: Sequence[int]

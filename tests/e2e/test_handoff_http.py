@@ -351,3 +351,20 @@ async def test_a_trace_of_the_pod_from_one_command(pod: Pod, level: str) -> None
         assert request.took["prefill"] > 0
         assert request.took["decode"] > 0
         assert sum(request.took.values()) == pytest.approx(request.end_to_end)
+
+
+async def test_hosts_that_do_both_hand_over_to_each_other(tmp_path: Path) -> None:
+    """The router, whose policy is round-robin, sends the second request to the host without its beginning."""
+    with ExitStack() as stack:
+        processes = PodProcesses(tmp_path, stack)
+        hosts = [processes.host("both").base_url for _ in range(2)]
+        router = processes.route().base_url
+        await until_hosts(router, 2)
+        async with aiohttp.ClientSession() as session:
+            pod = Pod(*hosts, router, tmp_path, session)
+            answers = []
+            for _ in range(4):
+                answers.append(tokens_of(await pod.ask(router, COMPLETION)))
+                await until_free(hosts)
+        assert answers == [answers[0]] * 4
+        assert sum([await fetched(url) for url in hosts]) >= 20

@@ -81,8 +81,8 @@ def _rows_of_requests(trace: Trace) -> dict[str, _RequestRows]:
 
 
 def _replaces(process: Process, row: Row, before: _RequestRows) -> bool:
-    """True if a row tells more of a request than the outermost before: a prefill host answers with one token, and of
-    a request that was traced twice in a process the second row tells all."""
+    """True if a row tells more of a request than the outermost before: a prefill host answers with one token, and
+    of a request that was traced twice in a process the second row tells all."""
     if row.is_prefill == before.outer.is_prefill:
         return process is before.process
     return before.outer.is_prefill
