@@ -58,8 +58,8 @@ class DeviceSet:
         for name, match in found:
             if match is None:
                 raise ConfigError(
-                    "--devices takes names such as cpu:0, separated by commas, or by + where one rank drives "
-                    f"several, got {name!r}."
+                    "--devices takes names such as cpu:0, or numbers, separated by commas, or by + where one rank "
+                    f"drives several, got {name!r}."
                 )
             kinds[match[1]] = None
             numbers.append(int(match[2]))
@@ -125,6 +125,18 @@ def find_backend(name: str) -> BackendEntry:
 def candidates(wanted: str) -> Sequence[str]:
     """Names of the backends that a value of `--backend` may mean, the best first."""
     return AUTO_ORDER if wanted == AUTO else (wanted,)
+
+
+def with_kind(devices: Sequence[str], backend: str) -> tuple[str, ...]:
+    """The devices by their whole names: a bare number, as in `12,13` or `12+13`, is of the kind on which the value
+    `backend` of `--backend` computes. Raises ConfigError: there is a bare number, and no such backend."""
+    ranks = [each.split("+") for each in devices]
+    if not any(name.isascii() and name.isdigit() for names in ranks for name in names):
+        return tuple(devices)
+    kind = find_backend(candidates(backend)[0]).device_kind
+    return tuple(
+        "+".join(f"{kind}:{name}" if name.isdigit() else name for name in names) for names in ranks
+    )
 
 
 def check_devices(devices: Sequence[str]) -> None:

@@ -16,8 +16,10 @@ from pagoda.devices import (
     check_devices,
     find_backend,
     registered_backends,
+    with_kind,
 )
 from pagoda.errors import ConfigError
+from pagoda.frontend.engine_options import ParallelOptions
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
 
@@ -104,6 +106,22 @@ def test_broken_entries_are_named(
     assert message in str(caught.value)
 
 
+def test_bare_numbers_are_of_the_kind_of_the_backend(npu: str) -> None:
+    for backend, given, names in (
+        (npu, ["12", "13"], ("npu:12", "npu:13")),
+        (npu, ["0+1", "npu:2+3"], ("npu:0+npu:1", "npu:2+npu:3")),
+        ("auto", ["1", "cpu:0"], ("cpu:1", "cpu:0")),
+        ("reference", ["0"], ("cpu:0",)),
+        ("no such", ["cuda:0"], ("cuda:0",)),
+    ):
+        assert with_kind(given, backend) == names
+    for given in ("1x", "-1", "01", "²", "1.0"):
+        with pytest.raises(ConfigError, match=r"^--devices takes names such as cpu:0, or numbers,"):
+            check_devices(with_kind([given], npu))
+    parallel = ParallelOptions(devices="12,13", tensor_parallel_size=2)
+    assert parallel.config(npu).devices == ("npu:12", "npu:13")
+
+
 def test_devices_by_rank() -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, devices=("npu:4+npu:5", "npu:6+npu:7"))
     assert parallel.devices_of(RankPlace(tp=1), "npu") == DeviceSet("npu", (6, 7))
@@ -116,7 +134,7 @@ def test_devices_by_rank() -> None:
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (["cpu"], "--devices takes names such as cpu:0, separated by commas, or by + where one"),
+        (["cpu"], "--devices takes names such as cpu:0, or numbers, separated by commas, or by"),
         (["cpu:0", "cuda:1"], "--devices mixes cpu and cuda; name devices of one kind."),
         (["cpu:0+cuda:1"], "--devices mixes cpu and cuda; name devices of one kind."),
         (["npu:0+npu:1", "npu:1+npu:2"], "--devices names npu:1 more than once; every rank needs"),

@@ -40,6 +40,7 @@ CONNECTION_IDLE_S = 75.0
 _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
 """Routes that programs poll; successful answers are logged at the level debug."""
 TIMEOUT_HEADER = "X-Request-Timeout"
+RANK_HEADER = "X-data-parallel-rank"
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _MAX_TRACEPARENT_CHARS = 128
@@ -160,6 +161,7 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
             await context.service.hold_while_loading(None)
         return await methods[method].handler(context)
     timeout_s = context.client_request.timeout_s = _timeout_s(context)
+    context.client_request.data_parallel_rank = _data_parallel_rank(context)
     with context.service.key_limits.admit(context.key or ANYBODY):
         await context.service.hold_while_loading(timeout_s)
         context.service.check_room(context.client_request)
@@ -183,6 +185,23 @@ def _timeout_s(context: RequestContext) -> float | None:
         message = f"{TIMEOUT_HEADER} must be a number of seconds above 0, at most {MAX_TIMEOUT_S}."
         raise ApiError(400, message, TIMEOUT_HEADER)
     return timeout_s
+
+
+def _data_parallel_rank(context: RequestContext) -> int | None:
+    """The replica that the client names, as clients of vLLM do; None leaves the choice to the server.
+    Raises ApiError: 400, there is no such replica."""
+    given = context.http.headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    fleet = context.service.fleet
+    if fleet is not None and fleet.is_router:
+        message = f"{RANK_HEADER} is for servers with replicas of their own; a router chooses the host itself."
+        raise ApiError(400, message, RANK_HEADER)
+    count = 1 if fleet is None else len(fleet.dispatcher.slots)
+    if not (given.isascii() and given.isdigit() and len(given) < 6 and int(given) < count):
+        message = f"{RANK_HEADER} must be the number of a replica, from 0 to {count - 1}, got {given[:200]!r}."
+        raise ApiError(400, message, RANK_HEADER)
+    return int(given)
 
 
 def _find(path: str) -> tuple[str, str]:

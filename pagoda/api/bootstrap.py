@@ -19,6 +19,7 @@ import msgspec
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import GenerationFields
 from pagoda.errors import refuse
+from pagoda.ipc.addresses import bracketed
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 
@@ -93,7 +94,8 @@ async def ask(
     """The place of a prompt's KV, asked of the prefill server, by https with `tls`; None if it does not say, and
     the prompt is computed."""
     scheme = "http" if tls is None else "https"
-    url = f"{scheme}://{body.bootstrap_host}:{body.bootstrap_port}/bootstrap/rooms/{body.bootstrap_room}"
+    place = f"{bracketed(body.bootstrap_host or '')}:{body.bootstrap_port}"
+    url = f"{scheme}://{place}/bootstrap/rooms/{body.bootstrap_room}"
     headers = {"Authorization": authorization} if authorization else {}
     try:
         limit = aiohttp.ClientTimeout(total=_ASK_S)

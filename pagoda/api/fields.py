@@ -55,11 +55,19 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _END = r"(?![\s\S])"
 """The end of a text in Python's and in ECMAScript's patterns: `$` is also in front of a last newline, and
 `\\Z` only Python's, while clients read the pattern in /openapi.json."""
-TransferId = Annotated[str, Meta(pattern=rf"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{{1,256}}{_END}")]
-HostName = Annotated[
-    str, Meta(pattern=rf"^[A-Za-z0-9_]([A-Za-z0-9_.-]{{0,251}}[A-Za-z0-9_])?{_END}")
-]
+TransferId = Annotated[str, Meta(pattern=rf"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{{1,512}}{_END}")]
+_NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
+_IPV6 = r"[0-9A-Fa-f]{0,4}:[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{0,36}(%[A-Za-z0-9_.-]{1,32})?"
+HostName = Annotated[str, Meta(pattern=rf"^({_NAME}|{_IPV6}|\[{_IPV6}\]){_END}")]
+"""A name, an IPv4 address, or an IPv6 address with brackets or without."""
+Port = (
+    Annotated[int, Meta(ge=1, le=65535)]
+    | Annotated[str, Meta(pattern=rf"^[1-9][0-9]{{0,4}}{_END}")]
+)
+"""A port, also as text, as proxies take it out of a URL."""
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+_Size = Annotated[int, Meta(ge=1, le=2**16)]
+_Rank = Annotated[int, Meta(ge=0, le=2**16)]
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,10 +78,17 @@ class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote_engine_id: TransferId | None = None
     remote_block_ids: Annotated[list[BlockId], Meta(max_length=MAX_TOKEN_IDS)] | None = None
     remote_host: HostName | None = None
-    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    tp_size: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    dp_rank: Annotated[int, Meta(ge=0, le=2**16)] | None = None
+    remote_port: Port | None = None
+    tp_size: _Size | None = None
+    dp_rank: _Rank | None = None
     transfer_id: TransferId | None = None
+    remote_handshake_port: Port | None = None
+    """ATOM's. Where it is given, `remote_host` and `remote_port` are those of the server's API, and the place of
+    the KV is read from `transfer_id`."""
+    remote_dp_size: _Size | None = None
+    remote_tp_size: _Size | None = None
+    remote_dp_rank: _Rank | None = None
+    first_token_id: TokenId | None = None
 
 
 class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

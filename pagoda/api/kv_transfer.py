@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from pagoda.api.fields import GenerationFields, KVTransferParams
 from pagoda.errors import refuse
+from pagoda.ipc.addresses import bracketed
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 
@@ -56,31 +57,50 @@ def handoff_of(
 
 
 def transfer_fields(source: KVSource | None) -> dict[str, Any]:
-    """The fields of a response for the decode server; empty unless KV is held at `source`."""
+    """The fields of a response for the decode server; empty unless KV is held at `source`.
+
+    The transfer id ends with the place of the KV: ATOM's proxy hands that on, and writes the address of the
+    server's API over the others.
+    """
     if source is None:
         return {}
-    host, _, port = source.address.removeprefix("tcp://").rpartition(":")
+    address = source.address.removeprefix("tcp://")
+    host, _, port = address.rpartition(":")
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
         "remote_engine_id": source.engine_id,
         "remote_block_ids": source.block_ids,
-        "remote_host": host,
+        "remote_host": host.strip("[]"),
         "remote_port": int(port),
         "tp_size": source.tp_size,
-        "transfer_id": source.transfer_id,
+        "transfer_id": f"{source.transfer_id}@{source.engine_id}@{address}",
     }
     return {"kv_transfer_params": params}
 
 
 def _source(params: KVTransferParams) -> KVSource:
+    """The source that parameters name. A transfer id is authenticated together with its place, wherever that was
+    read, so that a wrong one is no source."""
+    for name in ("remote_port", "remote_handshake_port"):
+        if int(getattr(params, name) or 1) > 65535:
+            _refuse(name, f"must be from 1 to 65535, got {getattr(params, name)!r}")
+    transfer_id, _, place = (params.transfer_id or "").partition("@")
+    if place and params.remote_handshake_port is not None:
+        engine_id, _, address = place.partition("@")
+        return KVSource(
+            address=f"tcp://{address}",
+            engine_id=engine_id,
+            transfer_id=transfer_id,
+            tp_size=params.remote_tp_size or 1,
+        )
     for name in ("remote_engine_id", "remote_host", "remote_port", "transfer_id"):
         if getattr(params, name) is None:
             _refuse(name, "must be given where do_remote_prefill is true")
     return KVSource(
-        address=f"tcp://{params.remote_host}:{params.remote_port}",
+        address=f"tcp://{bracketed(params.remote_host or '')}:{params.remote_port}",
         engine_id=params.remote_engine_id or "",
-        transfer_id=params.transfer_id or "",
+        transfer_id=transfer_id,
         tp_size=params.tp_size or 1,
     )
 

@@ -30,7 +30,7 @@ from pagoda.frontend.trace_control import TraceControl
 from pagoda.ipc.tls import ServerTls
 from pagoda.messages.frontend import EngineReady
 from pagoda.telemetry.trace_ending import EXIT_S
-from pagoda.telemetry.tracer import TraceLevel, Tracer
+from pagoda.telemetry.tracer import ProfileConfig, Tracer
 
 _log = logging.getLogger("pagoda.api")
 
@@ -57,14 +57,6 @@ class ServerConfig:
     """Files that are read again when they change."""
     tls: ServerTls | None = None
     """Certificates of HTTPS; None listens for plain HTTP."""
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """The directory of traces, and the level of a trace from the start."""
-
-    directory: Path = Path("pagoda-trace")
-    level: TraceLevel | None = None
 
 
 async def serve(

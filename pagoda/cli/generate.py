@@ -13,7 +13,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,10 +31,12 @@ from pagoda.cli.options import (
     ConstraintOptions,
     Count,
     GeneralOptions,
+    ProfileOptions,
     SamplingOptions,
 )
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
+from pagoda.frontend.loop_thread import LoopThread
 
 
 def generate(
@@ -49,6 +51,7 @@ def generate(
     constraint: ConstraintOptions = ConstraintOptions(),
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
+    profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Answer prompts, or all requests of an OpenAI batch file.
@@ -62,14 +65,15 @@ def generate(
         concurrency: Requests of --input under way at once.
     """
     general.apply()
+    connecting = connect(model, None, None, engine, parallel, profile=profile)
     if input_file is not None or output_file is not None:
         if input_file is None or output_file is None or prompts:
             raise ConfigError("--input and --output go together, and without prompts.")
-        return _generate_batch(input_file, output_file, concurrency, model, engine, parallel)
+        return _generate_batch(input_file, output_file, concurrency, connecting, parallel)
     parallel.check_prompts_at_once(1)
     texts = prompts or (_read_prompt(),)
     body = {**sampling.body(), **answer.body(engine.seed), **constraint.body()}
-    with connect(model, None, None, engine, parallel) as (thread, connection):
+    with connecting as (thread, connection):
         for text in texts:
             if len(texts) > 1:
                 output.stdout().print(f"> {text}", style=Style(bold=True))
@@ -182,8 +186,7 @@ def _generate_batch(
     source: Path,
     target: Path,
     concurrency: int,
-    model: str | None,
-    engine: EngineOptions,
+    connecting: AbstractContextManager[tuple[LoopThread, Connection]],
     parallel: ParallelOptions,
 ) -> int:
     requests = read_batch(source)
@@ -192,7 +195,7 @@ def _generate_batch(
         file = target.open("wb")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {target}: {error.strerror}.") from error
-    with file, connect(model, None, None, engine, parallel) as (thread, connection):
+    with file, connecting as (thread, connection):
         num_failed = thread.run(_write_results(connection, requests, concurrency, file.write))
     output.stderr().print(
         f"{len(requests) - num_failed} of {len(requests)} requests answered, results in {target}"

@@ -20,13 +20,15 @@ from pagoda.api.keys import ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import TrustOptions
+from pagoda.cli.options import ProfileOptions, TrustOptions
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.loop_thread import LoopThread
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import start_generator
+from pagoda.frontend.trace_control import TraceControl, start_offline, stop_into_file
+from pagoda.telemetry.tracer import Tracer
 
 _HOST = "127.0.0.1"
 
@@ -45,6 +47,7 @@ def connect(
     engine: EngineOptions,
     parallel: ParallelOptions,
     trust: TrustOptions = TrustOptions(),
+    profile: ProfileOptions = ProfileOptions(),
 ) -> Iterator[tuple[LoopThread, Connection]]:
     """A connection to the server at `base_url`, or without it to one of our own that loads `model`.
 
@@ -54,7 +57,9 @@ def connect(
     `base_url` serves no model.
     """
     opened = (
-        _remote(base_url, model, api_key, trust) if base_url else _local(model, engine, parallel)
+        _remote(base_url, model, api_key, trust)
+        if base_url
+        else _local(model, engine, parallel, profile)
     )
     thread = LoopThread("server")
     try:
@@ -77,7 +82,7 @@ async def _remote(
 
 @contextlib.asynccontextmanager
 async def _local(
-    model: str | None, engine: EngineOptions, parallel: ParallelOptions
+    model: str | None, engine: EngineOptions, parallel: ParallelOptions, profile: ProfileOptions
 ) -> AsyncIterator[Connection]:
     """The API on a free port of this machine, behind a key that nobody else knows.
 
@@ -94,15 +99,27 @@ async def _local(
     )
     async with contextlib.AsyncExitStack() as stack:
         with output.stderr().status(f"loading {files.served_name} ..."):
-            fleet = Fleet.of_engines(config, parallel.data_parallel_policy)
+            tracer = Tracer("frontend")
+            fleet = Fleet.of_engines(config, parallel.data_parallel_policy, tracer=tracer)
             stack.push_async_callback(fleet.close)
+            tracker = RequestTracker(tracer.clock_ns)
             text = partial(load_text, files, simulated=False, chat_template=None)
-            service = Service(api, await start_generator(fleet, text, RequestTracker()))
+            service = Service(api, await start_generator(fleet, text, tracker), tracker=tracker)
             server = web.ServerRunner(ApiServer(service), shutdown_timeout=1.0)
             await server.setup()
             stack.push_async_callback(server.cleanup)
             await web.TCPSite(server, _HOST, 0).start()
         url = f"http://{_HOST}:{server.addresses[0][1]}"
         client = await stack.enter_async_context(OpenAIClient(url, key))
+        traced = profile.config()
+        if traced.level is not None:
+            started = await start_offline(fleet, tracer, tracker, traced.level, traced.directory)
+            stack.push_async_callback(_end_trace, started)
         name = config.worker.adapters[-1].name if config.worker.adapters else files.served_name
         yield Connection(client, name)
+
+
+async def _end_trace(control: TraceControl) -> None:
+    output.stderr().print(
+        f"The trace is in {(await stop_into_file(control)).path}.", soft_wrap=True
+    )

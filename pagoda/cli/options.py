@@ -6,7 +6,7 @@ import os
 import ssl
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
@@ -23,6 +23,7 @@ from pagoda.telemetry.logging import (
     LogLevel,
     configure_logging,
 )
+from pagoda.telemetry.tracer import DEFAULT_DIRECTORY, LEVELS, ProfileConfig
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Length = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -47,6 +48,22 @@ class GeneralOptions:
         os.environ[LOG_LEVEL_ENV] = level
         os.environ[LOG_FORMAT_ENV] = self.log_format
         configure_logging(level, log_format=self.log_format)
+
+
+@Parameter(name="*", group=Group("Traces", sort_key=80))
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Traces of all processes."""
+
+    profile: Literal["e2e", "kernel", "verbose"] | None = None
+    """Trace from the start: requests and steps, the operations of each step as well, or each token too."""
+    profile_dir: Path = DEFAULT_DIRECTORY
+    """The directory of traces; of a server, also of those that POST /profile/start begins."""
+
+    def config(self) -> ProfileConfig:
+        return ProfileConfig(
+            directory=self.profile_dir, level=None if self.profile is None else LEVELS[self.profile]
+        )
 
 
 @Parameter(name="*", group=Group("TLS", sort_key=70))

@@ -12,8 +12,8 @@ from cyclopts import Group, Parameter
 from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.cli.options import Count, GeneralOptions, Seconds
-from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, run_server
+from pagoda.cli.options import Count, GeneralOptions, ProfileOptions, Seconds
+from pagoda.cli.serve import JoinOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults, plan_of
 from pagoda.frontend.adapters import AdapterRegistry, parse_adapters

@@ -26,13 +26,13 @@ from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
 from pagoda.api.keys import ApiKeys
 from pagoda.api.keys_file import read_keys
-from pagoda.api.server import ProfileConfig, ServerConfig
+from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
-from pagoda.cli.options import GeneralOptions, Seconds, tls_files
+from pagoda.cli.options import GeneralOptions, ProfileOptions, Seconds, tls_files
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.errors import ConfigError
@@ -60,7 +60,7 @@ from pagoda.kv.disk_policy import check_quota
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.telemetry.tracer import LEVELS, Tracer
+from pagoda.telemetry.tracer import Tracer
 from pagoda.version import __version__
 
 _log = logging.getLogger("pagoda.cli")
@@ -348,22 +348,6 @@ class AdapterOptions:
             )
         worker = msgspec.structs.replace(config.worker, loads_adapters=True)
         return msgspec.structs.replace(config, worker=worker)
-
-
-@Parameter(name="*", group=Group("Traces", sort_key=80))
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """Traces of all processes of the server."""
-
-    profile: Literal["e2e", "kernel", "verbose"] | None = None
-    """Trace from the start: requests and steps, the operations of each step as well, or each token too."""
-    profile_dir: Path = Path("pagoda-trace")
-    """The directory of traces, also of those that POST /profile/start begins."""
-
-    def config(self) -> ProfileConfig:
-        return ProfileConfig(
-            directory=self.profile_dir, level=None if self.profile is None else LEVELS[self.profile]
-        )
 
 
 def serve(

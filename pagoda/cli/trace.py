@@ -14,13 +14,10 @@ from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.trace_page import alongside, page_of, tables_of
 from pagoda.errors import ConfigError
-from pagoda.ipc.machine import available_cores, format_bytes
-from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.merge.merging import merge_fragments
+from pagoda.ipc.machine import available_cores
+from pagoda.telemetry.merge.merging import merge_into_file
 from pagoda.telemetry.report.data import Limits, Report, seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
-
-_FILE_NAME = "trace.json"
 
 Directories = Annotated[Path, Parameter(name="DIR")]
 Recorded = Annotated[Path, Parameter(name="FILE|DIR")]
@@ -41,15 +38,9 @@ def merge(
     general.apply()
     if not directories:
         raise ConfigError("Name a directory that fragments were traced to.")
-    trace = merge_fragments(directories)
-    path = output or directories[0] / _FILE_NAME
-    num_flows = write_chrome_trace(trace, path)
-    _tell(trace.notes)
-    sentence = (
-        f"{path}: {len(trace.processes)} processes, {num_flows:,} requests followed, "
-        f"{trace.end / 1e9:.3f} s, {format_bytes(path.stat().st_size)}."
-    )
-    out.stdout().print(sentence, soft_wrap=True)
+    merged = merge_into_file(directories, output)
+    _tell(merged.trace.notes)
+    out.stdout().print(str(merged), soft_wrap=True)
     return 0
 
 

@@ -22,7 +22,7 @@ from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.plans import Behind, InFlightStep, PlanBuilder
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
-from pagoda.kv.manager import KVManager, PrefixHit
+from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
 from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady
 
@@ -55,6 +55,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_chunk_tokens: int = UNLIMITED_RUN
+    """Tokens of one prompt in a step."""
     batch_multiple: int = 1
     mixed_steps: bool = True
     num_stages: int = 1
@@ -80,6 +82,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             max_num_seqs=min(config.max_num_seqs, capabilities.max_batch_seqs),
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
+            max_chunk_tokens=max(multiple, config.long_prefill_token_threshold or UNLIMITED_RUN),
             batch_multiple=multiple,
             mixed_steps=capabilities.mixed_steps,
             num_stages=config.worker.parallel.pipeline_parallel_size,

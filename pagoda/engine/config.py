@@ -106,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     sim: SimConfig = SimConfig()
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    """The most tokens of one prompt in a step; 0 for no such limit. Encoders compute prompts whole."""
     max_num_waiting: int = 4096
     max_num_waiting_tokens: int | None = None
     """Prompt tokens of requests that wait and have not begun; None derives them

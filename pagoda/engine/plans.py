@@ -70,6 +70,7 @@ class PlanBuilder:
         self._multiple = limits.batch_multiple
         self._decodes = decodes
         self._whole_prompts = limits.whole_prompts
+        self._max_chunk_tokens = limits.max_chunk_tokens
 
     def count_for(
         self, available: int, behind: Behind | None = None, most: int = UNLIMITED_RUN
@@ -87,7 +88,7 @@ class PlanBuilder:
             return available if available <= self.budget else 0
         if available == 1:
             return 1 if self.budget else 0
-        count = min(available, self.budget, most)
+        count = min(available, self.budget, most, self._max_chunk_tokens)
         if count > 1 and behind is not None:
             share = int(self.budget * behind.share)
             count = min(count, max(self._multiple, self.budget - behind.num_tokens, share))

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from pagoda.errors import InvalidRequestError, refuse
+from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.constraints import structured_grammar
@@ -32,8 +32,15 @@ from pagoda.frontend.outputs import (
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.frontend.trace_control import (
+    TraceControl,
+    TraceStateError,
+    start_offline,
+    stop_into_file,
+)
 from pagoda.messages.frontend import Grammar
 from pagoda.messages.sampling_params import SamplingParams, StructuredOutputsParams
+from pagoda.telemetry.tracer import DEFAULT_DIRECTORY, LEVELS, Tracer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
@@ -73,13 +80,16 @@ class AsyncLLM:
         self._chat_template = None if chat_template is None else Path(chat_template)
         self._fleet: Fleet | None = None
         self._generator: TextGenerator | None = None
+        self._tracer = Tracer("frontend")
+        self._tracker = RequestTracker(self._tracer.clock_ns)
+        self._tracing: TraceControl | None = None
         self._requests: dict[str, list[str]] = {}
 
     async def start(self) -> None:
         """Returns when the model is ready. Raises ConfigError: it cannot be loaded."""
-        fleet = self._fleet = Fleet.of_engines(self._engine, self._policy)
+        fleet = self._fleet = Fleet.of_engines(self._engine, self._policy, tracer=self._tracer)
         try:
-            self._generator = await start_generator(fleet, self._load_text, RequestTracker())
+            self._generator = await start_generator(fleet, self._load_text, self._tracker)
         except BaseException:
             await self.close()
             raise
@@ -90,7 +100,9 @@ class AsyncLLM:
         )
 
     async def close(self) -> None:
-        """Ends the engines. A second call does nothing."""
+        """Ends the engines, and a trace. A second call does nothing."""
+        if self._tracing is not None:
+            await self.stop_profile()
         fleet, self._fleet, self._generator = self._fleet, None, None
         if fleet is not None:
             await fleet.close()
@@ -187,6 +199,31 @@ class AsyncLLM:
         """Ends a request of `generate`; its last output has the finish reason `abort`. Unknown ids are ignored."""
         for internal_id in self._requests.get(request_id, ()):
             await self.generator.endpoint.abort(internal_id)
+
+    async def start_profile(
+        self, level: str = "e2e", directory: str | Path = DEFAULT_DIRECTORY
+    ) -> None:
+        """Traces all processes from now on, into a directory of which one trace at a time takes the place of the
+        last one. `level` is `e2e` (requests and steps), `kernel` (also the operations of each step) or `verbose`
+        (also each token).
+
+        Raises ConfigError: there is no such level, or the directory cannot be written; TraceStateError: a trace is
+        under way."""
+        tracker = self.generator.tracker
+        if level not in LEVELS:
+            raise ConfigError(f"level must be one of {', '.join(LEVELS)}, got {level!r}.")
+        if self._fleet is not None:
+            self._tracing = await start_offline(
+                self._fleet, self._tracer, tracker, LEVELS[level], Path(directory)
+            )
+
+    async def stop_profile(self) -> Path:
+        """Ends the trace; returns its file, for ui.perfetto.dev or `pagoda trace report`.
+        Raises TraceStateError: none is under way."""
+        control, self._tracing = self._tracing, None
+        if control is None:
+            raise TraceStateError("Tracing is off.")
+        return (await stop_into_file(control)).path
 
     # ---- for whole answers, as `LLM` needs them
 

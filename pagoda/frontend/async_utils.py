@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -162,3 +163,20 @@ async def _feed(
         await queue.put(error)
     else:
         await queue.put(None)
+
+
+async def beside(work: Callable[[], T]) -> T:
+    """Runs `work` in a daemon thread of its own. Unlike `asyncio.to_thread`, that lets the process end when a disk
+    never answers."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    waiting = asyncio.wrap_future(done)
+    done.set_running_or_notify_cancel()  # from now on nobody cancels it
+    threading.Thread(target=run, name="beside", daemon=True).start()
+    return await waiting

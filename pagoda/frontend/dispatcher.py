@@ -222,7 +222,7 @@ class Dispatcher:
 
     def _uses_prefixes(self) -> bool:
         is_choice = self.slots.policy.uses_prefixes and len(self.slots) > 1
-        return is_choice or (self._offload is not None and self._offload.needs_prefixes)
+        return is_choice or (self._offload is not None and self._offload.needs_prefixes(self.slots))
 
     def _subscribe(self, slot: ReplicaSlot) -> None:
         slot.unsubscribe = slot.replica.subscribe_cache(slot.prefixes.apply)
@@ -467,7 +467,8 @@ class Dispatcher:
         async with contextlib.AsyncExitStack() as stack:
             value = tracked.value(placement.began_at)
             if self._offload is not None and not tracked.is_suspect:
-                value = await stack.enter_async_context(self._offload.prepare(tracked, placement))
+                offload = self._offload.prepare(tracked, placement, self.slots)
+                value = await stack.enter_async_context(offload)
                 if tracked.state is not RequestState.QUEUED or not placement.slot.replica.is_open:
                     raise _MovedError
                 placement.fetches_kv = value.kv_source is not None

@@ -21,7 +21,7 @@ from msgspec import Meta
 from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
-from pagoda.devices import check_backend, check_devices_of_host
+from pagoda.devices import AUTO, check_backend, check_devices_of_host, with_kind
 from pagoda.engine.config import (
     EngineConfig,
     HandoffConfig,
@@ -99,6 +99,10 @@ class EngineOptions:
     """The most requests that run at once."""
     max_num_batched_tokens: Count = 2048
     """The most tokens in one step."""
+    enable_chunked_prefill: bool = True
+    """Prompts are computed in chunks, beside answers; to have them whole, raise --max-num-batched-tokens."""
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """The most tokens of one prompt in a step; 0 leaves a prompt all of the step that others do not want."""
     max_num_waiting: Count = 4096
     """The most requests that wait; more are refused with status 429."""
     max_num_waiting_tokens: Count | None = None
@@ -198,6 +202,11 @@ class EngineOptions:
         )
 
     def _check_needs(self, role: Role) -> None:
+        if not self.enable_chunked_prefill:
+            raise ConfigError(
+                "--no-enable-chunked-prefill is not there: prompts are computed in chunks, which changes no bit; "
+                "--max-num-batched-tokens of --max-model-len or more computes each in one step."
+            )
         has_cache, has_disk = self.enable_prefix_caching, self.kv_disk_path is not None
         has_source = has_disk or self.kv_host_bytes is not None or role.fetches_kv
         cache = "the prefix cache; leave --enable-prefix-caching on"
@@ -255,18 +264,18 @@ class ParallelOptions:
     ] = 1
     """Stages of a replica, each with some of its layers."""
     devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
-    """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores; by default the first ones.
-    npu:0+npu:1 are two of one rank, where its backend drives several."""
+    """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores, or 0,1 of the backend's kind;
+    by default the first ones. npu:0+npu:1 are two of one rank, where its backend drives several."""
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
 
-    def config(self) -> ParallelConfig:
-        """Raises ConfigError if a value is not allowed or the devices do not fit the sizes."""
+    def config(self, backend: str = AUTO) -> ParallelConfig:
+        """Raises ConfigError if a value is not allowed or the devices do not fit the sizes or the backend."""
         options = _checked(self)
         given = options.devices or ()
         devices = tuple(given.split(",")) if isinstance(given, str) else given
         return ParallelConfig(
-            **_shared(options, ParallelConfig) | {"devices": devices},
+            **_shared(options, ParallelConfig) | {"devices": with_kind(devices, backend)},
             expert_parallel=options.enable_expert_parallel,
         )
 
@@ -348,7 +357,7 @@ class ExecutorOptions:
         """
         self._check(engine, parallel)
         config = engine.engine_config(model, handoff)
-        topology = parallel.config()
+        topology = parallel.config(engine.backend)
         if config.kv_events is not None:
             config.kv_events.check_ports(topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.
@@ -371,8 +380,7 @@ class ExecutorOptions:
     def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
         _checked(self)
         _checked(engine)
-        parallel.config()
-        if parallel.config().num_ranks > 1 or parallel.data_parallel_size > 1:
+        if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
             engine.check_calibrates_alone("several devices or replicas")
         for name in (*_given(engine), *_given(parallel)):
             if name in _UNUSED[self.executor]:

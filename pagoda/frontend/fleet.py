@@ -23,6 +23,7 @@ from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.host_sockets import CurveSockets
+from pagoda.frontend.host_traces import TraceOwner
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
@@ -89,6 +90,10 @@ class Fleet:
         self._router: tuple[RouterConfig, PrefillDecodeRouter] | None = None
         self._door: HostServer | None = None
         self._registrations: list[Registration] = []
+        self._order: StartTrace | None = None
+        """The trace under way."""
+        self.tracing: TraceOwner | None = None
+        """By which routers above trace this server; set before the start."""
         self.id = new_id()
         self.is_router = not isinstance(members, Dispatcher)
         self.registry: Registry | None = None
@@ -147,6 +152,8 @@ class Fleet:
                 self._identity(config),
                 self._tracer,
             )
+            if self._order is not None:
+                self.registry.start_trace(self._order)
             await self.registry.first_host()
         if self._join is not None:
             self._serve_routers(self._join)
@@ -162,6 +169,7 @@ class Fleet:
             self._identity(join),
             self._tracer,
             join.tracker,
+            self.tracing,
         )
         record = HostRecord(host_id=self.id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)
@@ -190,7 +198,10 @@ class Fleet:
         await asyncio.gather(*(registration.close() for registration in registrations))
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
+        """The engines of this host, or the hosts of a router, and those that come later trace from now on."""
+        self._order = order
+        if self.registry is not None:
+            self.registry.start_trace(order)
         for engine in self._engines:
             engine.start_trace(order)
         if self._door is not None:
@@ -198,7 +209,9 @@ class Fleet:
 
     async def stop_trace(self) -> list[str]:
         """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
-        ends = await asyncio.gather(*(engine.stop_trace() for engine in self._engines))
+        self._order = None
+        members = self._engines if self.registry is None else [self.registry]
+        ends = await asyncio.gather(*(member.stop_trace() for member in members))
         return [problem for problems in ends for problem in problems]
 
     async def trace_ended(self) -> None:

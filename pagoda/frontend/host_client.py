@@ -12,12 +12,13 @@ from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.answer_check import PeerError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_sockets import HostSockets
+from pagoda.frontend.host_traces import FetchedTrace
 from pagoda.frontend.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.messages.frontend import EngineFailed, Hello
 from pagoda.messages.hosts import HostMessage, RouterMessage
-from pagoda.messages.tracing import ClockPing, ClockPong
+from pagoda.messages.tracing import ClockPing, ClockPong, FragmentPart, HostTraceStopped, StartTrace
 from pagoda.telemetry.tracer import Tracer
 
 HELLO_TIMEOUT_S = 10.0
@@ -56,6 +57,7 @@ class HostClient:
         self._router = router
         self._tracer = tracer or Tracer("router")
         self._hello_timeout_s = hello_timeout_s
+        self._trace: FetchedTrace | None = None
         self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         self._socket = sockets.client(self._receive, lambda: self._lose("hung up"))
@@ -99,11 +101,18 @@ class HostClient:
         self._lose("was let go")
         self._socket.close()
 
+    def start_trace(self, order: StartTrace) -> FetchedTrace:
+        """The host traces from now on, until the trace returned is stopped."""
+        self._trace = FetchedTrace(self.send, f"the host at {self._address}", order)
+        return self._trace
+
     def send(self, message: RouterMessage) -> None:
         self._socket.send(*pieces(self._encode(message)))
 
     def _lose(self, reason: str) -> None:
         """Gives the host up: its requests continue at other hosts. `reason` is a clause. May be called twice."""
+        if self._trace is not None:
+            self._trace.lose(reason)
         self.replica.fail(EngineLostError(f"The host at {self._address} {reason}."))
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -117,6 +126,9 @@ class HostClient:
         match message:
             case ClockPing(number):
                 self.send(ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns()))
+            case HostTraceStopped() | FragmentPart():
+                if self._trace is not None:
+                    self._trace.receive(message)
             case EngineFailed(reason):
                 self.replica.fail(ConfigError(reason))
             case _:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -25,6 +25,7 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_sockets import HostSockets
+from pagoda.frontend.host_traces import HostTrace, TraceOwner
 from pagoda.frontend.request_checks import check_request
 from pagoda.frontend.request_tracker import REFUSED, TIMED_OUT, RequestTracker
 from pagoda.ipc.codec import Codec
@@ -46,7 +47,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.ranges import MAX_ITEMS
-from pagoda.messages.tracing import ClockPing, ClockPong
+from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTrace, StopTrace
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 
@@ -67,6 +68,8 @@ class _Router:
         self.clocks: ClockComparison | None = None
         """The measurement of the router's clock, while it lasts."""
         self.unsubscribe: Unsubscribe | None = None
+        self.trace: HostTrace | None = None
+        """The trace that the router has asked for."""
 
 
 class HostServer:
@@ -83,8 +86,10 @@ class HostServer:
         identity: Identity,
         tracer: Tracer | None = None,
         tracker: RequestTracker | None = None,
+        tracing: TraceOwner | None = None,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `tracer` is that of this process, `tracker` records each answer.
+        """Binds `address`, whose port may be `*`. `tracer` is that of this process, `tracker` records each answer,
+        and by `tracing` routers trace this server.
 
         Raises ConfigError if `address` cannot be bound.
         """
@@ -92,6 +97,7 @@ class HostServer:
         self._identity = identity
         self._tracker = tracker or RequestTracker()
         self._tracer = tracer or Tracer("frontend")
+        self._tracing = tracing
         self._encode = Codec[HostMessage](HostMessage).encode
         self._decode = Codec[RouterMessage](RouterMessage).decode
         self._routers: dict[bytes, _Router] = {}
@@ -100,7 +106,7 @@ class HostServer:
         self._num_renamed = 0
         self._leaves = False
         self._flushing: list[_Router] = []
-        self._reports: set[asyncio.Task[None]] = set()
+        self._reports: set[asyncio.Task[object]] = set()
         self._parting: asyncio.TimerHandle | None = None
         self._socket = sockets.server(self._receive, self._on_disconnect)
         try:
@@ -228,6 +234,9 @@ class HostServer:
                 router.unsubscribe = self._endpoint.subscribe_cache(partial(self._send, router))
             case LoadQuery():
                 self._report(router, message.query_id)
+            case StartTrace() | StopTrace() | FetchFragment() if router.is_welcome:
+                router.trace = router.trace or HostTrace(self._tracing)
+                self._later(self._trace(router, router.trace, message))
             case ClockPong():
                 clocks = router.clocks
                 if clocks and clocks.pong(message.number, message.uid, message.now_ns):
@@ -262,8 +271,18 @@ class HostServer:
             )
         return ""
 
+    async def _trace(
+        self, router: _Router, trace: HostTrace, message: StartTrace | StopTrace | FetchFragment
+    ) -> None:
+        answer = await trace.answer(message)
+        if answer is not None:
+            self._send(router, answer)
+
     def _report(self, router: _Router, query_id: int | None) -> None:
-        task = asyncio.create_task(self._send_report(router, query_id))
+        self._later(self._send_report(router, query_id))
+
+    def _later(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 
@@ -363,5 +382,7 @@ class HostServer:
         if router.unsubscribe is not None:
             router.unsubscribe()
             router.unsubscribe = None
+        if router.trace is not None:
+            self._later(router.trace.answer(StopTrace()))
         for task in router.requests.values():
             task.cancel()

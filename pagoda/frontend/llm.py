@@ -19,6 +19,7 @@ from pagoda.frontend.outputs import BeamSearchOutput, EmbeddingOutput, RequestOu
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.telemetry.tracer import DEFAULT_DIRECTORY
 
 T = TypeVar("T")
 Advance = Callable[[RequestOutput], None]
@@ -62,6 +63,14 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def start_profile(self, level: str = "e2e", directory: str | Path = DEFAULT_DIRECTORY) -> None:
+        """Traces all processes from now on, as `AsyncLLM.start_profile` does, until `stop_profile` or `close`."""
+        self._thread.run(self._llm.start_profile(level, directory))
+
+    def stop_profile(self) -> Path:
+        """Ends the trace; returns its file, for ui.perfetto.dev or `pagoda trace report`."""
+        return self._thread.run(self._llm.stop_profile())
 
     def get_tokenizer(self) -> Tokenizer:
         return self._llm.get_tokenizer()

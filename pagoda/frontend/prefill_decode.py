@@ -2,7 +2,8 @@
 
 The decode hosts have all requests. For a long prompt a prefill host gets the same request beside it, and says
 where the KV will be. All that a client sees comes from the decode host, which computes what it does not get; so
-nothing that happens to prefill hosts is an error.
+nothing that happens to prefill hosts is an error. Hosts that do both do the same for one another, where that is
+less work.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import cast
 
 import msgspec
 
-from pagoda.errors import DeadlineError, EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.errors import PagodaError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.placement import Placement, TrackedRequest
+from pagoda.frontend.load_tracker import RequestWork
+from pagoda.frontend.placement import Placement, ReplicaSlot, TrackedRequest
 from pagoda.frontend.policies import POLICIES, Policy
 from pagoda.frontend.replica import Replica
+from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
@@ -82,6 +86,7 @@ class PrefillDecodeRouter:
             self.prefill.add(replica)
         elif not is_prefill:
             self.prefill.remove(replica)
+        self.dispatcher.update_subscriptions()
 
     def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         """Gives a host that leaves nothing new; its requests go on there."""
@@ -117,21 +122,22 @@ class PrefillOffload:
         self._patience_s = patience_s
         self._numbers = itertools.count()
 
-    @property
-    def needs_prefixes(self) -> bool:
+    def needs_prefixes(self, slots: ReplicaSet) -> bool:
         """True if it matters what replicas have cached, which costs a digest over each prompt."""
-        return len(self._prefill.slots) > 0
+        return len(self._prefill.slots) > 0 or slots.num_helpers > 1
 
     @asynccontextmanager
     async def prepare(
-        self, tracked: TrackedRequest, placement: Placement
+        self, tracked: TrackedRequest, placement: Placement, slots: ReplicaSet
     ) -> AsyncIterator[GenerateRequest]:
-        """The request as its replica is to be given it; what was done for it lasts until the context ends.
+        """The request as its replica, one of `slots`, is to be given it; what was done for it lasts until the
+        context ends.
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
         request = tracked.value(placement.began_at)
-        if not self._is_worth_it(request, tracked, placement):
+        compute = self._prompt_source(request, tracked, placement, slots)
+        if compute is None:
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
@@ -143,7 +149,7 @@ class PrefillOffload:
             holds_kv=True,
             grammar=None,
         )
-        computing = asyncio.create_task(self._compute(copy, source))
+        computing = asyncio.create_task(self._follow(copy, compute(copy), source))
         try:
             await asyncio.wait(
                 (source, computing),
@@ -159,28 +165,50 @@ class PrefillOffload:
         finally:
             await cancel_all([computing])
 
-    def _is_worth_it(
-        self, request: GenerateRequest, tracked: TrackedRequest, placement: Placement
-    ) -> bool:
+    def _prompt_source(
+        self,
+        request: GenerateRequest,
+        tracked: TrackedRequest,
+        placement: Placement,
+        slots: ReplicaSet,
+    ) -> Callable[[GenerateRequest], AsyncIterator[TokenChunk]] | None:
+        """The way to whoever is to compute the prompt; None if that is the request's own replica."""
         if request.holds_kv or request.kv_source is not None:
-            return False  # somebody else has arranged it
+            return None  # somebody else has arranged it
         if request.sampling.prompt_logprobs is not None or request.pooling is not None:
-            return False  # what is wanted of the prompt does not come with its KV
+            return None  # what is wanted of the prompt does not come with its KV
         slot = placement.slot
         num_left = tracked.num_tokens - placement.num_told_tokens
         if num_left < self._min_tokens or not slot.role.fetches_kv:
-            return False
+            return None
+        pending_here = slot.work.pending_tokens - placement.work.pending_tokens
         pending_there = self._prefill.slots.least_pending_tokens()
-        return pending_there is not None and not is_better_here(
+        if pending_there is not None and not is_better_here(
             num_left,
-            pending_here=slot.work.pending_tokens - placement.work.pending_tokens,
+            pending_here=pending_here,
             num_streams=slot.num_streams,
             pending_there=pending_there,
-        )
+        ):
+            return self._prefill.generate
+        most = pending_here + (1 + slot.num_streams) * num_left - self._min_tokens
+        block_size = slots.limits.block_size
+        found = [
+            (_cost(helper, tracked.num_tokens - num_cached), helper.number, num_cached)
+            for helper in slots.helpers(slot, placement.keys)
+            if helper.limits is not None and len(helper.requests) < helper.limits.max_num_seqs
+            for num_cached in [helper.prefixes.num_told(placement.keys) * block_size]
+        ]
+        cost, number, num_cached = min(found, default=(most, 0, 0))
+        return partial(_compute_at, slots.by_number(number), num_cached) if cost < most else None
 
-    async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
-        """Sends `copy` to a prefill host, and sets `source` as soon as that is known."""
-        chunks = cast(AsyncGenerator[TokenChunk, None], self._prefill.generate(copy))
+    async def _follow(
+        self,
+        copy: GenerateRequest,
+        generated: AsyncIterator[TokenChunk],
+        source: asyncio.Future[KVSource],
+    ) -> None:
+        """Follows `copy` where it is computed, and sets `source` as soon as that is known."""
+        chunks = cast(AsyncGenerator[TokenChunk, None], generated)
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -190,12 +218,34 @@ class PrefillOffload:
                         source.set_result(chunk.kv_source)
                     elif chunk.kv_source.transfer_id != source.result().transfer_id:
                         return  # the host was lost, and at the next one nobody will ask
-        except (OverloadedError, InvalidRequestError, DeadlineError, EngineDeadError) as error:
+        except PagodaError as error:
             _log.info(
-                "the prompt is not computed by a prefill host: %s",
+                "the prompt is not computed by another host: %s",
                 error,
                 extra={"request_id": copy.request_id},
             )
+
+
+async def _compute_at(
+    slot: ReplicaSlot, num_cached: int, copy: GenerateRequest
+) -> AsyncIterator[TokenChunk]:
+    """Lets a replica that answers requests compute a prompt for another one; some of it may be cached there."""
+    num_tokens = len(copy.prompt_token_ids) + len(copy.output_token_ids)
+    work = RequestWork(slot.work, num_tokens, num_cached_tokens=num_cached, output_tokens=1)
+    try:
+        chunks = cast(AsyncGenerator[TokenChunk, None], slot.replica.generate(copy))
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.num_computed_tokens is not None:
+                    work.prompt_progress(chunk.num_computed_tokens)
+                yield chunk
+    finally:
+        work.close()
+
+
+def _cost(slot: ReplicaSlot, num_tokens: int) -> int:
+    """The work until a replica has computed so many tokens of a prompt, as `is_better_here` counts it."""
+    return slot.work.pending_tokens + (1 + slot.num_streams) * num_tokens
 
 
 def is_better_here(

@@ -18,10 +18,12 @@ from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HELLO_TIMEOUT_S, HostClient, Identity
 from pagoda.frontend.host_sockets import HostSockets
+from pagoda.frontend.host_traces import FetchedTrace
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.replica import Replica
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
+from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
@@ -56,8 +58,10 @@ class _Entry:
         self.record = record
         self.unnamed = asyncio.Event()
         """Set while no discovery names the host."""
+        self.client: HostClient | None = None
+        """The latest connection to the host."""
         self.host: Replica | None = None
-        """Connection to the host; None unless the host is used."""
+        """The replica at its end; None unless the host is used."""
         self.since: float | None = None
         self.problem = ""
         self.changed = asyncio.Event()
@@ -87,6 +91,10 @@ class Registry:
         self._router = router
         self._entries: dict[HostRecord, _Entry] = {}
         self._dismissed: set[str] = set()
+        self._order: StartTrace | None = None
+        """The trace under way."""
+        self._traces: dict[str, FetchedTrace] = {}
+        """Those of hosts, by address."""
         self._first = asyncio.Event()
         self._is_closed = False
         self._block_sizes: Counter[int] = Counter()
@@ -107,6 +115,24 @@ class Registry:
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
         await cancel_all([self._following, *tasks])
         await self._discovery.close()
+
+    # ---- traces
+
+    def start_trace(self, order: StartTrace) -> None:
+        """All hosts trace from now on, and those that join."""
+        self._order = order
+        for entry in self._entries.values():
+            self._trace(entry)
+
+    def _trace(self, entry: _Entry) -> None:
+        if self._order is not None and entry.host is not None and entry.client is not None:
+            self._traces[entry.record.address] = entry.client.start_trace(self._order)
+
+    async def stop_trace(self) -> list[str]:
+        """Brings the fragments of all hosts here; returns sentences about what is missing."""
+        traces, self._traces, self._order = self._traces, {}, None
+        ends = await asyncio.gather(*(trace.stop() for trace in traces.values()))
+        return [problem for problems in ends for problem in problems]
 
     # ---- for operators
 
@@ -176,19 +202,20 @@ class Registry:
     async def _connect(self, entry: _Entry) -> float:
         """Returns after how many seconds to try again."""
         try:
-            host = HostClient(
+            client = entry.client = HostClient(
                 self._sockets,
                 entry.record.address,
                 self._router,
                 self._tracer,
                 hello_timeout_s=HELLO_TIMEOUT_S,
-            ).replica
+            )
         except zmq.ZMQError as error:
             self._set_problem(
                 entry,
                 f"The router has no socket for it ({error.strerror}); let it open more files.",
             )
             return _REFUSED_RETRY_S
+        host = client.replica
         host.watch(entry.changed.set)
         try:
             return await self._try(entry, host)
@@ -252,6 +279,7 @@ class Registry:
             entry.host, entry.since = host, time.time()
             self._first.set()
             _log.info("the host at %s has joined", entry.record.address)
+            self._trace(entry)
             while host.state is not ReplicaState.FAILED:
                 entry.changed.clear()
                 if self._is_wanted(entry, host):

@@ -28,6 +28,7 @@ from pagoda.messages.worker_config import Role
 
 T = TypeVar("T")
 
+_NUM_IDLE_HELPERS = 2
 SMALL_FLEET = 16
 """The largest fleet of which all replicas are looked at for each request; of a larger one it is a shortlist."""
 
@@ -289,6 +290,10 @@ class ReplicaSet:
             [only] = self._slots.values()
             is_taker = only.fitness is not None and only.number not in tracked.refusals
             return (only, 0) if is_taker else None
+        named = self._named(tracked)
+        if named is not None:
+            is_full = named.number in tracked.refusals
+            return None if is_full else (named, self._candidate(named, keys).num_cached_tokens)
         request = RoutingRequest(tracked.request_id, self._num_placed, tracked.request.session)
         slots = self._candidates(tracked, request, keys)
         if not slots:
@@ -297,6 +302,23 @@ class ReplicaSet:
         candidates = [self._candidate(slot, keys) for slot in slots]
         chosen = self.policy.choose(request, candidates)
         return slots[chosen], candidates[chosen].num_cached_tokens
+
+    def _named(self, tracked: TrackedRequest) -> ReplicaSlot | None:
+        """The replica that the client names, as long as it computes; what had to leave it goes anywhere."""
+        rank = tracked.request.data_parallel_rank
+        slot = None if rank is None or tracked.returns else self._slots.get(rank)
+        return None if slot is None or slot.fitness in (None, Fitness.DEGRADED) else slot
+
+    @property
+    def num_helpers(self) -> int:
+        """Replicas that may compute prompts for one another, as they answer as well."""
+        return self._pools[Role.BOTH].num_takers
+
+    def helpers(self, slot: ReplicaSlot, keys: Sequence[int]) -> Iterable[ReplicaSlot]:
+        """A few of them beside `slot`: those that have the most of the blocks of `keys`, and the least work."""
+        holders = self._cache.holders(keys, NUM_HOLDERS) if keys else ()
+        fleet = Shortlist([self._pools[Role.BOTH]], (slot.number,), self._slots, holders)
+        return dict.fromkeys([*fleet.with_prefix(), *fleet.least_loaded(_NUM_IDLE_HELPERS)])
 
     def _candidates(
         self, tracked: TrackedRequest, request: RoutingRequest, keys: Sequence[int]

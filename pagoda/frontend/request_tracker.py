@@ -45,6 +45,8 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if the client sent one."""
     tracestate: str | None = None
+    data_parallel_rank: int | None = None
+    """The replica that the client names (`GenerateRequest.data_parallel_rank`)."""
     body_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     """Id of the request that no other one has (`GenerateRequest.body`)."""
     route: str = ""

@@ -313,6 +313,7 @@ class TextGenerator:
                     body=client_request.body_id,
                     cache_salt=cache_salt,
                     session=session,
+                    data_parallel_rank=client_request.data_parallel_rank,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
                     grammar=grammar,

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import secrets
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from pagoda.errors import ConfigError, PagodaError
+from pagoda.frontend.async_utils import beside
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.messages.tracing import StartTrace
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
+from pagoda.telemetry.merge.merging import MergedFile, merge_into_file
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
-
-T = TypeVar("T")
 
 _PREPARE_S = 10.0
 
@@ -64,8 +62,10 @@ class TraceControl:
         return None if self._order is None else self._order.session
 
     def join(self, fleet: Fleet) -> None:
-        """The engines of `fleet` trace whenever this process does, from now on."""
+        """The engines or hosts of `fleet` trace whenever this process does, from now on, and routers above it may
+        begin traces here."""
         self._fleet = fleet
+        fleet.tracing = self
         if self._order is not None:
             fleet.start_trace(self._order)
 
@@ -80,7 +80,7 @@ class TraceControl:
         self._is_starting = True
         try:
             async with asyncio.timeout(_PREPARE_S):
-                await _beside(partial(_prepare, directory, self.run))
+                await beside(partial(_prepare, directory, self.run))
         except OSError as error:
             reason = error.strerror or str(error)
             if isinstance(error, TimeoutError):
@@ -139,7 +139,7 @@ class TraceControl:
             problems = [] if self._fleet is None else await self._fleet.stop_trace()
             for rows in self._rows:
                 rows.close()
-            problems = [*await _beside(partial(self._tracer.end(), CLOSING_S)), *problems]
+            problems = [*await beside(partial(self._tracer.end(), CLOSING_S)), *problems]
             for problem in problems:
                 _log.warning("a trace lacks something: %s", problem)
             self._ended = EndedTrace(self._order.session, problems)
@@ -149,21 +149,24 @@ class TraceControl:
             self._rows = []
 
 
-async def _beside(work: Callable[[], T]) -> T:
-    """Runs `work` in a daemon thread of its own. Unlike `asyncio.to_thread`, that lets the process end when a disk
-    never answers."""
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+async def start_offline(
+    fleet: Fleet, tracer: Tracer, tracker: RequestTracker, level: TraceLevel, directory: Path
+) -> TraceControl:
+    """Traces a fleet that no server has, until `stop_into_file`.
+    Raises TraceStateError: `tracer` traces already; ConfigError: the directory cannot be written."""
+    if tracer.session is not None:
+        raise TraceStateError("Tracing is on already.")
+    control = TraceControl(tracer, [tracker], directory, f"offline-{tracer.process.host}")
+    control.join(fleet)
+    await control.start(level)
+    return control
 
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
 
-    waiting = asyncio.wrap_future(done)
-    done.set_running_or_notify_cancel()  # from now on nobody cancels it
-    threading.Thread(target=run, name="trace-disk", daemon=True).start()
-    return await waiting
+async def stop_into_file(control: TraceControl) -> MergedFile:
+    """Ends the trace, and writes it as one file into its directory.
+    Raises TraceStateError: tracing is off; ConfigError: the file cannot be written."""
+    await control.stop()
+    return await beside(partial(merge_into_file, [control.directory], run=control.run))
 
 
 def _prepare(directory: Path, run: str) -> None:

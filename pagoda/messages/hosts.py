@@ -8,7 +8,13 @@ import msgspec
 
 from pagoda.messages.frontend import EngineMessage, FrontendMessage
 from pagoda.messages.ranges import Name, Sentence
-from pagoda.messages.tracing import ClockPing, ClockPong
+from pagoda.messages.tracing import (
+    ClockPing,
+    ClockPong,
+    FetchFragment,
+    FragmentPart,
+    HostTraceStopped,
+)
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +47,6 @@ class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
     """A host takes no new requests from this router; it finishes those that it has."""
 
 
-HostMessage = EngineMessage | HostLeave | ClockPing
+HostMessage = EngineMessage | HostLeave | ClockPing | HostTraceStopped | FragmentPart
 """Messages from a host to a router."""
-RouterMessage = FrontendMessage | ClockPong
+RouterMessage = FrontendMessage | ClockPong | FetchFragment

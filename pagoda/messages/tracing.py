@@ -9,6 +9,8 @@ import msgspec
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Sentence
 from pagoda.telemetry.tracer import TraceSession
 
+MAX_PART_BYTES = 2**20
+
 
 class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_trace"):
     """Order to trace from now on, with all processes that the receiver starts."""
@@ -30,6 +32,29 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
     problems: Annotated[list[Sentence], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """Sentences on why tracing ended early somewhere."""
     number: Count = 0
+
+
+class HostTraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="host_trace_stopped"):
+    """A host's answer to a router's `StopTrace`: all fragments of the host are closed."""
+
+    problems: list[str] = []
+    fragments: list[str] = []
+    """Names for `FetchFragment`."""
+
+
+class FetchFragment(msgspec.Struct, frozen=True, tag="fetch_fragment"):
+    """Asks a host for a part of a fragment, from a byte on."""
+
+    name: str
+    offset: int
+
+
+class FragmentPart(msgspec.Struct, frozen=True, tag="fragment_part"):
+    """Answers `FetchFragment` with at most `MAX_PART_BYTES`; none at the fragment's end."""
+
+    name: str
+    offset: int
+    data: bytes
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):

@@ -93,8 +93,12 @@ def run_prefix(run: str) -> str:
 
 def clear_fragments(directory: Path, run: str) -> None:
     """Removes what earlier tracing of the same run left. For the first process of a server alone."""
-    for path in directory.glob(f"{run_prefix(run)}*{FRAGMENT_SUFFIX}"):
+    for path in fragments_of(directory, run):
         path.unlink(missing_ok=True)
+
+
+def fragments_of(directory: Path, run: str) -> list[Path]:
+    return sorted(directory.glob(f"{run_prefix(run)}*{FRAGMENT_SUFFIX}"))
 
 
 class FragmentWriter:

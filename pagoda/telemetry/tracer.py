@@ -23,7 +23,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,7 +52,16 @@ class TraceLevel(enum.IntEnum):
     """Each token on its way out."""
 
 
+DEFAULT_DIRECTORY = Path("pagoda-trace")
 LEVELS = {level.name.lower(): level for level in TraceLevel}
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """The directory of traces, and the level of a trace from the start."""
+
+    directory: Path = DEFAULT_DIRECTORY
+    level: TraceLevel | None = None
 
 
 class TraceSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagoda.api.body import parse_body
-from pagoda.api.kv_transfer import handoff_of
+from pagoda.api.kv_transfer import handoff_of, transfer_fields
 from pagoda.api.openai.bodies import CompletionRequest
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import KVSource
@@ -37,9 +37,35 @@ GIVEN = {
     "remote_host": "10.0.0.1",
     "remote_port": 5700,
     "tp_size": 1,
-    "transfer_id": "t1",
+    "transfer_id": "t1@e1@10.0.0.1:5700",
 }
-IPV6 = ["::1", "[::1]", "fe80::1%eth0"]
+ATOM_ASKS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_dp_size": 1,
+    "remote_tp_size": 2,
+    "remote_handshake_port": 6301,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": "10.0.0.3",
+    "remote_port": "8000",
+}
+"""As ATOM's proxy writes it: host and port are those of the decode server's API."""
+ATOM_GIVES = {
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "remote_dp_size": 2,
+    "remote_tp_size": 1,
+    "remote_dp_rank": 1,
+    "remote_handshake_port": 6301,
+    "remote_engine_id": "e1",
+    "remote_block_ids": [7],
+    "remote_host": "10.0.0.99",
+    "remote_port": "8000",
+    "transfer_id": GIVEN["transfer_id"],
+}
+"""As ATOM's proxy hands on `GIVEN`: host and port are those of the prefill server's API."""
+IPV6 = ["::1", "[::1]", "fe80::1%eth0", "[fe80::1%eth0]", "::ffff:10.0.0.1"]
 SOURCE = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
 
 
@@ -50,7 +76,7 @@ def body_with(params: dict[str, Any]) -> CompletionRequest:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["complete", "chat"])
-@pytest.mark.parametrize("params", [ASKS, {"do_remote_decode": True}])
+@pytest.mark.parametrize("params", [ASKS, ATOM_ASKS, {"do_remote_decode": True}])
 async def test_prefill_answers_with_one_token_and_says_where_the_kv_is(
     serve_api, route: str, params: dict[str, Any], stream: bool
 ) -> None:
@@ -87,11 +113,14 @@ async def test_routers_are_told_the_role(serve_api, role: Role) -> None:
     assert facts == (await api.get("/get_server_info")).json()
 
 
+@pytest.mark.parametrize("params", [GIVEN, ATOM_GIVES, {**ATOM_GIVES, "first_token_id": 7}])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["complete", "chat"])
-async def test_decode_is_told_where_the_kv_is(serve_api, route: str, stream: bool) -> None:
+async def test_decode_is_told_where_the_kv_is(
+    serve_api, route: str, stream: bool, params: dict[str, Any]
+) -> None:
     api = await serve_api("yes", role=Role.DECODE)
-    answer = await getattr(api, route)(kv_transfer_params=GIVEN, stream=stream)
+    answer = await getattr(api, route)(kv_transfer_params=params, stream=stream)
     assert answer.status == 200
     assert b"kv_transfer_params" not in answer.body
     [request] = api.endpoint.requests
@@ -113,6 +142,18 @@ def test_names_of_hosts_are_addresses_too() -> None:
     source = handoff_of(body, Role.DECODE).kv_source
     assert source is not None
     assert source.address == "tcp://prefill-0.pods:5700"
+    for host in IPV6:
+        source = handoff_of(body_with({**GIVEN, "remote_host": host}), Role.DECODE).kv_source
+        assert source is not None
+        assert source.address == f"tcp://[{host.strip('[]')}]:5700"
+
+
+def test_a_place_with_an_ipv6_address_goes_and_comes() -> None:
+    source = KVSource(address="tcp://[fd00::2]:5700", engine_id="e1", transfer_id="t1")
+    fields = transfer_fields(source)["kv_transfer_params"]
+    assert fields["remote_host"] == "fd00::2"
+    for params in (fields, {**fields, "remote_handshake_port": 1, "remote_host": "10.0.0.9"}):
+        assert handoff_of(body_with(params), Role.DECODE).kv_source == source
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 7])
@@ -132,13 +173,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *((GIVEN | {name: value}, name) for name, values in {
         "do_remote_decode": ["yes", 1, 0, [], {}],
         "do_remote_prefill": ["true", 1, 0.0, []],
-        "remote_engine_id": ["", 7, True, "x" * 257, "a\0b", ["e1"], {}],
+        "remote_engine_id": ["", 7, True, "x" * 513, "a\0b", ["e1"], {}],
         "remote_block_ids": ["1", 7, {}, [-1], [1.5], ["1"], [True], [2**31], [[1]], [None]],
-        "remote_host": ["", 7, "a b", "tcp://a", "a/b", "a;b", "a:b", "*", "x" * 300, "-a", "ä", *IPV6],
-        "remote_port": [0, -1, 65536, 2**70, "5700", 5700.0, True, [5700], {}],
+        "remote_host": ["[a]", "[::1", "::1]", "", 7, "a b", "tcp://a", "a/b", "a:b", "*", "x" * 300, "-a", "ä"],
+        "remote_port": [0, -1, 65536, 2**70, "0", "65536", "-1", "5700 ", "", 5.0, True, [5700], {}],
         "tp_size": [0, -1, 2**17, 2**70, "1", 1.0, True],
         "dp_rank": [-1, 2**17, "0", 0.5, False],
-        "transfer_id": ["", 7, "x" * 257, "\n", None],
+        "transfer_id": ["", 7, "x" * 513, "\n", None],
+        "remote_handshake_port": [0, 65536, "x", "65536", 1.0, True],
+        "remote_dp_size": [0, "1", 2**17], "remote_tp_size": [0, -1, 1.5],
+        "remote_dp_rank": [-1, "0", True], "first_token_id": [-1, "7", 0.5],
     }.items() for value in values),
     *((GIVEN | {name: None}, name) for name in ("remote_engine_id", "remote_host", "remote_port")),
     ({"do_remote_prefill": True}, "remote_engine_id"),

@@ -19,7 +19,7 @@ import pytest
 from fragment_files import assert_nested, end_of, read_fragments
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.api.server import ProfileConfig, ServerConfig, serve
+from pagoda.api.server import ServerConfig, serve
 from pagoda.api.service import ApiConfig
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig, SimConfig
@@ -33,7 +33,7 @@ from pagoda.messages.frontend import EngineReady
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, clear_fragments, run_prefix
-from pagoda.telemetry.tracer import TraceLevel, Tracer
+from pagoda.telemetry.tracer import ProfileConfig, TraceLevel, Tracer
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 USER = [{"role": "user", "content": "Hello"}]
@@ -270,6 +270,15 @@ def test_the_load_of_each_replica_and_where_sessions_go() -> None:
         for _ in range(3):
             ask()
         assert min(prompts()) > 0
+        before = prompts()
+        for rank, count in enumerate((5, 2, 3)):
+            for _ in range(count):
+                ask(extra_headers={"X-data-parallel-rank": str(rank)}, user="a")
+        assert [now - then for now, then in zip(prompts(), before, strict=True)] == [5, 2, 3]
+        for wrong in ("3", "-1", "1.0", "x", "99999999999999999999", ""):
+            with pytest.raises(openai.BadRequestError, match="from 0 to 2, got") as refused:
+                ask(extra_headers={"X-data-parallel-rank": wrong})
+            assert refused.value.param == "X-data-parallel-rank"
 
 
 def test_one_prompt_for_two_replicas_is_refused_before_anything_starts() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.server import ProfileConfig
 from pagoda.cli import main as command
 from pagoda.cli.bench.serve import RequestOptions
-from pagoda.cli.serve import ProfileOptions
+from pagoda.cli.options import ProfileOptions
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.engine_options import ExecutorOptions
-from pagoda.telemetry.tracer import TraceLevel
+from pagoda.telemetry.tracer import ProfileConfig, TraceLevel
 from pagoda.version import __version__
 
 Collect = Callable[[type, str], list[tuple[Any, ...]]]

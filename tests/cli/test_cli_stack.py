@@ -15,6 +15,7 @@ import pytest
 
 from pagoda.cli.serve import curl_line
 from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.telemetry.merge.chrome import read_chrome_trace
 
 DUMMY = "--load-format dummy --threads 1 --kv-cache-memory-bytes 4MiB"
 
@@ -23,6 +24,16 @@ DUMMY = "--load-format dummy --threads 1 --kv-cache-memory-bytes 4MiB"
 def sim_server() -> Iterator[ServerProcess]:
     with server_process(["--executor", "sim", "--log-level", "warning"]) as server:
         yield server
+
+
+def request_rows(directory: Path) -> set[str]:
+    """The requests that a merged trace of a frontend and an engine, or more, shows in both of them."""
+    trace = read_chrome_trace(directory / "trace.json")
+    kinds = [process.header.kind for process in trace.processes]
+    assert kinds[:2] == ["frontend", "engine"]
+    front, engine = ({row.request for row in it.rows} - {None} for it in trace.processes[:2])
+    assert front == engine
+    return front
 
 
 def _pagoda(
@@ -164,12 +175,14 @@ def test_bench_serve_tries_one_request_before_the_load(
 
 def test_bench_offline_needs_no_server(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    load = "--num-prompts 10 --input-len 5 --prefix-len 32 --output-len 7"
-    done = _pagoda(f"bench offline --executor sim {load} --output", figures)
+    load = f"--num-prompts 10 --input-len 5 --prefix-len 32 --output-len 7 --profile-dir {tmp_path}"
+    done = _pagoda(f"bench offline --executor sim --profile e2e {load} --output", figures)
     record = json.loads(figures.read_text())
     assert record["output_tokens"] == 70
     assert record["prompt_tokens"] == 370
     assert "output throughput" in done.stdout
+    assert "trace.json" in done.stderr
+    assert len(request_rows(tmp_path)) == 10
 
 
 def test_bench_accuracy_counts_right_answers(sim_server: ServerProcess, tmp_path: Path) -> None:
@@ -199,9 +212,12 @@ def test_bench_accuracy_counts_right_answers(sim_server: ServerProcess, tmp_path
 # ---- generate and chat
 
 
-def test_generate_answers_prompts_in_order(dummy_model: Path) -> None:
+def test_generate_answers_prompts_in_order(dummy_model: Path, tmp_path: Path) -> None:
     command = f"generate --model {dummy_model} {DUMMY} --seed 1 --max-tokens 6"
-    both = _pagoda(command, "one", "two")
+    both = _pagoda(f"{command} --profile kernel --profile-dir {tmp_path}", "one", "two")
+    assert len(request_rows(tmp_path)) == 2
+    _, _, worker = read_chrome_trace(tmp_path / "trace.json").processes
+    assert worker.description("forward_ops", object)
     assert both.stdout.startswith("> one\n")
     assert "\n> two\n" in both.stdout
     again = _pagoda(command, stdin="one")

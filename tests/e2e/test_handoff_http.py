@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -22,6 +24,9 @@ from pod_processes import (
     until_hosts,
 )
 
+from pagoda.telemetry.merge.merging import merge_into_file
+from pagoda.telemetry.report.reporting import report_of
+
 PATH = "/v1/completions"
 
 
@@ -29,6 +34,8 @@ class Pod(NamedTuple):
     prefill: str
     decode: str
     router: str
+    traces: Path
+    """The router's directory of traces; those of hosts are others."""
     session: aiohttp.ClientSession
 
     async def ask(self, url: str, body: dict[str, Any], path: str = PATH, **headers: str) -> Any:
@@ -69,27 +76,58 @@ class Pod(NamedTuple):
             self.decode, await self.prefilled(body, path, **headers), path, **headers
         )
 
+    async def through_atom(self, body: dict[str, Any], path: str = PATH) -> Any:
+        """Returns what a client gets through ATOM's proxy, which knows each server by the address of its API and
+        the port of its handshakes, and hands these on instead of the addresses in the answer."""
+        handshake = {
+            "remote_handshake_port": 6301,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+        }
+
+        def at(url: str) -> dict[str, Any]:
+            host, port = url.removeprefix("http://").split(":")
+            return {**handshake, "remote_host": host, "remote_port": port}
+
+        sizes = {"remote_dp_size": 1, "remote_tp_size": 1}
+        params = {**sizes, "do_remote_decode": True, "do_remote_prefill": False, **at(self.decode)}
+        first = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+        if "max_completion_tokens" in body:
+            first["max_completion_tokens"] = 1
+        first.pop("stream_options", None)
+        headers = {"Authorization": "Bearer None", "X-Request-Id": str(uuid.uuid4())}
+        given = (await self.ask(self.prefill, first, path, **headers))["kv_transfer_params"]
+        params = {"do_remote_decode": False, "do_remote_prefill": True, **at(self.prefill), **sizes}
+        params["transfer_id"] = given["transfer_id"]
+        params |= {name: given[name] for name in ("remote_engine_id", "remote_block_ids")}
+        params |= {"remote_dp_rank": given["dp_rank"]} if "dp_rank" in given else {}
+        return await self.ask(self.decode, {**body, "kv_transfer_params": params}, path, **headers)
+
     async def alone(self, **fields: Any) -> list[int]:
         """Returns the answer of one host."""
         return tokens_of(await self.ask(self.decode, salted(**fields)))
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str, Path]]:
     with ExitStack() as stack:
-        pod = PodProcesses(tmp_path_factory.mktemp("pod"), stack)
-        hosts = [pod.host(role).base_url for role in ("prefill", "decode")]
-        router = pod.route().base_url
+        directory = tmp_path_factory.mktemp("pod")
+        pod = PodProcesses(directory, stack)
+        prefill, decode = (
+            pod.host(role, "--profile-dir", str(directory / role)).base_url
+            for role in ("prefill", "decode")
+        )
+        router = pod.route("--profile-dir", str(directory / "router")).base_url
         asyncio.run(until_hosts(router, 2))
-        yield [*hosts, router]
+        yield prefill, decode, router, directory / "router"
 
 
 @pytest.fixture
-async def pod(urls: list[str]) -> AsyncIterator[Pod]:
+async def pod(urls: tuple[str, str, str, Path]) -> AsyncIterator[Pod]:
     """A pod of which, after every test, neither side holds anything for longer than a lease."""
     async with aiohttp.ClientSession() as session:
         yield Pod(*urls, session)
-    await until_free(urls[:2])
+    await until_free([urls[0], urls[1]])
 
 
 def plain(answer: Any) -> Any:
@@ -165,6 +203,20 @@ async def test_a_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
         assert plain(answer) == plain(expected)
     if case not in ENDS_AT_ONCE:
         assert await fetched(pod.decode) >= before + (1 if body.get("n") else 2) * 20
+    await until_free([pod.prefill, pod.decode])
+    assert await num_expired(pod) == expired
+
+
+@pytest.mark.parametrize("case", ["sampled", "stream", "chat", "chat stream"])
+async def test_atoms_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
+    is_chat = case.startswith("chat")
+    path = "/v1/chat/completions" if is_chat else PATH
+    body = (CHAT if is_chat else COMPLETION) | CASES[case]
+    expected = await pod.ask(pod.decode, {**body, "cache_salt": "one"}, path)
+    before, expired = await fetched(pod.decode), await num_expired(pod)
+    answer = await pod.through_atom({**body, "cache_salt": f"atom, {case}"}, path)
+    assert plain(answer) == plain(expected)
+    assert await fetched(pod.decode) >= before + 20
     await until_free([pod.prefill, pod.decode])
     assert await num_expired(pod) == expired
 
@@ -268,3 +320,51 @@ async def test_a_router_arranges_handoffs_itself(pod: Pod) -> None:
     error = await pod.refused(pod.router, body)
     assert error["param"] == "kv_transfer_params.do_remote_decode"
     assert "a router" in error["message"]
+    async with pod.session.post(
+        pod.router + PATH, json=salted(), headers={"X-data-parallel-rank": "0"}
+    ) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, "X-data-parallel-rank")
+    assert "a router chooses the host itself" in error["message"]
+
+
+@pytest.mark.parametrize("level", ["e2e", "kernel"])
+async def test_a_trace_of_the_pod_from_one_command(pod: Pod, level: str) -> None:
+    """The second trace takes the place of the first, with the files of all hosts."""
+    async with pod.session.post(f"{pod.router}/profile/start", json={"level": level}) as response:
+        assert response.status == 200
+    bodies = [salted(cache_salt=f"traced {level} {number}", ignore_eos=True) for number in range(4)]
+    await asyncio.gather(*(pod.ask(pod.router, body) for body in bodies))
+    await until_free([pod.prefill, pod.decode])
+    async with pod.session.post(f"{pod.router}/profile/stop") as response:
+        assert (await response.json())["problems"] == []
+    merged = merge_into_file([pod.traces])
+    kinds = [process.header.kind for process in merged.trace.processes]
+    assert kinds == ["router", *(["frontend", "engine", "worker"] * 2)]
+    assert {process.clock for process in merged.trace.processes} <= {"main", "measured"}
+    assert merged.trace.notes == ()
+    assert merged.num_requests == 4
+    found = report_of(merged.trace)
+    assert len(found.requests) == 4
+    for request in found.requests:
+        assert request.output_tokens == 24
+        assert request.took["prefill"] > 0
+        assert request.took["decode"] > 0
+        assert sum(request.took.values()) == pytest.approx(request.end_to_end)
+
+
+async def test_hosts_that_do_both_hand_over_to_each_other(tmp_path: Path) -> None:
+    """The router, whose policy is round-robin, sends the second request to the host without its beginning."""
+    with ExitStack() as stack:
+        processes = PodProcesses(tmp_path, stack)
+        hosts = [processes.host("both").base_url for _ in range(2)]
+        router = processes.route().base_url
+        await until_hosts(router, 2)
+        async with aiohttp.ClientSession() as session:
+            pod = Pod(*hosts, router, tmp_path, session)
+            answers = []
+            for _ in range(4):
+                answers.append(tokens_of(await pod.ask(router, COMPLETION)))
+                await until_free(hosts)
+        assert answers == [answers[0]] * 4
+        assert sum([await fetched(url) for url in hosts]) >= 20

@@ -1,4 +1,4 @@
-"""A router and a host that trace: each by itself, and what they write fits together."""
+"""A router that traces from its start: its hosts do, too, and what all write is one trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.telemetry.tracer import TraceLevel, Tracer
+from pagoda.telemetry.merge.merging import merge_into_file
+from pagoda.telemetry.report.reporting import report_of
+from pagoda.telemetry.tracer import Tracer
 
 
 async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path: Path) -> None:
@@ -39,17 +41,17 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
         flags = ["--join-listen", join, "--cluster-key-file", str(key)]
         flags += ["--profile", "e2e", "--profile-dir", str(tmp_path / "router")]
         async with router_process(*flags) as router, aiohttp.ClientSession() as session:
-            await control.start(TraceLevel.E2E)
             assert await ask(session, router.base_url, 7, 20) == expected(7, 20)
             async with asyncio.timeout(20):
                 while not any(it.clocks for it in fragments_of(tmp_path / "host", "frontend")):
                     await asyncio.sleep(0.01)
-            assert (await control.stop()).problems == []
+        assert control.session is None
     finally:
         await host.close()
-    (routed,) = read_fragments(tmp_path / "router")
-    (frontend,) = fragments_of(tmp_path / "host", "frontend")
-    (engine,) = fragments_of(tmp_path / "host", "engine dp0")
+    assert len(read_fragments(tmp_path / "host")) == 2  # the host keeps its own
+    (routed,) = fragments_of(tmp_path / "router", "router")
+    (frontend,) = fragments_of(tmp_path / "router", "frontend")
+    (engine,) = fragments_of(tmp_path / "router", "engine dp0")
     for fragment in (routed, frontend, engine):
         assert_nested(fragment)
     assert routed.header.role == "router"
@@ -60,3 +62,9 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
     assert sum(event["args"]["chunks"] for event in routed.named("chunks")) >= 20
     assert [clock["peer"] for clock in frontend.clocks] == [routed.header.uid]
     assert engine.header.parent_uid == frontend.header.uid
+    merged = merge_into_file([tmp_path / "router"])
+    assert [it.header.kind for it in merged.trace.processes] == ["router", "frontend", "engine"]
+    assert (merged.num_requests, merged.trace.notes) == (1, ())
+    [report] = report_of(merged.trace).requests
+    assert report.output_tokens == 20
+    assert report.took["decode"] > 0

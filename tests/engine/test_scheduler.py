@@ -50,6 +50,16 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert plan_of(scheduler).num_tokens == [1]
 
 
+@pytest.mark.parametrize(("threshold", "longest"), [(0, 1 << 62), (1, 8), (20, 20)])
+def test_chunks_of_a_prompt_are_no_longer_than_the_threshold(threshold: int, longest: int) -> None:
+    [limits] = _limits((96,), threshold)
+    assert min(limits.max_chunk_tokens, 1 << 62) == longest
+    scheduler = make_scheduler(max_chunk_tokens=min(longest, 6))
+    scheduler.add(make_request("a", list(range(40))))
+    scheduler.add(make_request("b", list(range(50, 90))))
+    assert plan_of(scheduler).num_tokens == [6, 6]
+
+
 def test_decodes_and_a_prompt_chunk_share_a_step() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1, 2, 3]))
@@ -148,7 +158,7 @@ def test_nobody_yields_to_a_request_that_still_waits_for_its_last_sample() -> No
     assert scheduler.counters.num_preemptions == 1
 
 
-def _limits(budgets: tuple[int, ...], **options: Any) -> list[SchedulerLimits]:
+def _limits(budgets: tuple[int, ...], threshold: int = 0, **options: Any) -> list[SchedulerLimits]:
     """Limits of budgets on a backend that computes multiples of eight tokens."""
     capabilities = Capabilities(
         block_sizes=(16,),
@@ -166,7 +176,9 @@ def _limits(budgets: tuple[int, ...], **options: Any) -> list[SchedulerLimits]:
         summary="",
         **options,
     )
-    config = EngineConfig(worker=WorkerConfig(model="m"), max_num_seqs=9)
+    config = EngineConfig(
+        worker=WorkerConfig(model="m"), max_num_seqs=9, long_prefill_token_threshold=threshold
+    )
     return [
         SchedulerLimits.within(
             msgspec.structs.replace(config, max_num_batched_tokens=budget), worker

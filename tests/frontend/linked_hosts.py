@@ -17,6 +17,7 @@ from pagoda.frontend.fleet import new_id
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.host_sockets import CurveSockets
+from pagoda.frontend.host_traces import TraceOwner
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import HostReport, Registry
@@ -96,6 +97,7 @@ class Host(Closing):
         port: str = "*",
         tracker: RequestTracker | None = None,
         tracer: Tracer | None = None,
+        tracing: TraceOwner | None = None,
         **identity: object,
     ) -> None:
         self.endpoint = endpoint
@@ -105,7 +107,9 @@ class Host(Closing):
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
         self._sockets = CurveSockets(self.context, keys)
-        self.door = HostServer(endpoint, self._sockets, address, self.identity, tracer, tracker)
+        self.door = HostServer(
+            endpoint, self._sockets, address, self.identity, tracer, tracker, tracing
+        )
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys

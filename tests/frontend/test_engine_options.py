@@ -71,6 +71,7 @@ def test_every_flag_reaches_the_engine() -> None:
     }
     engine: dict[str, Any] = {
         "max_num_waiting": 9,
+        "long_prefill_token_threshold": 40,
         "enable_prefix_caching": False,
     }
     given = EngineOptions(

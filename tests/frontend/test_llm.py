@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,7 +16,9 @@ import pytest
 
 import pagoda
 from pagoda import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.errors import ConfigError, InvalidRequestError, PagodaError
+from pagoda.telemetry.merge.chrome import read_chrome_trace
+from pagoda.telemetry.report.reporting import report_of
 
 OPTIONS = {"load_format": "dummy", "executor": "sim"}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=1)
@@ -69,6 +72,33 @@ def test_chat(llm: LLM) -> None:
     two = llm.chat([conversation, conversation], GREEDY)
     assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+
+
+def test_a_trace_of_some_answers(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^level must be one of e2e, kernel, verbose, got 'all'"):
+        llm.start_profile("all", tmp_path)
+    with pytest.raises(PagodaError, match=r"^Tracing is off\.$"):
+        llm.stop_profile()
+    llm.generate("before", GREEDY)
+    for count in (1, 3):  # the second trace takes the place of the first
+        llm.start_profile("verbose", tmp_path / "t")
+        with pytest.raises(PagodaError, match=r"^Tracing is on already\.$"):
+            llm.start_profile(directory=tmp_path)
+        llm.generate(["hi"] * count, GREEDY)
+        path = llm.stop_profile()
+        assert path == tmp_path / "t" / "trace.json"
+        trace = read_chrome_trace(path)
+        assert [it.header.kind for it in trace.processes] == ["frontend", "engine"]
+        assert len(report_of(trace).requests) == count
+    llm.generate("behind", GREEDY)
+    assert read_chrome_trace(path) == trace
+
+
+def test_the_end_of_an_llm_ends_its_trace(tmp_path: Path) -> None:
+    with LLM("qwen3-0.6b", **OPTIONS) as llm:
+        llm.start_profile(directory=tmp_path)
+        llm.generate("hi", GREEDY)
+    assert len(report_of(read_chrome_trace(tmp_path / "trace.json")).requests) == 1
 
 
 SCHEMA = {

@@ -10,6 +10,7 @@ import pytest
 from adapter_files import save_adapter_of
 
 from pagoda.checkpoints.resolve import load_model_config
+from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
 from pagoda.frontend.llm_arguments import configure
 from pagoda.parallel.config import ParallelConfig
@@ -22,7 +23,19 @@ def test_no_arguments_are_the_defaults_of_the_flags() -> None:
     assert engine == EngineOptions(load_format="dummy").engine_config(files.model)
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineOptions)])
+FIELDS = {field.name for field in dataclasses.fields(EngineOptions)} - {"enable_chunked_prefill"}
+
+
+def test_chunked_prefill_is_always_on() -> None:
+    on = {**DUMMY, "enable_chunked_prefill": True}
+    assert configure("qwen3-0.6b", on) == configure("qwen3-0.6b", DUMMY)
+    with pytest.raises(
+        ConfigError, match=r"^--no-enable-chunked-prefill is not there: prompts are"
+    ):
+        configure("qwen3-0.6b", {**DUMMY, "enable_chunked_prefill": False})
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
 def test_every_flag_is_an_argument(field: str, tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "load_format": "dummy",

@@ -406,6 +406,64 @@ async def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
     hosts.append(p)
 
 
+# ---- hosts that do both
+
+
+BOTH = Role.BOTH
+
+
+@virtual
+async def test_a_host_with_the_prefix_hands_it_to_the_one_that_answers() -> None:
+    pod, [first, second] = await start([BOTH, BOTH], "round-robin")
+    assert (await ask(pod.dispatcher, request("a", LONG))).complete
+    assert [len(host.taken) for host in (first, second)] == [1, 0]  # nothing is gained elsewhere
+    assert (await ask(pod.dispatcher, request("b", [*LONG, *SHORT]))).complete
+    assert [taken.request_id for taken in first.taken] == ["a", "b/prefill0"]
+    [taken] = second.taken
+    assert (first.num_prefills, second.num_prefills) == (1, 0)
+    assert taken.kv_source is not None
+    assert await second.num_fetched() == len([*LONG, *SHORT]) // 4 * 4
+    assert pending_tokens(pod.dispatcher) == [0, 0]
+
+
+@virtual
+async def test_an_idle_host_computes_a_prompt_that_would_hold_up_others_answers() -> None:
+    pod, [busy, idle] = await start([BOTH, BOTH], "round-robin")
+    stream = asyncio.create_task(ask(pod.dispatcher, request("s", [99], max_tokens=60)))
+    await asyncio.sleep(0.01)
+    assert (await ask(pod.dispatcher, request("t", [98], max_tokens=1))).complete
+    assert (await ask(pod.dispatcher, request("long", LONG))).complete
+    assert [taken.request_id for taken in idle.taken] == ["t", "long/prefill0"]
+    assert busy.taken[-1].kv_source is not None
+    assert await busy.num_fetched() == len(LONG) // 4 * 4
+    assert (await stream).complete
+
+
+@pytest.mark.parametrize("fault", ["full", "refuses", "silent", "lost", "alone", "short"])
+@virtual
+async def test_a_host_that_cannot_help_is_no_error(fault: str) -> None:
+    roles = [BOTH, NONE] if fault == "alone" else [BOTH, BOTH]
+    pod, [first, second] = await start(roles, "round-robin", max_num_seqs=2)
+    assert (await ask(pod.dispatcher, request("a", LONG))).complete
+    asked = request("b", LONG[:12] if fault == "short" else [*LONG, *SHORT], max_tokens=30)
+    streams = []
+    if fault == "full":
+        for number in range(4):
+            body = request(f"s{number}", [number], max_tokens=100)
+            streams.append(asyncio.create_task(ask(pod.dispatcher, body)))
+            await asyncio.sleep(0.01)
+    first.is_full, first.says_nothing = fault == "refuses", fault == "silent"
+    asking = asyncio.create_task(ask(pod.dispatcher, asked))
+    if fault == "lost":
+        await asyncio.sleep(0.001)
+        assert second.taken[-1].kv_source is not None
+        first.kill(restart_s=1.0)
+    assert (await asking).complete
+    assert first.num_prefills == (fault in ("refuses", "silent", "lost"))
+    assert (second.taken[-1].kv_source is None) == (fault != "lost")
+    assert all(answer.complete for answer in await asyncio.gather(*streams))
+
+
 # ---- whole lives
 
 

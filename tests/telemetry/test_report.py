@@ -67,6 +67,66 @@ def test_the_time_of_a_request_its_engine_and_its_worker_is_told_apart(tmp_path:
     }
 
 
+@pytest.mark.parametrize("has_router", [True, False])
+def test_what_a_prefill_host_computes_is_part_of_the_request(
+    tmp_path: Path, has_router: bool
+) -> None:
+    router = ScriptedProcess("router", "r")
+    hosts = {}
+    for number, name in enumerate(("prefill", "decode")):
+        front = ScriptedProcess("frontend", f"f{number}", host=name, run=name)
+        engine = ScriptedProcess(
+            "engine dp0", f"e{number}", host=name, run=name, parent_uid=f"f{number}"
+        )
+        hosts[name] = front, engine
+    part = "request one/prefill0#2"
+    for front, row in (
+        (hosts["prefill"][0], part),
+        (hosts["decode"][0], "request one"),
+        (router, "request one"),
+    ):
+        tokens, end = (1, 8.0) if row == part else (4, 20.0)
+        figures = {"output_tokens": tokens, "finish_reason": "length"}
+        front.spans(
+            front.open_row(row),
+            ("prepare", 0.0, 1.0),
+            ("first token", 1.0, 8.0),
+            ("request", 0.0, end),
+            **figures,
+        )
+    engine = hosts["prefill"][1]
+    engine.spans(
+        engine.open_row(part),
+        ("queued", 1.0, 2.0),
+        ("prefill", 2.0, 7.0),
+        ("request", 1.0, 7.0),
+        finish_reason="length",
+    )
+    engine = hosts["decode"][1]
+    waits = ("queued", 1.0, 1.5), ("waiting for KV", 1.5, 7.5)
+    engine.spans(
+        engine.open_row("request one"),
+        *waits,
+        ("decode", 7.5, 19.5),
+        ("request", 1.0, 19.5),
+        finish_reason="length",
+    )
+    processes = [*hosts["prefill"], *hosts["decode"], *([router] if has_router else [])]
+    for process in processes:
+        process.clock_id = "one"
+    request = only(report(tmp_path, processes))
+    assert (request.request, request.output_tokens, request.end_to_end) == ("one", 4, 0.02)
+    assert milliseconds(request.parts) == {
+        "HTTP, prepare": 1.0,
+        "queued": 1.0,
+        "waiting for KV": 0.5,
+        "prefill": 5.0,
+        "decode": 12.0,
+        "between processes": 0.5,
+    }
+    assert write_chrome_trace(load_trace(tmp_path), tmp_path / "all.json") == 1
+
+
 def test_a_step_behind_another_is_not_ipc(tmp_path: Path) -> None:
     frontend, engine, worker = serve([])
     (first, second) = (engine.open_row(f"steps {number}") for number in (2, 3))

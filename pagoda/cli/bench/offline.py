@@ -15,7 +15,7 @@ from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, random_prompts
 from pagoda.cli.bench.sampling import BenchSampling
 from pagoda.cli.files import write_json
-from pagoda.cli.options import Count, GeneralOptions, Length
+from pagoda.cli.options import Count, GeneralOptions, Length, ProfileOptions
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.llm import LLM
 from pagoda.frontend.outputs import RequestOutput
@@ -46,6 +46,7 @@ def offline(
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
     executor: ExecutorOptions = ExecutorOptions(),
+    profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Answer random prompts as fast as the engine can, and report tokens a second.
@@ -66,9 +67,13 @@ def offline(
     with LLM(configuration=(files, config, parallel.data_parallel_policy)) as llm:
         lengths = RandomLengths(input_len=input_len, output_len=output_len, prefix_len=prefix_len)
         prompts = random_prompts(num_prompts, lengths, engine.seed or 0)
+        if profile.profile is not None:
+            llm.start_profile(profile.profile, profile.profile_dir)
         start = time.perf_counter()
         outputs = llm.generate([prompt for prompt, _ in prompts], params)
         report = summarize(outputs, time.perf_counter() - start)
+        if profile.profile is not None:
+            output.stderr().print(f"The trace is in {llm.stop_profile()}.", soft_wrap=True)
     output.stdout().print(output.facts(_rows(files.served_name, sampling.summary, report)))
     failures = [answer.error for request in outputs for answer in request.outputs if answer.error]
     if failures:

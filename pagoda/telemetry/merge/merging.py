@@ -10,7 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.ipc.machine import format_bytes
 from pagoda.telemetry.fragments import ProcessHeader
+from pagoda.telemetry.merge.chrome import write_chrome_trace
 from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.reading import ClockEdge, Fragment, read_fragments
 from pagoda.telemetry.merge.roles import in_order
@@ -21,12 +23,45 @@ _FIRST_TID = 1_000
 _MAIN_ROW = 0
 
 
-def merge_fragments(directories: Iterable[Path]) -> Trace:
-    """All that was traced into the directories.
+FILE_NAME = "trace.json"
+
+
+@dataclass(frozen=True)
+class MergedFile:
+    """One trace as a file for Perfetto."""
+
+    path: Path
+    trace: Trace
+    num_requests: int
+    """Requests that can be followed."""
+
+    def __str__(self) -> str:
+        num_processes, size = len(self.trace.processes), format_bytes(self.path.stat().st_size)
+        return (
+            f"{self.path}: {num_processes} processes, {self.num_requests:,} requests followed, "
+            f"{self.trace.end / 1e9:.3f} s, {size}."
+        )
+
+
+def merge_into_file(
+    directories: Sequence[Path], output: Path | None = None, *, run: str | None = None
+) -> MergedFile:
+    """Writes all that was traced into the directories, or that of one run, to `output`, which is `trace.json` in
+    the first directory unless it is given.
+
+    Raises ConfigError if there is nothing to merge, or the file cannot be written.
+    """
+    trace = merge_fragments(directories, run)
+    path = output or directories[0] / FILE_NAME
+    return MergedFile(path, trace, write_chrome_trace(trace, path))
+
+
+def merge_fragments(directories: Iterable[Path], run: str | None = None) -> Trace:
+    """All that was traced into the directories, or that of one run.
 
     Raises ConfigError if a path is not a directory or no directory has a fragment.
     """
-    fragments, notes = read_fragments(directories)
+    fragments, notes = read_fragments(directories, run)
     by_uid: defaultdict[str, list[Fragment]] = defaultdict(list)
     for fragment in sorted(fragments, key=lambda it: it.header.clock_ns):
         by_uid[fragment.header.uid].append(fragment)

@@ -5,6 +5,7 @@ Times are whole nanoseconds, so that what touches still touches after any arithm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -14,6 +15,9 @@ import msgspec
 from pagoda.telemetry.fragments import ProcessHeader
 
 T = TypeVar("T")
+
+_PART = re.compile(r"(/prefill\d+)?(#\d+)?$")
+"""Ends of ids that clients cannot choose, as neither sign is in theirs."""
 
 ClockSource = Literal["main", "measured", "wall"]
 """The way in which the clock of a process was found: the trace's own clock; measured offsets; the time of day."""
@@ -56,8 +60,14 @@ class Row:
 
     @property
     def request(self) -> str | None:
+        """The id of the request, which a prefill host, or one that has it twice, knows by an id made of it."""
         kind, _, request = self.name.partition(" ")
-        return request if kind == "request" and request else None
+        return (_PART.sub("", request) or None) if kind == "request" else None
+
+    @property
+    def is_prefill(self) -> bool:
+        """True if the row is the part of a request that a prefill host computes."""
+        return "/prefill" in self.name
 
     def named(self, *names: str) -> list[Span]:
         """The spans of these names, in order."""

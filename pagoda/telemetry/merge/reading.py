@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.errors import ConfigError
-from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, ProcessHeader
+from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, ProcessHeader, run_prefix
 from pagoda.telemetry.merge.model import Moment, Span
 
 _MAX_MICROSECONDS = 2.0**62 / 1000
@@ -67,8 +67,10 @@ class Fragment:
     num_bytes: int = 0
 
 
-def read_fragments(directories: Iterable[Path]) -> tuple[list[Fragment], list[str]]:
-    """All fragments in the directories, and sentences about what could not be read.
+def read_fragments(
+    directories: Iterable[Path], run: str | None = None
+) -> tuple[list[Fragment], list[str]]:
+    """All fragments in the directories, or those of one run, and sentences about what could not be read.
 
     A fragment that was gathered twice counts once, in its longer form.
 
@@ -76,7 +78,7 @@ def read_fragments(directories: Iterable[Path]) -> tuple[list[Fragment], list[st
     """
     notes: list[str] = []
     found: dict[tuple[str, int], Fragment] = {}
-    for path in _fragment_paths(directories):
+    for path in _fragment_paths(directories, "" if run is None else run_prefix(run)):
         try:
             fragment = _read(path, notes)
         except OSError as error:
@@ -93,7 +95,7 @@ def read_fragments(directories: Iterable[Path]) -> tuple[list[Fragment], list[st
     return list(found.values()), notes
 
 
-def _fragment_paths(directories: Iterable[Path]) -> list[Path]:
+def _fragment_paths(directories: Iterable[Path], prefix: str) -> list[Path]:
     names = list(directories)
     paths: list[Path] = []
     for directory in names:
@@ -101,7 +103,7 @@ def _fragment_paths(directories: Iterable[Path]) -> list[Path]:
             raise ConfigError(
                 f"{directory} is no directory; name one that fragments were traced to."
             )
-        paths += sorted(directory.glob(f"*{FRAGMENT_SUFFIX}"))
+        paths += sorted(directory.glob(f"{prefix}*{FRAGMENT_SUFFIX}"))
     if not paths:
         where = " and ".join(map(str, names))
         raise ConfigError(f"{where} holds no fragments of a trace (*{FRAGMENT_SUFFIX}).")

@@ -11,7 +11,7 @@ import msgspec
 from pagoda.telemetry.merge.model import Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.telemetry.report.data import Phase, RequestReport, parts_of, seconds
-from pagoda.telemetry.report.intervals import Interval, covered, union
+from pagoda.telemetry.report.intervals import Interval, covered, union, without
 
 BEFORE, AFTER = "before the trace", "after the trace"
 """Parts of requests that ran when tracing began, or when it ended in their engine."""
@@ -30,7 +30,8 @@ PARTS = (
 )
 """Parts of a request's time, in the order of the table."""
 _COMPUTING = ("prefill", "decode")
-_PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
+_WAIT = "waiting for KV"
+_PHASES = ("queued", _WAIT, *_COMPUTING, "preempted", "recovering")
 
 
 class _Figures(msgspec.Struct, frozen=True):
@@ -63,21 +64,28 @@ def request_reports(
 
 
 def _rows_of_requests(trace: Trace) -> dict[str, _RequestRows]:
-    """Processes come in order, so that the first row of a request is a router's if there is one.
-
-    One that was traced twice has two rows there, of which the second tells all.
-    """
+    """Processes come in order, so that the first row of a request is a router's if there is one."""
     found: dict[str, _RequestRows] = {}
     for process in trace.processes:
         for row in process.rows:
             if row.request is None or not row.spans:
                 continue
             if process.header.kind != "engine":
-                if row.request not in found or found[row.request].process is process:
-                    found[row.request] = _RequestRows(process, row)
+                before = found.get(row.request)
+                if before is None or _replaces(process, row, before):
+                    engines = [] if before is None else before.engines
+                    found[row.request] = _RequestRows(process, row, engines)
             elif row.request in found:
                 found[row.request].engines.append((process, row))
     return found
+
+
+def _replaces(process: Process, row: Row, before: _RequestRows) -> bool:
+    """True if a row tells more of a request than the outermost before: a prefill host answers with one token, and
+    of a request that was traced twice in a process the second row tells all."""
+    if row.is_prefill == before.outer.is_prefill:
+        return process is before.process
+    return before.outer.is_prefill
 
 
 def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -> RequestReport:
@@ -112,7 +120,7 @@ def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -
 
 def _phases(whole: Span, seen: _RequestRows) -> list[Span]:
     """Phases within the request, in order, one at a time: the later of two engines counts once the earlier has
-    ended."""
+    ended. What one engine does goes before another's wait for its KV."""
     found = [
         span
         for _, row in seen.engines
@@ -123,10 +131,16 @@ def _phases(whole: Span, seen: _RequestRows) -> list[Span]:
     free = whole.start
     for span in sorted(found, key=lambda it: it.start):
         start, end = max(span.start, free), min(span.end, whole.end)
-        if end > start:
+        if end > start and span.name != _WAIT:
             phases.append(Span(start, end, span.name, b""))
             free = end
-    return phases
+    taken, free = [it.interval for it in phases], whole.start
+    for span in sorted((it for it in found if it.name == _WAIT), key=lambda it: it.start):
+        start, end = max(span.start, free), min(span.end, whole.end)
+        if end > start:
+            phases += [Span(*part, _WAIT, b"") for part in without((start, end), taken)]
+            free = end
+    return sorted(phases, key=lambda it: it.start)
 
 
 def _parts(

@@ -1,0 +1,30 @@
+"""Hosts in addresses: names, IPv4 and IPv6, which has brackets in front of a port and nowhere else."""
+
+from __future__ import annotations
+
+import socket
+
+_ANY_PORT = 9
+"""The port to which a socket is connected to see its own address; nothing is sent there."""
+
+
+def bracketed(host: str) -> str:
+    """The host as it stands in front of a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def numeric(host: str) -> str:
+    """The address of a host, an IPv6 one in brackets; IPv4 where a name has both. Raises OSError: it has none."""
+    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    best = min(found, key=lambda entry: entry[0] is not socket.AF_INET)
+    return bracketed(str(best[4][0]))
+
+
+def own_address(towards: str) -> str:
+    """The address from which this machine reaches the host `towards`. Raises OSError: there is no way there."""
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        towards.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(where)
+        return bracketed(str(probe.getsockname()[0]))
