@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -251,7 +250,6 @@ async def prepare(
     )
     requests: list[TextRequest] = []
     for prompt in prompts:
-        await asyncio.sleep(0)  # other streams go on between the prompts of a long list
         requests += await generator.prepare(
             prompt,
             sampling,

@@ -74,7 +74,27 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 LONG_TEXT_CHARS = 16384
-"""Longer texts are tokenized, rendered and made into grammars in a thread: other streams go on meanwhile."""
+"""Characters of all texts of a body that are tokenized, rendered and made into grammars on the event loop. Beyond
+them this is done in a thread: other streams go on meanwhile."""
+_SHORT_TEXT_CHARS = 256
+"""Work on so short a text takes less time than a thread does to begin it."""
+_ITEM_CHARS = 32
+"""Counted for each piece of work beside its text."""
+
+
+class LoopBudget:
+    """What is left of the work that one body may do on the event loop, in characters of text."""
+
+    def __init__(self) -> None:
+        self._left = LONG_TEXT_CHARS
+
+    def take(self, size: int) -> bool:
+        """True if there was room for one more piece of work on a text of `size` characters, which is counted."""
+        cost = size + _ITEM_CHARS
+        if cost > self._left:
+            return False
+        self._left -= cost
+        return True
 
 
 class LongWork:
@@ -88,6 +108,18 @@ class LongWork:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="long-work")
         self._num_free = num_threads
         self._waiting: Turns[asyncio.Future[None]] = Turns()
+
+    async def run_sized(
+        self, work: Callable[[], T], size: int, budget: LoopBudget, tenant: str = ""
+    ) -> T:
+        """The result of work that takes as long as a text of `size` characters: done on the event loop while the
+        `budget` of its body lasts, then in a thread, or in a later turn of the event loop if it is short."""
+        if budget.take(size):
+            return work()
+        if size <= _SHORT_TEXT_CHARS:
+            await asyncio.sleep(0)
+            return work()
+        return await self.run(work, tenant)
 
     async def run(self, work: Callable[[], T], tenant: str = "") -> T:
         """The result of `work`; `tenant` is the name of the client's API key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast, get_args
@@ -24,6 +25,8 @@ _MAX_FIELD_BYTES = 1024
 _MAX_NAME_CHARS = 255
 _UPLOAD_PURPOSES = tuple(name for name in get_args(Purpose) if name != "batch_output")
 _CHUNK_BYTES = 2**16
+_NO_BYTES = re.compile(r"bytes=-0+", re.IGNORECASE)
+"""A range that nothing satisfies (RFC 9110, 14.1.2)."""
 _MALFORMED = (ValueError, AssertionError, web.RequestPayloadError, EOFError)
 """Errors of a reader of parts whose input is not what it should be."""
 
@@ -120,6 +123,12 @@ async def get_file(context: RequestContext) -> web.StreamResponse:
     if not context.path_argument.endswith("/content"):
         return context.json(_file(context, context.path_argument).shown())
     record = _file(context, context.path_argument.removesuffix("/content"))
+    if _NO_BYTES.fullmatch(context.http.headers.get("Range", "")):
+        raise ApiError(
+            416,
+            "Range asks for the last 0 bytes; ask for one at least.",
+            headers={"Content-Range": f"bytes */{record.bytes}"},
+        )
     headers = {
         "Content-Type": "application/octet-stream",
         "X-Content-Type-Options": "nosniff",
