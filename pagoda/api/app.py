@@ -24,8 +24,8 @@ from pagoda.api.connections import Connections, bound_silence
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.keys import ANYBODY
-from pagoda.api.request_context import RequestContext
 from pagoda.api.request_body import is_continue_expected
+from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
@@ -48,7 +48,7 @@ _MOST_SKIPPED_BYTES = 1 << 26
 _PIECE_BYTES = 4096
 """Bytes that are parsed in one turn of the event loop, if they have many lines."""
 _MOST_LINES = 256
-"""Lines that are parsed at once: each is a header, or begins or ends a chunk of a body, and takes a microsecond."""
+"""Lines that are parsed at once. Each is a header, or begins or ends a chunk, and takes a microsecond."""
 _SPARE_FRAMING_BYTES = 1 << 16
 _FRAMING_SHARE = 8
 """A body may have one byte around its chunks for so many bytes of its own, beside the spare ones."""

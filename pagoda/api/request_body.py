@@ -128,7 +128,7 @@ async def raw_pieces(http: web.BaseRequest) -> AsyncIterator[bytes]:
 
 async def whole_body(http: web.BaseRequest, max_bytes: int, timeout_s: float) -> bytes:
     """The bytes of a body, asked for if the client waits for that.
-    Raises ApiError: 413 if it is longer than `max_bytes`, 408 if it does not arrive in time, 400 as `raw_pieces`."""
+    Raises ApiError: 413, it is longer than `max_bytes`; 408, it does not arrive in time; 400, as `raw_pieces`."""
     too_long = ApiError(413, f"The body is longer than {max_bytes} bytes.")
     if (http.content_length or 0) > max_bytes:
         raise too_long

@@ -45,9 +45,7 @@ class Caller:
         if that is long."""
         client = self.client_request
         size = client.num_body_bytes + more
-        return await self.service.body_threads.run_sized(
-            work, size, client.budget, client.key_name
-        )
+        return await self.service.body_threads.run_sized(work, size, client.budget, client.key_name)
 
 
 @dataclass(frozen=True)

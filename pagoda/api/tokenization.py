@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Messages
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.frontend.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +46,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 async def tokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(TokenizeRequest)
     context.service.check_model(body.model)
-    generator = context.service.ready_generator()
+    generator = context.service.ready_generator().of_client(context.client_request)
     if body.content is not None:
         return context.json({"tokens": await _llama_tokens(body, generator)})
     _check_names(body)
@@ -75,7 +78,11 @@ async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list
     )
     if not body.with_pieces:
         return token_ids
-    tokenizer = generator.text.tokenizer
+    work = partial(_with_pieces, generator.text.tokenizer, token_ids)
+    return await generator.run_sized(work, len(token_ids))
+
+
+def _with_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[dict[str, Any]]:
     return [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
 
 
@@ -109,7 +116,7 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
 async def detokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(DetokenizeRequest)
     context.service.check_model(body.model)
-    generator = context.service.ready_generator()
+    generator = context.service.ready_generator().of_client(context.client_request)
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")

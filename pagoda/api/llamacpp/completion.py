@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -92,7 +93,8 @@ async def begin_llama(
                     limits.max_model_len,
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
-            begun, _ = await begin_completion(caller, convert_body(request, CompletionRequest))
+            converted = await caller.translate(partial(convert_body, request, CompletionRequest))
+            begun, _ = await begin_completion(caller, converted)
             begun.rename_constraints(NAMES)
             requests += begun.requests
             texts += [await generator.decode(prompt)] * len(begun.requests)

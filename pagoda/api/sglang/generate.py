@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -50,9 +51,8 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     for one in prompts:
         with renamed({**NAMES, "prompt": param}):
             fields = _fields(body, one, model, room)
-            begun, _ = await begin_completion(
-                context.caller, convert_body(fields, CompletionRequest)
-            )
+            work = partial(convert_body, fields, CompletionRequest)
+            begun, _ = await begin_completion(context.caller, await context.caller.translate(work))
         requests += begun.requests
         asked += [one] * len(begun.requests)
     generation = Generation(generator, requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -115,7 +116,8 @@ async def generate_tokens(context: RequestContext) -> web.StreamResponse:
     }
     names = {name: f"sampling_params.{name}" for name in sampling}
     with renamed({**names, "prompt": "token_ids"}):
-        request = convert_body(fields, CompletionRequest)
+        work = partial(convert_body, fields, CompletionRequest)
+        request = await context.caller.translate(work)
         generation, _ = await begin_completion(context.caller, request)
     shape = _TokensShape(generation, body.request_id or f"generate-tokens-{context.request_id}")
     return await generation.respond(context, shape, streams=bool(body.stream))

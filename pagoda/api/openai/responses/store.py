@@ -15,12 +15,15 @@ from pagoda.api.errors import ApiError
 from pagoda.api.kept_json import kept_bytes
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
-from pagoda.errors import OverloadedError
+from pagoda.errors import OverloadedError, refuse
+from pagoda.frontend.conversation import MAX_MESSAGES
 
 if TYPE_CHECKING:
     from pagoda.api.openai.responses.background import BackgroundRun
 
 MAX_STORED_RESPONSES = 4096
+MAX_HISTORY_ITEMS = 4 * MAX_MESSAGES
+"""Most items of the responses before one; several may be one message, and `truncation` leaves out the first."""
 MAX_RUNNING_RESPONSES = 256
 """Most background responses that run at a time."""
 
@@ -34,11 +37,15 @@ class StoredResponse:
     """The object, as clients get it."""
     input_items: Sequence[Item]
     """The items of its own input, with ids; those of earlier responses are not among them."""
+    num_input_bytes: int = 0
+    """Bytes that these take."""
     run: BackgroundRun | None = None
     """The work on a background response; None when it is done."""
     log: EventLog | None = None
     """The events of a background response that was asked for as a stream."""
     num_bytes: int = field(default=0, init=False)
+    by_id: dict[str, Item] = field(default_factory=dict, init=False)
+    """Its items by their ids, since it was kept."""
 
     @property
     def response_id(self) -> str:
@@ -97,8 +104,9 @@ class ResponseStore:
         self.num_bytes += stored.num_bytes
         if stored.is_running:
             self._running.add(stored)
-        for item in stored.items:
-            self._item_owners[stored.key_name, item["id"]] = stored.response_id
+        stored.by_id = {item["id"]: item for item in stored.items}
+        for item_id in stored.by_id:
+            self._item_owners[stored.key_name, item_id] = stored.response_id
         self._make_room()
 
     def get(self, key_name: str, response_id: str) -> StoredResponse:
@@ -117,6 +125,7 @@ class ResponseStore:
         """The items of a response and of all before it, the first ones first.
         Raises ApiError: 400, one of them is not there any more, or still runs."""
         chain: list[StoredResponse] = []
+        num_items = 0
         while response_id is not None:
             stored = self._responses.get((key_name, response_id))
             if stored is None:
@@ -132,6 +141,12 @@ class ResponseStore:
                 raise ApiError(400, message, "previous_response_id")
             self._responses.move_to_end((key_name, response_id))
             chain.append(stored)
+            num_items += len(stored.by_id)
+            if num_items > MAX_HISTORY_ITEMS:
+                refuse(
+                    "previous_response_id",
+                    f"leads to more than {MAX_HISTORY_ITEMS} items of earlier responses",
+                )
             response_id = stored.response["previous_response_id"]
         return [item for stored in reversed(chain) for item in stored.items]
 
@@ -139,9 +154,9 @@ class ResponseStore:
         """The item that a client refers to. Raises ApiError: 404, the client has no such item."""
         owner = self._item_owners.get((key_name, item_id))
         stored = None if owner is None else self._responses.get((key_name, owner))
-        for item in () if stored is None else stored.items:
-            if item["id"] == item_id:
-                return item
+        item = None if stored is None else stored.by_id.get(item_id)
+        if item is not None:
+            return item
         raise ApiError(
             404, f"Item with id {item_id[:128]!r} not found.", f"{place}.id", "not_found"
         )
@@ -158,8 +173,8 @@ class ResponseStore:
             return
         self.num_bytes -= stored.num_bytes
         self._running.discard(stored)
-        for item in stored.items:
-            owned = (stored.key_name, item["id"])
+        for item_id in stored.by_id:
+            owned = (stored.key_name, item_id)
             if self._item_owners.get(owned) == stored.response_id:
                 del self._item_owners[owned]
 
@@ -175,4 +190,4 @@ class ResponseStore:
 
 def _num_bytes(stored: StoredResponse) -> int:
     events = 0 if stored.log is None else stored.log.num_bytes
-    return kept_bytes(stored.response) + kept_bytes(stored.input_items) + events
+    return kept_bytes(stored.response) + stored.num_input_bytes + events
