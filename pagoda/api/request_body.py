@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from aiohttp import HttpVersion11, web
 
@@ -117,10 +118,13 @@ class _Inflater:
             raise unreadable(f"its {self._encoding} data end too early")
 
 
-async def raw_pieces(http: web.BaseRequest) -> AsyncIterator[bytes]:
-    """The bytes of a body as they come. Raises ApiError: 400, they are not framed as HTTP says."""
+async def raw_pieces(
+    http: web.BaseRequest, wait: Callable[[Coroutine[Any, Any, bytes]], Awaitable[bytes]]
+) -> AsyncIterator[bytes]:
+    """The bytes of a body as they come; `wait` waits for each piece, and may bound the time.
+    Raises ApiError: 400, they are not framed as HTTP says."""
     try:
-        while piece := await http.content.readany():
+        while piece := await wait(http.content.readany()):
             yield piece
     except web.RequestPayloadError as error:
         raise unreadable(error) from None
