@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.keys import NOBODY, ApiKey, Scope
 from pagoda.api.request_body import inflated, whole_body
 from pagoda.api.service import Service
-from pagoda.api.sse import EventStream, encode_json
+from pagoda.api.sse import EventStream, encode_in_parts, encode_json
 from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics
 
 T = TypeVar("T")
@@ -127,6 +128,15 @@ class RequestContext:
         parsed = await parse_beside(body, kind, threads, unknown, tenant=self.key_name)
         take_timeout(self.client_request, parsed)
         return parsed
+
+    async def sized_json(self, value: object, size: int) -> web.Response:
+        """The answer in one piece. It is encoded in a thread if that takes as long as a long text, where it takes as
+        long as a text of `size` characters."""
+        client, threads = self.client_request, self.service.body_threads
+        work = partial(encode_in_parts, value)
+        return self.encoded_json(
+            await threads.run_sized(work, size, client.budget, client.key_name)
+        )
 
     def json(self, value: object) -> web.Response:
         return self.encoded_json(encode_json(value))

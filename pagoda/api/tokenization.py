@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -13,10 +13,14 @@ from pagoda.api.errors import ApiError
 from pagoda.api.fields import TokenIds
 from pagoda.api.openai.bodies import Tools
 from pagoda.api.request_context import RequestContext
+from pagoda.api.sse import encode_json
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Messages
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.tokenizer import Tokenizer
+
+_TOKENS_AT_ONCE = 4096
+"""Tokens whose pieces are put together without letting other threads run."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +61,7 @@ async def tokenize(context: RequestContext) -> web.StreamResponse:
         "tokens": token_ids,
         "token_strs": await generator.spell(token_ids) if body.return_token_strs else None,
     }
-    return context.json(answer)
+    return await context.sized_json(answer, len(token_ids))
 
 
 def _check_names(body: TokenizeRequest) -> None:
@@ -67,7 +71,7 @@ def _check_names(body: TokenizeRequest) -> None:
             raise InvalidRequestError(f"{name} goes with content, not with prompt.", param=name)
 
 
-async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list[Any]:
+async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list[int] | msgspec.Raw:
     """The tokens of `content`, as llama.cpp lists them."""
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("give either content or prompt or messages.", param="content")
@@ -82,8 +86,16 @@ async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list
     return await generator.run_sized(work, len(token_ids))
 
 
-def _with_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[dict[str, Any]]:
-    return [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
+def _with_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> msgspec.Raw:
+    """The JSON of all tokens, each with its text."""
+
+    @cache
+    def told(token_id: int) -> bytes:
+        return encode_json({"id": token_id, "piece": _piece(tokenizer.token_bytes(token_id))})
+
+    starts = range(0, len(token_ids), _TOKENS_AT_ONCE)
+    parts = (b",".join(map(told, token_ids[i : i + _TOKENS_AT_ONCE])) for i in starts)
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 def _piece(token: bytes) -> str | list[int]:

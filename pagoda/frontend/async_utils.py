@@ -53,17 +53,19 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     Works begin in turns of the event loop, so that others go on between the beginnings of many."""
     if len(works) == 1:
         return [await works[0]]
-    tasks: list[asyncio.Future[T]] = []
+    tasks: list[asyncio.Task[T]] = []
     try:
-        for work in works:
-            if tasks and len(tasks) % MAX_BEGINNINGS == 0:
-                await asyncio.sleep(0)
-            tasks.append(asyncio.ensure_future(work))
-        return list(await asyncio.gather(*tasks))
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                if tasks and len(tasks) % MAX_BEGINNINGS == 0:
+                    await asyncio.sleep(0)
+                tasks.append(group.create_task(work))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     finally:
         for work in works[len(tasks) :]:
             work.close()
-        await cancel_all(tasks)
+    return [task.result() for task in tasks]
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -80,6 +82,8 @@ _SHORT_TEXT_CHARS = 256
 """Work on so short a text takes less time than a thread does to begin it."""
 _ITEM_CHARS = 32
 """Counted for each piece of work beside its text."""
+_TURN_CHARS = 1024
+"""Characters of short texts that are worked on in each turn of the event loop beyond the budget."""
 
 
 class LoopBudget:
@@ -95,6 +99,10 @@ class LoopBudget:
             return False
         self._left -= cost
         return True
+
+    def begin_turn(self) -> None:
+        """Gives a little more, for a later turn of the event loop."""
+        self._left = max(self._left, _TURN_CHARS)
 
 
 class LongWork:
@@ -118,6 +126,7 @@ class LongWork:
             return work()
         if size <= _SHORT_TEXT_CHARS:
             await asyncio.sleep(0)
+            budget.begin_turn()
             return work()
         return await self.run(work, tenant)
 

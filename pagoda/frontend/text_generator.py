@@ -223,10 +223,12 @@ class TextGenerator:
         sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
         return sampling
 
-    def _stops_of(self, sampling: SamplingParams) -> StopStrings:
+    async def _stops_of(self, sampling: SamplingParams) -> StopStrings:
         stops = self._stops.get(sampling.stop)
         if stops is None:
-            stops = self._stops[sampling.stop] = StopStrings(sampling.stop)
+            size = sum(map(len, sampling.stop))
+            stops = await self.run_sized(partial(StopStrings, sampling.stop), size)
+            self._stops[sampling.stop] = stops
         return stops
 
     def _eos_of(self, sampling: SamplingParams) -> tuple[int, ...]:
@@ -280,7 +282,7 @@ class TextGenerator:
         token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits, param, has_answer=sampling.max_tokens != 0)
         resolved = _resolve(sampling, len(token_ids), limits.max_model_len, clamp=clamp_max_tokens)
-        stops = self._stops_of(sampling) if sampling.stop else None
+        stops = await self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         return [
             TextRequest(

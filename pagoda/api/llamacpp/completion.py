@@ -49,7 +49,7 @@ async def completion(context: RequestContext) -> web.StreamResponse:
     generator = context.service.admit(body.model, context.client_request)
     prompts = await prompts_of(body.prompt, generator)
     is_list = len(prompts) > 1 or (
-        isinstance(body.prompt, list) and not any(isinstance(item, int) for item in body.prompt)
+        isinstance(body.prompt, list) and int not in set(map(type, body.prompt))
     )
     return await _respond(context, body, prompts, is_list=is_list)
 

@@ -130,9 +130,10 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
         return [given]
     if not given:
         refuse("input", "is an empty list")
-    if all(isinstance(item, int) for item in given):
+    kinds_of_items = set(map(type, given))
+    if kinds_of_items == {int}:
         return [given]
-    if not (all(isinstance(i, str) for i in given) or all(isinstance(i, list) for i in given)):
+    if kinds_of_items not in ({str}, {list}):
         kinds = "a string, token ids, a list of strings or a list of lists of token ids"
         refuse("input", f"must be {kinds}")
     if len(given) > MAX_INPUTS:

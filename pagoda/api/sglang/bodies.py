@@ -185,7 +185,7 @@ async def _prompts(body: GenerateBody, generator: TextGenerator) -> list[list[in
             rule = f"has {len(prompts)} prompts; at most {MAX_SEQUENCES_PER_BODY} are served"
             refuse("input_ids", rule)
         kind = list if is_list(body) else int
-        if not all(isinstance(one, kind) for one in ids):
+        if set(map(type, ids)) - {kind}:
             refuse("input_ids", "must be token ids, or a list of lists of token ids")
     else:
         texts = body.text if isinstance(body.text, list) else [body.text]
