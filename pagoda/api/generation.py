@@ -126,8 +126,8 @@ class Generation:
 
     @property
     def _size(self) -> int:
-        """Tokens and log-probabilities of a response in one piece, each of which takes about as long as a character,
-        and what its answers take beside them."""
+        """Tokens and log-probabilities of a response in one piece, each of which takes about as long as a
+        character, and what its answers take beside them."""
         return self.usage.num_completion_tokens + self._num_kept + ANSWER_CHARS * len(self.requests)
 
     async def _search(self, first: int, answers: Sequence[Answer], beams: BeamSearchParams) -> None:

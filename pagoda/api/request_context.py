@@ -130,8 +130,8 @@ class RequestContext:
         return parsed
 
     async def sized_json(self, value: object, size: int) -> web.Response:
-        """The answer in one piece. It is encoded in a thread if that takes as long as a long text, where it takes as
-        long as a text of `size` characters."""
+        """The answer in one piece, whose encoding takes as long as a text of `size` characters: in a thread if
+        that is long."""
         client, threads = self.client_request, self.service.body_threads
         work = partial(encode_in_parts, value)
         return self.encoded_json(

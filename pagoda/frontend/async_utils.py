@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 _MAX_WAITING = 64
 """Items that may wait for a slow reader before the streams behind them wait too."""
-MAX_BEGINNINGS = 64
+MAX_BEGINNINGS = 32
 """Works that begin in one turn of the event loop."""
 _RESTART_S = 1.0
 
@@ -91,6 +91,7 @@ class LoopBudget:
 
     def __init__(self) -> None:
         self._left = LONG_TEXT_CHARS
+        self._left_of_turn = 0
 
     def take(self, size: int) -> bool:
         """True if there was room for one more piece of work on a text of `size` characters, which is counted."""
@@ -100,9 +101,13 @@ class LoopBudget:
         self._left -= cost
         return True
 
-    def begin_turn(self) -> None:
-        """Gives a little more, for a later turn of the event loop."""
-        self._left = max(self._left, _TURN_CHARS)
+    async def wait_for_turn(self, size: int) -> None:
+        """Waits for a turn of the event loop that has room for short work beyond the budget."""
+        cost = size + _ITEM_CHARS
+        if cost > self._left_of_turn:
+            await asyncio.sleep(0)
+            self._left_of_turn = _TURN_CHARS
+        self._left_of_turn -= cost
 
 
 class LongWork:
@@ -125,8 +130,7 @@ class LongWork:
         if budget.take(size):
             return work()
         if size <= _SHORT_TEXT_CHARS:
-            await asyncio.sleep(0)
-            budget.begin_turn()
+            await budget.wait_for_turn(size)
             return work()
         return await self.run(work, tenant)
 

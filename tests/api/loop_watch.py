@@ -18,6 +18,10 @@ from pagoda.api import body as body_module
 from pagoda.api import request_body
 from pagoda.frontend.tokenizer import Tokenizer
 
+SHORT = 256
+NOT_SERVED = ("/tests/", "/executor/sim")
+"""Files that stand for an engine."""
+
 
 @dataclass
 class LoopWork:
@@ -25,11 +29,12 @@ class LoopWork:
 
     thread: int = field(default_factory=threading.get_ident)
     longest: int = 0
-    """Operations of the turn with the most: lines of Python, calls, and calls of C functions."""
+    """Operations of the turn with the most: lines of Python, calls, and calls of C functions. All callbacks that
+    are ready run in one turn, and the sockets are looked at behind it."""
     longest_in: list[tuple[str, int]] = field(default_factory=list)
     """The functions with the most operations of that turn."""
     num_chars: Counter[str] = field(default_factory=Counter)
-    """Characters, bytes or tokens by the function that got them in this thread."""
+    """Characters, bytes or tokens by the function that got them in this thread; short work is not counted."""
     places: Counter[str] = field(default_factory=Counter)
 
     def end_turn(self) -> None:
@@ -44,13 +49,15 @@ class LoopWork:
 def watched_loop(patch: pytest.MonkeyPatch) -> Iterator[LoopWork]:
     """Counts what callbacks of the running loop do until the context ends. Other threads are not counted."""
     work = LoopWork()
-    run = asyncio.Handle._run
+    turn = asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
 
-    def run_counted(handle: asyncio.Handle) -> None:
-        run(handle)
+    def counted_turn(loop: asyncio.BaseEventLoop) -> None:
+        turn(loop)
         work.end_turn()
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "call" and any(name in frame.f_code.co_filename for name in NOT_SERVED):
+            return None
         if event in ("call", "line"):
             work.places[frame.f_code.co_qualname] += 1
         return trace
@@ -59,7 +66,7 @@ def watched_loop(patch: pytest.MonkeyPatch) -> Iterator[LoopWork]:
         if event == "c_call":
             work.places[frame.f_code.co_qualname] += 1
 
-    patch.setattr(asyncio.Handle, "_run", run_counted)
+    patch.setattr(asyncio.BaseEventLoop, "_run_once", counted_turn)
     for owner, name in (
         (Tokenizer, "encode"),
         (Tokenizer, "encode_pair"),
@@ -81,9 +88,9 @@ def watched_loop(patch: pytest.MonkeyPatch) -> Iterator[LoopWork]:
 def _measured(function: Callable[..., Any], name: str, work: LoopWork) -> Callable[..., Any]:
     def measured(*args: Any, **options: Any) -> Any:
         if threading.get_ident() == work.thread:
-            work.num_chars[name] += sum(
-                len(arg) for arg in args if isinstance(arg, str | bytes | list)
-            )
+            size = sum(len(arg) for arg in args if isinstance(arg, str | bytes | list))
+            if size > SHORT:
+                work.num_chars[name] += size
         return function(*args, **options)
 
     return measured
