@@ -275,7 +275,7 @@ class Connection(web.RequestHandler):
         self._is_held = False
         """True while the body that is parsed has no room for more."""
         self._body: StreamReader | None = None
-        """That of the request that is being answered."""
+        """The body of the request that is being answered."""
         self._num_received = 0
         """Bytes that came behind the head of the request that is being answered."""
         self._skips = False
@@ -310,7 +310,7 @@ class Connection(web.RequestHandler):
         await self._writable.wait()
 
     def data_received(self, data: bytes) -> None:
-        """Called with no data if the parser may go on with what it has."""
+        """Takes what came; no data let the parser go on with what it has."""
         if self._skips:
             self._num_skipped += len(data)
             if self._num_skipped > _MOST_SKIPPED_BYTES:
@@ -328,9 +328,9 @@ class Connection(web.RequestHandler):
             self._unparsed += data
             self._stop_reading()
             return
-        self._parse(data)
+        self.parse(data)
 
-    def _parse(self, data: bytes) -> None:
+    def parse(self, data: bytes) -> None:
         super().data_received(data)
         body = self._body
         if body is None or body.is_eof() or not data:
@@ -350,7 +350,7 @@ class Connection(web.RequestHandler):
         elif not self._is_held:
             piece = bytes(self._unparsed[:_PIECE_BYTES])
             del self._unparsed[:_PIECE_BYTES]
-            self._parse(piece)
+            self.parse(piece)
             if self._unparsed:
                 self._loop.call_soon(self._parse_piece)
             elif not self._is_held:

@@ -76,16 +76,16 @@ async def inflated_pieces(
         inflater.check_end()
 
 
-def _inflater(http: web.BaseRequest) -> _Inflater | None:
+def _inflater(http: web.BaseRequest) -> Inflater | None:
     encoding = http.headers.get("Content-Encoding", "").strip().lower()
     if encoding in _NO_ENCODING:
         return None
     if encoding not in _WINDOWS:
         raise ApiError(415, "Content-Encoding must be gzip, deflate or identity.")
-    return _Inflater(encoding)
+    return Inflater(encoding)
 
 
-class _Inflater:
+class Inflater:
     """One compressed stream, fed in pieces of any size."""
 
     def __init__(self, encoding: str) -> None:
@@ -95,7 +95,7 @@ class _Inflater:
         self._rest = b""
 
     def feed(self, data: bytes, most: int) -> bytes:
-        """What comes next, at most `most` bytes of it; to be called with empty data until it is empty.
+        """The next bytes, at most `most`; more may come of empty data, until there are none.
         Raises ApiError: 400, the data are damaged, or go on behind their end."""
         data = self._rest + data
         if not self._has_begun and data:

@@ -87,7 +87,7 @@ _TURN_CHARS = 1024
 
 
 class LoopBudget:
-    """What is left of the work that one body may do on the event loop, in characters of text."""
+    """The work that one body may still do on the event loop, in characters of text."""
 
     def __init__(self) -> None:
         self._left = LONG_TEXT_CHARS

@@ -51,7 +51,7 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     route: str = ""
     """The route of the API, such as `/v1/completions`; empty for a request of a router."""
     budget: LoopBudget = msgspec.field(default_factory=LoopBudget)
-    """What the work on the body may still take of the event loop."""
+    """The work on the body that may still be done on the event loop."""
     num_body_bytes: int = 0
     """Bytes of the body, once it has been read."""
     num_answers: int = 0

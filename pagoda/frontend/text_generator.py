@@ -46,6 +46,9 @@ T = TypeVar("T")
 _MAX_LONG_TEXTS = 2
 """Long texts at a time; the tokenizer takes a hundred times their size in memory."""
 
+_CHARS_OF_SCORE = 8
+"""Characters of a text that takes as long as a log-probability."""
+
 
 class PromptTooLongError(InvalidRequestError):
     """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
@@ -145,7 +148,7 @@ class TextGenerator:
         self.tenant = ""
         """Name of the API key on whose behalf long texts are worked on."""
         self._budget: LoopBudget | None = None
-        """That of the body whose texts these are; None gives each text one of its own."""
+        """Budget of the body whose texts these are; None gives each text one of its own."""
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     def with_adapter(self, adapter: Adapter) -> TextGenerator:
@@ -358,7 +361,9 @@ class TextGenerator:
                             delta, kv_source=source, embedding=embedding
                         )
                     if scores is not None:
-                        entries = await self.run_sized(scores.entries, scores.size)
+                        entries = await self.run_sized(
+                            scores.entries, _CHARS_OF_SCORE * scores.size
+                        )
                         delta = msgspec.structs.replace(delta, prompt_logprobs=entries)
                         scores = None
                     yield delta

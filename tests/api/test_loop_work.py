@@ -244,7 +244,15 @@ async def test_no_body_takes_the_loop_for_long(
         with monkeypatch.context() as patch, watched_loop(patch) as work:
             status, answer = await asyncio.to_thread(_post, api.port, path, text, {})
         told = f"{path} {text[:80]!r} {status} {answer[:200]!r}: {work}"
-        print("LONGEST", work.longest, path, text[:40], status, work.longest_in[:2], dict(work.num_chars))
+        print(
+            "LONGEST",
+            work.longest,
+            path,
+            text[:40],
+            status,
+            work.longest_in[:2],
+            dict(work.num_chars),
+        )
         assert status < 500 or status == 501, told
         assert work.longest <= MOST_OPERATIONS, told
         assert work.num_chars["parse_body"] <= 2 * LARGE_BODY_BYTES, told

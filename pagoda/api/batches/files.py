@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -120,7 +120,7 @@ class FileStore:
             for pattern in ("*.upload", "*.part"):  # cut off by the end of a server
                 for path in directory.glob(pattern):
                     path.unlink()
-            self._num_bytes = sum(record.bytes for record in self._records.values())
+            self.num_bytes = sum(record.bytes for record in self._records.values())
             """Bytes of all files, and of uploads that are under way."""
         except BlockingIOError:
             raise ConfigError(f"--files-dir: another server uses {str(directory)!r}.") from None
@@ -158,7 +158,7 @@ class FileStore:
 
     def check_room(self, param: str, num_bytes: int = 1) -> None:
         """Raises InvalidRequestError: all files would be larger than they may be; names `param`."""
-        if self._num_bytes + num_bytes > self._max_bytes:
+        if self.num_bytes + num_bytes > self._max_bytes:
             refuse(
                 param,
                 f"finds no room: all files together may have {self._max_bytes} bytes "
@@ -184,22 +184,22 @@ class FileStore:
                     if num_bytes > max_bytes:
                         refuse("file", f"is longer than {max_bytes} bytes")
                     self.check_room("file", len(chunk))
-                    self._num_bytes += len(chunk)
+                    self.num_bytes += len(chunk)
                     num_counted += len(chunk)
                     held += chunk
                     if len(held) >= _FLUSH_BYTES:
-                        await _on_disk(partial(_write_all, file, bytes(held)))
+                        await _on_disk(partial(_write_all, cast(FileIO, file), bytes(held)))
                         held.clear()
-                await _on_disk(partial(_write_all, file, bytes(held)))
+                await _on_disk(partial(_write_all, cast(FileIO, file), bytes(held)))
         except BaseException:
-            self._num_bytes -= num_counted
+            self.num_bytes -= num_counted
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
         return file_id, num_bytes
 
     async def drop_upload(self, file_id: str, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
         await asyncio.to_thread(
             self.data_path(file_id).with_suffix(".upload").unlink, missing_ok=True
         )
@@ -216,7 +216,7 @@ class FileStore:
             await _on_disk(partial(upload.replace, path))
             return await self._add(file_id, filename, purpose, num_bytes, key_name)
         except BaseException:
-            self._num_bytes -= num_bytes
+            self.num_bytes -= num_bytes
             for suffix in (".upload", ".data", ".json", ".part"):
                 with contextlib.suppress(OSError):
                     path.with_suffix(suffix).unlink(missing_ok=True)
@@ -227,7 +227,7 @@ class FileStore:
     ) -> FileRecord:
         """Makes results of a batch, which are in their place, a file."""
         record = await self._add(file_id, filename, "batch_output", num_bytes, key_name)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         return record
 
     async def _add(
@@ -247,7 +247,7 @@ class FileStore:
 
     async def delete(self, record: FileRecord) -> None:
         if self._records.pop(record.id, None) is not None:
-            self._num_bytes -= record.bytes
+            self.num_bytes -= record.bytes
         await asyncio.to_thread(self._remove, record.id)
 
     def _remove(self, file_id: str) -> None:

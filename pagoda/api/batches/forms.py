@@ -20,7 +20,7 @@ _DISPOSITION = "content-disposition:"
 
 @dataclass(frozen=True)
 class PartHead:
-    """What the head of a part says."""
+    """The name of a part, and that of its file."""
 
     name: str
     filename: str | None
@@ -72,13 +72,13 @@ class FormReader:
             yield self._take(place)
         del self._held[: len(mark)]
 
-    async def field(self, most: int) -> bytes | None:
-        """The bytes of a part that is no file; None if they are more than `most`."""
+    async def field(self, name: str, most: int) -> bytes:
+        """The bytes of a part that is no file. Raises InvalidRequestError: they are more than `most`."""
         value = b""
         async for chunk in self.chunks():
             value += chunk
             if len(value) > most:
-                return None
+                refuse(name, f"is longer than {most} bytes")
         return value
 
     async def _until(self, mark: bytes, most: int) -> bytes | None:

@@ -80,8 +80,8 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
                 name = (part.filename or "upload")[:_MAX_NAME_CHARS]
                 upload = (*await files.write(_chunks(form, pace), MAX_FILE_BYTES), name)
             elif part.name == "purpose" and purpose is None:
-                value = await form.field(_MAX_FIELD_BYTES)
-                purpose = (value or b"").decode("utf-8", "replace")
+                value = await form.field(part.name, _MAX_FIELD_BYTES)
+                purpose = value.decode("utf-8", "replace")
             else:
                 refuse(part.name[:64], "is not a known field, or is given twice", "unknown_field")
         if upload is None:

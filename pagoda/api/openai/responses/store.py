@@ -45,7 +45,7 @@ class StoredResponse:
     """The events of a background response that was asked for as a stream."""
     num_bytes: int = field(default=0, init=False)
     by_id: dict[str, Item] = field(default_factory=dict, init=False)
-    """Its items by their ids, since it was kept."""
+    """The items by their ids, since the response was kept."""
 
     @property
     def response_id(self) -> str:
@@ -106,7 +106,7 @@ class ResponseStore:
             self._running.add(stored)
         stored.by_id = {item["id"]: item for item in stored.items}
         for item_id in stored.by_id:
-            self._item_owners[stored.key_name, item_id] = stored.response_id
+            self._item_owners[stored.key_name, item_id] = key[1]
         self._make_room()
 
     def get(self, key_name: str, response_id: str) -> StoredResponse:
@@ -175,7 +175,7 @@ class ResponseStore:
         self._running.discard(stored)
         for item_id in stored.by_id:
             owned = (stored.key_name, item_id)
-            if self._item_owners.get(owned) == stored.response_id:
+            if self._item_owners.get(owned) == key[1]:
                 del self._item_owners[owned]
 
     def _make_room(self) -> None:
