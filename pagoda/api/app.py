@@ -7,6 +7,7 @@ HTTP, is answered with an OpenAI error object.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import re
@@ -15,7 +16,7 @@ import uuid
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
 
 from pagoda.api.access import check_content_type, check_origin, check_scope
@@ -23,6 +24,7 @@ from pagoda.api.connections import Connections, bound_silence
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.keys import ANYBODY
+from pagoda.api.request_body import is_continue_expected
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.routes import OPEN_PATHS, ROUTES
@@ -37,6 +39,19 @@ STREAMS = frozenset({"/v1/live"})
 CONNECTION_IDLE_S = 75.0
 """Seconds after which a connection without the complete headers of a request is closed."""
 
+SMALL_BODY_BYTES = 1 << 16
+"""A body that nobody has read is skipped if it is no longer, and else ends its connection."""
+LINGER_S = 10.0
+"""Seconds in which a client may see an answer before its connection is closed, though it goes on sending."""
+_MOST_SKIPPED_BYTES = 1 << 26
+"""Bytes that a client may send meanwhile; they are dropped."""
+_PIECE_BYTES = 4096
+"""Bytes that are parsed in one turn of the event loop, if they have many lines."""
+_MOST_LINES = 256
+"""Lines that are parsed at once. Each is a header, or begins or ends a chunk, and takes a microsecond."""
+_SPARE_FRAMING_BYTES = 1 << 16
+_FRAMING_SHARE = 8
+"""A body may have one byte around its chunks for so many bytes of its own, beside the spare ones."""
 _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
 """Routes that programs poll; successful answers are logged at the level debug."""
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -53,7 +68,7 @@ _log = logging.getLogger("pagoda.api")
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
     connection = cast(Connection, http.protocol)
-    context = _request_context(http, service, connection.begin())
+    context = _request_context(http, service, connection.begin(http))
     began = time.monotonic()
     # 499: the client went away. A live stream ends that way in good order.
     status = 200 if context.client_request.route == "/v1/live" else 499
@@ -110,8 +125,8 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
     headers = http.headers
     path = http.path
     root = service.config.root_path
-    if root and path.startswith(f"{root}/"):
-        path = path.removeprefix(root)
+    if root and (path == root or path.startswith(f"{root}/")):
+        path = path.removeprefix(root) or "/"
     route, argument = _find(path)
     traceparent = headers.get("traceparent") or ""
     tracestate = ",".join(headers.getall("tracestate", ()))
@@ -156,6 +171,7 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         )
     check_scope(context, methods[method])
     check_content_type(context, methods[method])
+    is_continue_expected(context.http)
     if not methods[method].is_queued:
         if methods[method].needs_model:
             await context.service.hold_while_loading(None)
@@ -220,6 +236,15 @@ def _request_id(given: str) -> str:
     return _NOT_IN_REQUEST_ID.sub("", given[:_MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
 
 
+def _is_cut(http: web.BaseRequest) -> bool:
+    """True if what is left of a body is not to be read, or cannot be."""
+    if http.content.exception() is not None:
+        return True
+    length = http.content_length
+    is_small = length is not None and length <= SMALL_BODY_BYTES and "Expect" not in http.headers
+    return not http.content.is_eof() and not is_small
+
+
 class ApiServer(web.Server):
     """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop."""
 
@@ -233,6 +258,7 @@ class ApiServer(web.Server):
             ),
             handler_cancellation=True,
             access_log=None,
+            auto_decompress=False,  # bodies are inflated where they are read, beside the event loop
             keepalive_timeout=CONNECTION_IDLE_S,
         )
         self._service = service
@@ -243,9 +269,16 @@ class ApiServer(web.Server):
 
 
 class Connection(web.RequestHandler):
-    """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
+    """A connection that knows when each request arrived, and lets event streams wait for a slow client.
 
-    __slots__ = ("_arrived_ns", "_connections", "_is_idle", "_is_open", "_service", "_writable")
+    Bytes with many lines are parsed piece by piece, in turns of the event loop. A request that is answered before
+    its body was read ends the connection, unless the body is small: the rest of it is dropped unparsed.
+    """
+
+    __slots__ = (
+        *("_arrived_ns", "_connections", "_is_idle", "_is_open", "_service", "_writable"),
+        *("_body", "_gone", "_is_held", "_num_received", "_num_skipped", "_skips", "_unparsed"),
+    )
 
     def __init__(
         self, server: ApiServer, service: Service, connections: Connections, **options: Any
@@ -258,6 +291,18 @@ class Connection(web.RequestHandler):
         self._arrived_ns = 0
         self._writable = asyncio.Event()
         self._writable.set()
+        self._gone = asyncio.Event()
+        self._unparsed = bytearray()
+        """Bytes that wait for their turn; meanwhile the socket is not read."""
+        self._is_held = False
+        """True while the body that is parsed has no room for more."""
+        self._body: StreamReader | None = None
+        """The body of the request that is being answered."""
+        self._num_received = 0
+        """Bytes that came behind the head of the request that is being answered."""
+        self._skips = False
+        """True from when on bytes are dropped."""
+        self._num_skipped = 0
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -275,7 +320,9 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self._unparsed.clear()
         self._writable.set()
+        self._gone.set()
         if self._is_open:
             self._is_open = False
             self._connections.remove(self)
@@ -285,17 +332,75 @@ class Connection(web.RequestHandler):
         await self._writable.wait()
 
     def data_received(self, data: bytes) -> None:
+        """Takes what came; no data let the parser go on with what it has."""
+        if self._skips:
+            self._num_skipped += len(data)
+            if self._num_skipped > _MOST_SKIPPED_BYTES:
+                self.force_close()
+            return
         # The task of a request may begin much later, behind the tasks of all requests that arrived with it.
         # An empty line before a request does not belong to the request (RFC 9112, 2.2).
         if self._is_idle and not self._arrived_ns and data.lstrip(b"\r\n"):
             self._arrived_ns = self._service.tracker.clock_ns()
-        super().data_received(data)
+        if data and (
+            self._unparsed or (len(data) > _PIECE_BYTES and data.count(b"\n") > _MOST_LINES)
+        ):
+            if not self._unparsed:
+                self._loop.call_soon(self._parse_piece)
+            self._unparsed += data
+            self._stop_reading()
+            return
+        self.parse(data)
 
-    def begin(self) -> int:
+    def parse(self, data: bytes) -> None:
+        super().data_received(data)
+        body = self._body
+        if body is None or body.is_eof() or not data:
+            return
+        self._num_received += len(data)
+        framing = self._num_received - body.total_bytes
+        if framing > _SPARE_FRAMING_BYTES + body.total_bytes // _FRAMING_SHARE:
+            self._skips = True
+            body.set_exception(
+                web.RequestPayloadError("its chunks are too small; send larger ones")
+            )
+
+    def _parse_piece(self) -> None:
+        """Parses the next of the bytes that wait, and lets the rest wait for the next turn."""
+        if self.transport is None or self._skips:
+            self._unparsed.clear()
+        elif not self._is_held:
+            piece = bytes(self._unparsed[:_PIECE_BYTES])
+            del self._unparsed[:_PIECE_BYTES]
+            self.parse(piece)
+            if self._unparsed:
+                self._loop.call_soon(self._parse_piece)
+            elif not self._is_held:
+                super().resume_reading()
+
+    def _stop_reading(self) -> None:
+        if self.transport is not None:
+            self.transport.pause_reading()
+
+    def pause_reading(self) -> None:
+        self._is_held = True
+        super().pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        was_held, self._is_held = self._is_held, False
+        super().resume_reading(resume_parser)
+        if self._unparsed:
+            self._stop_reading()
+            if was_held and not self._is_held:
+                self._loop.call_soon(self._parse_piece)
+
+    def begin(self, http: web.BaseRequest) -> int:
         """Time of the first bytes of the request that is answered next."""
         arrived_ns = self._arrived_ns or self._service.tracker.clock_ns()
         self._arrived_ns = 0
         self._is_idle = False
+        self._body = http.content
+        self._num_received = http.content.total_bytes
         self._connections.set_busy(self)
         return arrived_ns
 
@@ -306,14 +411,32 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        is_cut = _is_cut(request)
+        if is_cut:
+            self._skips = True
+            self._unparsed.clear()
+            self.keep_alive(False)
+            resp.force_close()
         finished = await super().finish_response(request, resp, start_time)
-        if (
-            request.content.exception() is not None
-        ):  # what is left of the body cannot be read either
+        if is_cut:
+            await self._linger()
             self.force_close()
         elif self._is_open:
             self._connections.set_waiting(self)
         return finished
+
+    async def _linger(self) -> None:
+        """Waits until the client has seen the answer, which it might lose if the connection were closed while
+        it sends (RFC 9112, 9.6)."""
+        transport = self.transport
+        if transport is None:
+            return
+        with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+            transport.resume_reading()
+            if transport.can_write_eof():
+                transport.write_eof()
+            async with asyncio.timeout(LINGER_S):
+                await self._gone.wait()
 
     def handle_error(
         self,

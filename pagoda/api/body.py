@@ -99,13 +99,13 @@ def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None)
 async def parse_beside(
     body: bytes,
     kind: type[T],
-    threads: LongWork | None,
+    threads: LongWork,
     unknown: UnknownFields | None = None,
     *,
     tenant: str = "",
 ) -> T:
     """The body, decoded in one of `threads` if it is large, in the line of `tenant`. Raises: as `parse_body`."""
-    if len(body) <= LARGE_BODY_BYTES or threads is None:
+    if len(body) <= LARGE_BODY_BYTES:
         return parse_body(body, kind, unknown)
     return await threads.run(lambda: parse_body(body, kind, unknown), tenant)
 

@@ -31,10 +31,13 @@ _STATUSES = {
     409: ("invalid_request_error", ""),
     413: ("invalid_request_error", "body_too_long"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    416: ("invalid_request_error", "range_not_satisfiable"),
+    417: ("invalid_request_error", "expectation_failed"),
     429: ("rate_limit_error", ""),
     431: ("invalid_request_error", "headers_too_long"),
     501: ("not_supported_error", "not_supported"),
     503: ("service_unavailable_error", ""),
+    507: ("server_error", "insufficient_storage"),
 }
 """OpenAI's type of error and Pagoda's kind of error for each status; others are errors of the server."""
 _SERVER_ERROR = ("server_error", "internal_error")

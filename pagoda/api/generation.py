@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -23,9 +22,9 @@ from pagoda.api.fields import (
 )
 from pagoda.api.kv_transfer import Handoff, handoff_of
 from pagoda.api.request_context import Caller, RequestContext
-from pagoda.api.sse import EventStream, encode_in_parts
+from pagoda.api.sse import EventStream
 from pagoda.errors import refuse
-from pagoda.frontend.async_utils import LONG_TEXT_CHARS, gather_all
+from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.reasoning_border import ReasoningBorder
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
@@ -36,6 +35,10 @@ Prompt = str | Sequence[int]
 MAX_KEPT_LOGPROBS = 4 << 20
 """Log-probabilities that the answers to one body may tell of their prompts, and in one piece of their tokens. Each
 takes a hundred bytes or two until it is sent."""
+
+
+ANSWER_CHARS = 64
+"""Characters of a text that takes as long as an empty answer."""
 
 
 class Answer(Protocol):
@@ -124,8 +127,9 @@ class Generation:
 
     @property
     def _size(self) -> int:
-        """Tokens and log-probabilities of a response in one piece; each takes about as long as a character."""
-        return self.usage.num_completion_tokens + self._num_kept
+        """Tokens and log-probabilities of a response in one piece, each of which takes about as long as a
+        character, and what its answers take beside them."""
+        return self.usage.num_completion_tokens + self._num_kept + ANSWER_CHARS * len(self.requests)
 
     async def _search(self, first: int, answers: Sequence[Answer], beams: BeamSearchParams) -> None:
         """Brings the answers to one prompt, from `first` on, to their end."""
@@ -148,12 +152,7 @@ class Generation:
         """The response to an HTTP request, as a stream or in one piece."""
         if streams:
             return await context.stream(lambda stream: self.stream(shape, stream))
-        whole = await self.run(shape)
-        if self._size <= LONG_TEXT_CHARS:
-            return context.json(whole)
-        return context.encoded_json(
-            await self.generator.run_sized(partial(encode_in_parts, whole), self._size)
-        )
+        return await context.sized_json(await self.run(shape), self._size)
 
     async def _run(self, index: int, answer: Answer, stream: EventStream | None = None) -> None:
         """Brings one answer to its end: as events to `stream`, or without one in one piece."""
@@ -253,7 +252,6 @@ async def prepare(
     )
     requests: list[TextRequest] = []
     for prompt in prompts:
-        await asyncio.sleep(0)  # other streams go on between the prompts of a long list
         requests += await generator.prepare(
             prompt,
             sampling,

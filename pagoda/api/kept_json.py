@@ -21,7 +21,7 @@ _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 def kept_bytes(value: object) -> int:
     """Estimate of the bytes that `value` takes, in time linear in its text."""
     text = encode_json(value)
-    shape = _TEXT.sub(b'"', text)
+    shape = b'"'.join(_without_escapes(text).split(b'"')[::2])
     num_containers = shape.count(b"[") + shape.count(b"{")
     num_empty = shape.count(b"[]") + shape.count(b"{}")
     num_values = 1 + shape.count(b",") + num_containers - num_empty
@@ -32,6 +32,11 @@ def kept_bytes(value: object) -> int:
         + num_containers * _BYTES_PER_CONTAINER
         + _widening(text)
     )
+
+
+def _without_escapes(text: bytes) -> bytes:
+    """JSON in which every quote begins or ends a text."""
+    return text.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in text else text
 
 
 def _widening(text: bytes) -> int:

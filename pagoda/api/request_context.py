@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -13,8 +13,9 @@ from pagoda.api.body import parse_beside
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.keys import NOBODY, ApiKey, Scope
+from pagoda.api.request_body import inflated, whole_body
 from pagoda.api.service import Service
-from pagoda.api.sse import EventStream, encode_json
+from pagoda.api.sse import EventStream, encode_in_parts, encode_json
 from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics
 
 T = TypeVar("T")
@@ -39,6 +40,13 @@ class Caller:
     """The header `X-Session-ID`."""
     authorization: str = ""
     """The header `Authorization`, for a server that is asked on the client's behalf."""
+
+    async def translate(self, work: Callable[[], T], more: int = 0) -> T:
+        """The result of work that takes as long as reading the body, and `more` characters, once more: in a thread
+        if that is long."""
+        client = self.client_request
+        size = client.num_body_bytes + more
+        return await self.service.body_threads.run_sized(work, size, client.budget, client.key_name)
 
 
 @dataclass(frozen=True)
@@ -102,36 +110,33 @@ class RequestContext:
         }
 
     async def body(self) -> bytes:
-        """The whole body. Raises ApiError: 413 if it is too long, 408 if it does not arrive in time."""
-        config = self.service.config
-        too_long = ApiError(413, f"The body is longer than {config.max_body_bytes} bytes.")
-        if (self.http.content_length or 0) > config.max_body_bytes:
-            raise too_long
-        try:
-            if self.http.content.is_eof():  # mostly the body came with the headers
-                return await self.http.read()
-            async with asyncio.timeout(config.body_timeout_s):
-                return await self.http.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise too_long from None
-        except web.RequestPayloadError as error:
-            message = f"The body cannot be read: {error}."
-            raise ApiError(400, message, word="invalid_body") from None
-        except TimeoutError:
-            raise ApiError(
-                408, f"The body did not arrive within {config.body_timeout_s:.0f} s."
-            ) from None
+        """The whole body. Raises ApiError: 413 if it is too long, 408 if it does not arrive in time, 400 if it is
+        damaged, 415 if its encoding is not known, 417 if the client expects what is not known."""
+        config, client = self.service.config, self.client_request
+        raw = await whole_body(self.http, config.max_body_bytes, config.body_timeout_s)
+        threads = self.service.body_threads
+        body = await inflated(self.http, raw, config.max_body_bytes, threads, self.key_name)
+        client.num_body_bytes = len(body)
+        return body
 
     async def parse(self, kind: type[T]) -> T:
         """The body, decoded and checked.
         Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field."""
         body = await self.body()
-        generator = self.service.generator
-        threads = None if generator is None else generator.long_texts
         unknown = self.service.config.unknown_fields
+        threads = self.service.body_threads
         parsed = await parse_beside(body, kind, threads, unknown, tenant=self.key_name)
         take_timeout(self.client_request, parsed)
         return parsed
+
+    async def sized_json(self, value: object, size: int) -> web.Response:
+        """The answer in one piece, whose encoding takes as long as a text of `size` characters: in a thread if
+        that is long."""
+        client, threads = self.client_request, self.service.body_threads
+        work = partial(encode_in_parts, value)
+        return self.encoded_json(
+            await threads.run_sized(work, size, client.budget, client.key_name)
+        )
 
     def json(self, value: object) -> web.Response:
         return self.encoded_json(encode_json(value))

@@ -22,11 +22,14 @@ from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
+from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.trace_control import TraceControl
+
+_NUM_BODY_THREADS = 2
 
 if TYPE_CHECKING:
     from pagoda.api.batches.files import FileStore
@@ -103,6 +106,8 @@ class Service:
     """Set once the model is loaded, or will not be."""
     num_held: int = 0
     """Requests that wait for the model."""
+    body_threads: LongWork = field(default_factory=lambda: LongWork(_NUM_BODY_THREADS))
+    """Threads in which large bodies are inflated, decoded and translated."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -154,7 +159,7 @@ class Service:
         self.check_model(model)
         if self.draining:
             raise unavailable("The server is shutting down.")
-        generator = self.ready_generator().of_tenant(client_request.key_name)
+        generator = self.ready_generator().of_client(client_request)
         adapter = None if model is None else generator.adapters.find(model)
         return generator if adapter is None else generator.with_adapter(adapter)
 

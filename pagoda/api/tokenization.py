@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -11,9 +13,14 @@ from pagoda.api.errors import ApiError
 from pagoda.api.fields import TokenIds
 from pagoda.api.openai.bodies import Tools
 from pagoda.api.request_context import RequestContext
+from pagoda.api.sse import encode_json
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Messages
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.frontend.tokenizer import Tokenizer
+
+_TOKENS_AT_ONCE = 4096
+"""Tokens whose pieces are put together without letting other threads run."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +50,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 async def tokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(TokenizeRequest)
     context.service.check_model(body.model)
-    generator = context.service.ready_generator()
+    generator = context.service.ready_generator().of_client(context.client_request)
     if body.content is not None:
         return context.json({"tokens": await _llama_tokens(body, generator)})
     _check_names(body)
@@ -54,7 +61,7 @@ async def tokenize(context: RequestContext) -> web.StreamResponse:
         "tokens": token_ids,
         "token_strs": await generator.spell(token_ids) if body.return_token_strs else None,
     }
-    return context.json(answer)
+    return await context.sized_json(answer, len(token_ids))
 
 
 def _check_names(body: TokenizeRequest) -> None:
@@ -64,7 +71,7 @@ def _check_names(body: TokenizeRequest) -> None:
             raise InvalidRequestError(f"{name} goes with content, not with prompt.", param=name)
 
 
-async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list[Any]:
+async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list[int] | msgspec.Raw:
     """The tokens of `content`, as llama.cpp lists them."""
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("give either content or prompt or messages.", param="content")
@@ -75,8 +82,20 @@ async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list
     )
     if not body.with_pieces:
         return token_ids
-    tokenizer = generator.text.tokenizer
-    return [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
+    work = partial(_with_pieces, generator.text.tokenizer, token_ids)
+    return await generator.run_sized(work, len(token_ids))
+
+
+def _with_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> msgspec.Raw:
+    """The JSON of all tokens, each with its text."""
+
+    @cache
+    def told(token_id: int) -> bytes:
+        return encode_json({"id": token_id, "piece": _piece(tokenizer.token_bytes(token_id))})
+
+    starts = range(0, len(token_ids), _TOKENS_AT_ONCE)
+    parts = (b",".join(map(told, token_ids[i : i + _TOKENS_AT_ONCE])) for i in starts)
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 def _piece(token: bytes) -> str | list[int]:
@@ -109,7 +128,7 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
 async def detokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(DetokenizeRequest)
     context.service.check_model(body.model)
-    generator = context.service.ready_generator()
+    generator = context.service.ready_generator().of_client(context.client_request)
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")

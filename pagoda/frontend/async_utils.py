@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _MAX_WAITING = 64
 """Items that may wait for a slow reader before the streams behind them wait too."""
-MAX_BEGINNINGS = 64
+MAX_BEGINNINGS = 32
 """Works that begin in one turn of the event loop."""
 _RESTART_S = 1.0
 
@@ -54,17 +54,19 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     Works begin in turns of the event loop, so that others go on between the beginnings of many."""
     if len(works) == 1:
         return [await works[0]]
-    tasks: list[asyncio.Future[T]] = []
+    tasks: list[asyncio.Task[T]] = []
     try:
-        for work in works:
-            if tasks and len(tasks) % MAX_BEGINNINGS == 0:
-                await asyncio.sleep(0)
-            tasks.append(asyncio.ensure_future(work))
-        return list(await asyncio.gather(*tasks))
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                if tasks and len(tasks) % MAX_BEGINNINGS == 0:
+                    await asyncio.sleep(0)
+                tasks.append(group.create_task(work))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     finally:
         for work in works[len(tasks) :]:
             work.close()
-        await cancel_all(tasks)
+    return [task.result() for task in tasks]
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -75,7 +77,38 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 LONG_TEXT_CHARS = 16384
-"""Longer texts are tokenized, rendered and made into grammars in a thread: other streams go on meanwhile."""
+"""Characters of all texts of a body that are tokenized, rendered and made into grammars on the event loop. Beyond
+them this is done in a thread: other streams go on meanwhile."""
+_SHORT_TEXT_CHARS = 256
+"""Work on so short a text takes less time than a thread does to begin it."""
+_ITEM_CHARS = 32
+"""Counted for each piece of work beside its text."""
+_TURN_CHARS = 1024
+"""Characters of short texts that are worked on in each turn of the event loop beyond the budget."""
+
+
+class LoopBudget:
+    """The work that one body may still do on the event loop, in characters of text."""
+
+    def __init__(self) -> None:
+        self._left = LONG_TEXT_CHARS
+        self._left_of_turn = 0
+
+    def take(self, size: int) -> bool:
+        """True if there was room for one more piece of work on a text of `size` characters, which is counted."""
+        cost = size + _ITEM_CHARS
+        if cost > self._left:
+            return False
+        self._left -= cost
+        return True
+
+    async def wait_for_turn(self, size: int) -> None:
+        """Waits for a turn of the event loop that has room for short work beyond the budget."""
+        cost = size + _ITEM_CHARS
+        if cost > self._left_of_turn:
+            await asyncio.sleep(0)
+            self._left_of_turn = _TURN_CHARS
+        self._left_of_turn -= cost
 
 
 class LongWork:
@@ -89,6 +122,18 @@ class LongWork:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="long-work")
         self._num_free = num_threads
         self._waiting: Turns[asyncio.Future[None]] = Turns()
+
+    async def run_sized(
+        self, work: Callable[[], T], size: int, budget: LoopBudget, tenant: str = ""
+    ) -> T:
+        """The result of work that takes as long as a text of `size` characters: done on the event loop while the
+        `budget` of its body lasts, then in a thread, or in a later turn of the event loop if it is short."""
+        if budget.take(size):
+            return work()
+        if size <= _SHORT_TEXT_CHARS:
+            await budget.wait_for_turn(size)
+            return work()
+        return await self.run(work, tenant)
 
     async def run(self, work: Callable[[], T], tenant: str = "") -> T:
         """The result of `work`; `tenant` is the name of the client's API key."""

@@ -97,10 +97,13 @@ def render_conversation(
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
     """Characters of a text that takes as long as a template with a conversation, roughly: n messages and calls may
-    be n² steps. Characters of tools beyond a long text are not counted."""
+    be n² steps. What is beyond a long text is not counted."""
     size = json_size(tools, LONG_TEXT_CHARS) if tools else 0
+    size += _PAIR_CHARS * len(messages) ** 2
     num_turns = 0
     for message in messages:
+        if size > LONG_TEXT_CHARS:
+            return size
         content = message.content or message.refusal or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
         functions = [call.function for call in message.tool_calls or ()]
@@ -111,7 +114,7 @@ def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
         size += len(message.reasoning_content or message.reasoning or "")
         size += _MESSAGE_CHARS * (1 + len(parts) + len(functions))
         num_turns += 1 + len(functions)
-    return size + _PAIR_CHARS * num_turns**2
+    return size + _PAIR_CHARS * (num_turns**2 - len(messages) ** 2)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from operator import mul
 
 from pagoda.errors import refuse
@@ -19,6 +20,7 @@ from pagoda.messages.sampling_params import SamplingParams
 
 WHOLE_CONTEXT = -1
 """Value of `truncate_prompt_tokens` that stands for the length of the context."""
+_ELEMENT_BYTES = 4
 _SPARE_TOKENS = 8
 """Tokens by which a text may be longer than what is kept of it, so that the cut does not change kept tokens."""
 
@@ -141,8 +143,9 @@ async def _embedding(
                 normalize = options.normalize
                 if normalize is None:
                     normalize = generator.text.pooling.normalize
+                work = partial(_finished, delta.embedding, options.dimensions, normalize=normalize)
                 return Embedding(
-                    _finished(delta.embedding, options.dimensions, normalize=normalize),
+                    await generator.run_sized(work, len(delta.embedding) // _ELEMENT_BYTES),
                     len(request.request.prompt_token_ids),
                     delta.num_cached_tokens,
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
 from collections.abc import Iterable
@@ -53,7 +52,6 @@ async def score_pairs(
     sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
     requests: list[TextRequest] = []
     for pair in pairs:
-        await asyncio.sleep(0)  # other streams go on
         tokens = await _tokens(generator, pair, options)
         [request] = await generator.prepare(
             tokens.ids,

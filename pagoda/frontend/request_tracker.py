@@ -17,6 +17,7 @@ from pagoda.errors import (
     OverloadedError,
     refuse,
 )
+from pagoda.frontend.async_utils import LoopBudget
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
 REFUSED = "refused"
@@ -51,6 +52,10 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     """Id of the request that no other one has (`GenerateRequest.body`)."""
     route: str = ""
     """The route of the API, such as `/v1/completions`; empty for a request of a router."""
+    budget: LoopBudget = msgspec.field(default_factory=LoopBudget)
+    """The work on the body that may still be done on the event loop."""
+    num_body_bytes: int = 0
+    """Bytes of the body, once it has been read."""
     num_answers: int = 0
     refusal: str = ""
     """The reason why one answer was refused. The other answers are aborted then: the client gets an error."""

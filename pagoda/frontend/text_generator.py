@@ -19,7 +19,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
-from pagoda.frontend.async_utils import LONG_TEXT_CHARS, LongWork
+from pagoda.frontend.async_utils import LongWork, LoopBudget
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import BodyEndpoint
 from pagoda.frontend.fleet import Fleet
@@ -46,6 +46,9 @@ T = TypeVar("T")
 
 _MAX_LONG_TEXTS = 2
 """Long texts at a time; the tokenizer takes a hundred times their size in memory."""
+
+_CHARS_OF_SCORE = 8
+"""Characters of a text that takes as long as a log-probability."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -147,6 +150,8 @@ class TextGenerator:
         self.long_texts = LongWork(_MAX_LONG_TEXTS)
         self.tenant = ""
         """Name of the API key on whose behalf long texts are worked on."""
+        self._budget: LoopBudget | None = None
+        """Budget of the body whose texts these are; None gives each text one of its own."""
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     def with_adapter(self, adapter: Adapter) -> TextGenerator:
@@ -155,10 +160,12 @@ class TextGenerator:
         adapted.adapter = adapter
         return adapted
 
-    def of_tenant(self, tenant: str) -> TextGenerator:
-        """The same generator, whose long texts wait in the line of an API key."""
+    def of_client(self, client_request: ClientRequest) -> TextGenerator:
+        """The same generator for one body: its texts together have one budget of the event loop, and beyond it
+        wait in the line of the client's API key."""
         own = copy.copy(self)
-        own.tenant = tenant
+        own.tenant = client_request.key_name
+        own._budget = client_request.budget
         return own
 
     async def encode(
@@ -217,10 +224,9 @@ class TextGenerator:
         return await self.run_sized(lambda: list(map(spell, token_ids)), len(token_ids))
 
     async def run_sized(self, work: Callable[[], T], size: int) -> T:
-        """Does work that takes as long as a text of `size` characters, in a thread if that is a long text."""
-        if size <= LONG_TEXT_CHARS:
-            return work()
-        return await self.long_texts.run(work, self.tenant)
+        """Does work that takes as long as a text of `size` characters, as `LongWork.run_sized` does."""
+        budget = self._budget or LoopBudget()
+        return await self.long_texts.run_sized(work, size, budget, self.tenant)
 
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
@@ -233,10 +239,12 @@ class TextGenerator:
         sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
         return sampling
 
-    def _stops_of(self, sampling: SamplingParams) -> StopStrings:
+    async def _stops_of(self, sampling: SamplingParams) -> StopStrings:
         stops = self._stops.get(sampling.stop)
         if stops is None:
-            stops = self._stops[sampling.stop] = StopStrings(sampling.stop)
+            size = sum(map(len, sampling.stop))
+            stops = await self.run_sized(partial(StopStrings, sampling.stop), size)
+            self._stops[sampling.stop] = stops
         return stops
 
     def _eos_of(self, sampling: SamplingParams) -> tuple[int, ...]:
@@ -263,7 +271,8 @@ class TextGenerator:
         scores_once: bool = True,
         client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
-        """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
+        """The `sampling.n` requests of one prompt, checked against the endpoint's limits. Other streams go on
+        between the prompts of a long list.
 
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
@@ -274,6 +283,7 @@ class TextGenerator:
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
+        await asyncio.sleep(0)
         if pooling is None:
             self.text.check_generates()
         limits = self.endpoint.limits
@@ -291,7 +301,7 @@ class TextGenerator:
         _check_prompt(token_ids, limits, param, more, has_answer=sampling.max_tokens != 0)
         context = limits.max_model_len
         resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp_max_tokens)
-        stops = self._stops_of(sampling) if sampling.stop else None
+        stops = await self._stops_of(sampling) if sampling.stop else None
         if border is not None and any(map(border.names_a_tag, sampling.stop)):
             border = None  # to stop at a tag of reasoning is to search all of the text
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
@@ -371,7 +381,9 @@ class TextGenerator:
                             delta, kv_source=source, embedding=embedding
                         )
                     if scores is not None:
-                        entries = await self.run_sized(scores.entries, scores.size)
+                        entries = await self.run_sized(
+                            scores.entries, _CHARS_OF_SCORE * scores.size
+                        )
                         delta = msgspec.structs.replace(delta, prompt_logprobs=entries)
                         scores = None
                     yield delta

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from batch_files import (
     upload,
 )
 
-from pagoda.api.batches import uploads
+from pagoda.api.batches import files, uploads
 from pagoda.api.batches.files import FileStore
 from pagoda.api.batches.runner import CONCURRENCY, BatchRunner
 from pagoda.api.errors import ApiError
@@ -323,3 +326,136 @@ async def test_a_key_leaves_others_room_for_files_and_batches(
         body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
         statuses.append((await api.post("/v1/batches", body, headers=headers)).status)
     assert statuses == [200, 200, 429, 429, 200, 429]
+
+
+# ---- forms
+
+
+def form(*parts: bytes, before: bytes = b"", behind: bytes = b"--b--\r\n") -> bytes:
+    return before + b"".join(b"--b\r\n%b\r\n" % part for part in parts) + behind
+
+
+def part(name: bytes, value: bytes, more: bytes = b"") -> bytes:
+    return b'Content-Disposition: form-data; name="%b"%b\r\n\r\n%b' % (name, more, value)
+
+
+PURPOSE = part(b"purpose", b"batch")
+FILE = part(b"file", b"x\r\n--\r\n-", b'; filename="a"')
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+async def test_forms_of_any_shape_are_read(api, attach: Attach) -> None:
+    await attach(api)
+    odd = b'content-disposition:form-data; name="file"; filename="\xc3\xa9 \\"1\\""\r\nX: y\r\n\r\n'
+    for body, name, data in (
+        (form(PURPOSE, FILE), "a", b"x\r\n--\r\n-"),
+        (form(FILE, PURPOSE, before=b"hello\r\n", behind=b"--b--"), "a", b"x\r\n--\r\n-"),
+        (form(PURPOSE, odd + b"1" * 200_000), 'é "1"', b"1" * 200_000),
+        (form(PURPOSE, part(b"file", b"")), "upload", b""),
+        (form(PURPOSE, part(b"file", b"\r\n\r\n--\r\n")), "upload", b"\r\n\r\n--\r\n"),
+    ):
+        zipped = {**FORM, "Content-Encoding": "gzip"}
+        ways = ((body, FORM), (gzip.compress(body), zipped), (in_pieces(body), FORM))
+        for sent, headers in ways:
+            made = await api.request("POST", "/v1/files", data=sent, headers=headers)
+            assert (made.status, made.json().get("filename")) == (200, name), made.json()
+            content = await api.get(f"/v1/files/{made.json()['id']}/content")
+            assert content.body == data
+
+
+async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
+    """A body that comes three bytes at a time at first."""
+    for start in range(0, 600, 3):
+        yield body[start : min(start + 3, 600)]
+    yield body[600:]
+
+
+async def test_malformed_forms_are_refused_in_a_sentence_and_leave_nothing(
+    api, attach: Attach, tmp_path: Path
+) -> None:
+    await attach(api)
+    long = b"x" * 9000
+    for body, reason in (
+        (form(PURPOSE, FILE, before=b"\n" * 4_000_000), "no boundary within its first 1024 bytes"),
+        (form(PURPOSE, FILE, before=b"\r\n" * 1000), "no boundary within its first 1024 bytes"),
+        (form(PURPOSE, b"X-Long: %b\r\n%b" % (long, FILE)), "head of a part is longer than 8192"),
+        (form(PURPOSE, b"X: y\r\n" * 5000 + FILE), "head of a part is longer than 8192"),
+        (form(FILE, part(b"_charset_", b"x" * 100)), "_charset_ is not a known field"),
+        (form(PURPOSE, part(b"file", b"x", b'; filename="a\xff"')), "a name in UTF-8"),
+        (form(FILE, PURPOSE, b"\r\nx"), "must be a part with a name"),
+        (form(FILE, part(b"purpose", long)), "purpose is longer than 1024 bytes"),
+        (form(PURPOSE, FILE)[:-8], "it ends early"),
+        (form(PURPOSE, FILE, behind=b"--b"), "it ends early"),
+        (form(PURPOSE, FILE) + long, "goes on for more than 1024 bytes"),
+        (form(PURPOSE), "file is missing"),
+        (b"", "it ends early"),
+    ):
+        answer = await api.request("POST", "/v1/files", data=body, headers=FORM)
+        assert (answer.status, reason in answer.error()["message"]) == (400, True), (
+            reason,
+            answer.json(),
+        )
+    for kind in ("multipart/form-data", f"multipart/form-data; boundary={'b' * 71}"):
+        answer = await api.request(
+            "POST", "/v1/files", data=form(PURPOSE, FILE), headers={"Content-Type": kind}
+        )
+        assert (answer.status, "boundary" in answer.error()["message"]) == (400, True)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["files.lock"]
+    assert api.service.files.num_bytes == 0
+
+
+async def test_a_file_counts_as_it_is_inflated(api, attach: Attach, monkeypatch) -> None:
+    await attach(api)
+    monkeypatch.setattr("pagoda.api.batches.handlers.MAX_FILE_BYTES", 3 << 20)
+    for size, status in ((3 << 20, 200), ((3 << 20) + 1, 400)):
+        body = gzip.compress(form(PURPOSE, part(b"file", bytes(size))))
+        headers = {**FORM, "Content-Encoding": "gzip"}
+        made = await api.request("POST", "/v1/files", data=body, headers=headers)
+        assert made.status == status
+    assert api.service.files.num_bytes == 3 << 20
+
+
+@pytest.mark.parametrize("stage", ["the bytes", "the last bytes", "the description"])
+async def test_a_full_disk_is_told_and_nothing_stays(
+    api, attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    await attach(api)
+    kept = await upload(api, b"before")
+    opened = files.open_private
+
+    def full(path: str, flags: int) -> int:
+        """Opens a file of a disk that has no room."""
+        if path.endswith(".part" if stage == "the description" else ".upload"):
+            os.close(opened(path, flags))
+            path = "/dev/full"
+        return opened(path, flags)
+
+    monkeypatch.setattr(files, "open_private", full)
+    refused = await upload(api, b"x" * (3 << 20 if stage == "the bytes" else 10))
+    assert (refused.status, refused.error()["message"]) == (
+        507,
+        "The server's disk for files is full.",
+    )
+    monkeypatch.undo()
+    name = kept.json()["id"]
+    there = {path.name for path in (tmp_path / "files").iterdir()}
+    assert there == {"files.lock", f"{name}.data", f"{name}.json"}
+    assert api.service.files.num_bytes == 6
+    assert (await upload(api, b"behind")).status == 200
+
+
+async def test_the_last_zero_bytes_of_a_file_are_no_range(api, attach: Attach) -> None:
+    await attach(api)
+    file_id = (await upload(api, b"data")).json()["id"]
+    for asked, status, body in (
+        ("bytes=-0", 416, None),
+        ("bytes=-00", 416, None),
+        ("bytes=4-", 416, None),
+        ("bytes=-1", 206, b"a"),
+        ("bytes=-10", 206, b"data"),
+        ("bytes=0-0", 206, b"d"),
+    ):
+        answer = await api.get(f"/v1/files/{file_id}/content", headers={"Range": asked})
+        assert (answer.status, body in (None, answer.body)) == (status, True)
+        if status == 416:
+            assert answer.headers["Content-Range"] == "bytes */4"

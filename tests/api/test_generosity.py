@@ -195,7 +195,7 @@ async def test_a_key_may_come_as_x_api_key(serve_api) -> None:
 
 async def test_a_path_before_all_routes(serve_api) -> None:
     api = await serve_api(root_path="/llm")
-    for path in ("/llm/v1/models", "/v1/models"):
+    for path in ("/llm/v1/models", "/v1/models", "/llm", "/llm/", "/"):
         assert (await api.get(path)).status == 200
     assert (await api.get("/llmv1/models")).status == 404
     assert (await api.get("/llm/llm/v1/models")).status == 404

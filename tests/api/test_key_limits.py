@@ -14,7 +14,7 @@ from pagoda.api.errors import ApiError
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys
 from pagoda.errors import OverloadedError
-from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.async_utils import LongWork, cancel_all
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 
 
@@ -148,14 +148,13 @@ async def test_large_bodies_and_long_conversations_wait_in_the_line_of_their_key
     serve_api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = await serve_with(serve_api, key("alice"))
-    threads = api.service.generator.long_texts
-    run, lines = threads.run, list[str]()
+    run, lines = LongWork.run, list[str]()
 
-    async def noted(work: Callable[[], object], tenant: str = "") -> object:
+    async def noted(threads: LongWork, work: Callable[[], object], tenant: str = "") -> object:
         lines.append(tenant)
-        return await run(work, tenant)
+        return await run(threads, work, tenant)
 
-    monkeypatch.setattr(threads, "run", noted)
+    monkeypatch.setattr(LongWork, "run", noted)
     messages = [{"role": "user", "content": "x" * 150}] * 490
     await api.post("/v1/chat/completions", {"messages": messages}, **sent_with("alice"))
     assert len(lines) >= 2

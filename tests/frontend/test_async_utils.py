@@ -34,7 +34,7 @@ async def test_a_cancelled_crowd_begins_no_more_and_leaves_nothing() -> None:
         begun.append(number)
         await never.wait()
 
-    works = [work(number) for number in range(2 * MAX_BEGINNINGS)]
+    works = [work(number) for number in range(3 * MAX_BEGINNINGS)]
     running = asyncio.create_task(gather_all(works))
     while not begun:
         await asyncio.sleep(0)

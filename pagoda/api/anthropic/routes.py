@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 
 from pagoda.api.anthropic.bodies import CountTokensRequest, MessagesRequest
@@ -11,6 +13,7 @@ from pagoda.api.conversation import begin_conversation, count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import renamed
+from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route
 
@@ -41,10 +44,14 @@ ANTHROPIC = Dialect(
 )
 
 
+def _translated(body: CountTokensRequest) -> tuple[ChatRequest, MessagesTranslation]:
+    translation = MessagesTranslation(body)
+    return chat_request(body, translation), translation
+
+
 async def create_message(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(MessagesRequest)
-    translation = MessagesTranslation(body)
-    chat = chat_request(body, translation)
+    chat, translation = await context.caller.translate(partial(_translated, body))
     with renamed(translation.names):
         conversation = await begin_conversation(context.caller, chat, clamp_max_tokens=True)
     conversation.generation.rename_constraints(translation.names)
@@ -56,8 +63,7 @@ async def create_message(context: RequestContext) -> web.StreamResponse:
 async def count_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of a prompt, which may be longer than the context."""
     body = await context.parse(CountTokensRequest)
-    translation = MessagesTranslation(body)
-    chat = chat_request(body, translation)
+    chat, translation = await context.caller.translate(partial(_translated, body))
     with renamed(translation.names):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"input_tokens": count})

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
 from pagoda.api.batches.uploads import Uploads
+from pagoda.api.errors import ApiError
 from pagoda.api.key_shares import KeyShares
 from pagoda.errors import ConfigError, refuse
 from pagoda.files import open_private
@@ -24,6 +29,10 @@ DEFAULT_MAX_BYTES = 16 * 2**30
 MAX_FILES = 10_000
 """Most files at a time; their descriptions are in memory."""
 _FLUSH_BYTES = 2**20
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+T = TypeVar("T")
+_log = logging.getLogger("pagoda.api")
 
 Purpose = Literal[
     "batch", "batch_output", "assistants", "fine-tune", "vision", "user_data", "evals"
@@ -73,6 +82,23 @@ def sync_file(path: Path) -> int:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
+
+
+async def _on_disk(work: Callable[[], T]) -> T:
+    """The result of work on the disk, done in a thread. Raises ApiError: 507, the disk is full; 500, it fails."""
+    try:
+        return await asyncio.to_thread(work)
+    except OSError as error:
+        _log.error("--files-dir cannot be written: %s", error.strerror)
+        if error.errno in _FULL:
+            raise ApiError(507, "The server's disk for files is full.") from None
+        raise ApiError(500, "The server's disk for files fails; its log says more.") from None
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 class FileStore:
@@ -134,6 +160,11 @@ class FileStore:
         found = [record for record in self._records.values() if record.key_name == key_name]
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, and of uploads that are under way."""
+        return self._bytes.total
+
     def check_room(self, param: str, key_name: str, num_bytes: int = 1) -> None:
         """Raises InvalidRequestError: all files, or those of the key, would be larger than they may be; names
         `param`."""
@@ -162,7 +193,9 @@ class FileStore:
         path = self.data_path(file_id).with_suffix(".upload")
         num_bytes = num_counted = 0
         try:
-            with await asyncio.to_thread(open, path, "wb", opener=open_private) as file:
+            with await _on_disk(
+                partial(open, path, "wb", buffering=0, opener=open_private)
+            ) as file:
                 held = bytearray()
                 async for chunk in chunks:
                     num_bytes += len(chunk)
@@ -173,9 +206,9 @@ class FileStore:
                     num_counted += len(chunk)
                     held += chunk
                     if len(held) >= _FLUSH_BYTES:
-                        await asyncio.to_thread(file.write, bytes(held))
+                        await _on_disk(partial(_write_all, cast(FileIO, file), bytes(held)))
                         held.clear()
-                await asyncio.to_thread(file.write, bytes(held))
+                await _on_disk(partial(_write_all, cast(FileIO, file), bytes(held)))
         except BaseException:
             self._bytes.change(key_name, -num_counted)
             self._counts.change(key_name, -1)
@@ -194,12 +227,21 @@ class FileStore:
     async def add_upload(
         self, file_id: str, filename: str, purpose: Purpose, num_bytes: int, key_name: str
     ) -> FileRecord:
-        """Makes a complete upload a file."""
+        """Makes a complete upload a file. If that fails, nothing of it stays.
+        Raises ApiError: 507, the disk is full; 500, it fails."""
         path = self.data_path(file_id)
         upload = path.with_suffix(".upload")
-        await asyncio.to_thread(sync_file, upload)
-        await asyncio.to_thread(upload.replace, path)
-        return await self._add(file_id, filename, purpose, num_bytes, key_name)
+        try:
+            await _on_disk(partial(sync_file, upload))
+            await _on_disk(partial(upload.replace, path))
+            return await self._add(file_id, filename, purpose, num_bytes, key_name)
+        except BaseException:
+            self._bytes.change(key_name, -num_bytes)
+            self._counts.change(key_name, -1)
+            for suffix in (".upload", ".data", ".json", ".part"):
+                with contextlib.suppress(OSError):
+                    path.with_suffix(suffix).unlink(missing_ok=True)
+            raise
 
     async def add_results(
         self, file_id: str, filename: str, num_bytes: int, key_name: str
@@ -221,7 +263,7 @@ class FileStore:
             created_at=int(time.time()),
             key_name=key_name,
         )
-        await asyncio.to_thread(write_record, self.directory / f"{file_id}.json", record)
+        await _on_disk(partial(write_record, self.directory / f"{file_id}.json", record))
         self._records[file_id] = record
         return record
 

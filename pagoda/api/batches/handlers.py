@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast, get_args
 
 import msgspec
-from aiohttp import BodyPartReader, web
+from aiohttp import web
 
 from pagoda.api.batches.files import FileRecord, FileStore, Purpose, new_id
+from pagoda.api.batches.forms import FormReader
 from pagoda.api.batches.records import WINDOW_S, BatchRecord
 from pagoda.api.batches.runner import ENDPOINTS, BatchRunner
 from pagoda.api.batches.uploads import Pace
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
+from pagoda.api.request_body import ask_for_body, inflated_pieces, raw_pieces
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 
@@ -23,9 +26,8 @@ MAX_FILE_BYTES = 512 * 2**20
 _MAX_FIELD_BYTES = 1024
 _MAX_NAME_CHARS = 255
 _UPLOAD_PURPOSES = tuple(name for name in get_args(Purpose) if name != "batch_output")
-_CHUNK_BYTES = 2**16
-_MALFORMED = (ValueError, AssertionError, web.RequestPayloadError, EOFError)
-"""Errors of a reader of parts whose input is not what it should be."""
+_NO_BYTES = re.compile(r"bytes=-0+", re.IGNORECASE)
+"""A range that nothing satisfies (RFC 9110, 14.1.2)."""
 
 
 class CreateBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,19 +73,17 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
     purpose: str | None = None
     upload: tuple[str, int, str] | None = None
     pace = Pace(context.service.config.body_timeout_s)
+    form = _form(context, pace)
     try:
-        reader = await context.http.multipart()
-        while (part := await pace.wait(reader.next())) is not None:
-            if not isinstance(part, BodyPartReader) or part.name is None:
-                refuse("file", "must be a part with a name, and not of further parts")
+        while (part := await form.next_part()) is not None:
             if part.name == "file" and upload is None:
                 name = (part.filename or "upload")[:_MAX_NAME_CHARS]
                 upload = (
-                    *await files.write(_chunks(part, pace), MAX_FILE_BYTES, context.key_name),
+                    *await files.write(_chunks(form, pace), MAX_FILE_BYTES, context.key_name),
                     name,
                 )
             elif part.name == "purpose" and purpose is None:
-                value = await pace.wait(part.read_chunk(_MAX_FIELD_BYTES))
+                value = await form.field(part.name, _MAX_FIELD_BYTES)
                 purpose = value.decode("utf-8", "replace")
             else:
                 refuse(part.name[:64], "is not a known field, or is given twice", "unknown_field")
@@ -91,11 +91,9 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
             raise InvalidRequestError("file is missing.", param="file", kind="missing_field")
         if purpose not in _UPLOAD_PURPOSES:
             refuse("purpose", f"must be one of {', '.join(_UPLOAD_PURPOSES)}")
-    except BaseException as error:  # the client that went away, too
+    except BaseException:  # the client that went away, too
         if upload is not None:
             await files.drop_upload(upload[0], upload[1], context.key_name)
-        if isinstance(error, _MALFORMED) and not isinstance(error, InvalidRequestError):
-            raise InvalidRequestError("the body is not valid multipart/form-data.") from None
         raise
     file_id, num_bytes, filename = upload
     kind = cast(Purpose, purpose)
@@ -104,8 +102,19 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
     return await asyncio.shield(asyncio.ensure_future(adding))
 
 
-async def _chunks(part: BodyPartReader, pace: Pace) -> AsyncIterator[bytes]:
-    while chunk := await pace.wait(part.read_chunk(_CHUNK_BYTES)):
+def _form(context: RequestContext, pace: Pace) -> FormReader:
+    """The form that comes, asked for if the client waits for that."""
+    http = context.http
+    threads = context.service.body_threads
+    raw = raw_pieces(http, pace.wait)
+    pieces = inflated_pieces(http, raw, threads, context.key_name)
+    form = FormReader(http.headers.get("Content-Type", ""), pieces)
+    ask_for_body(http)
+    return form
+
+
+async def _chunks(form: FormReader, pace: Pace) -> AsyncIterator[bytes]:
+    async for chunk in form.chunks():
         pace.num_bytes += len(chunk)
         yield chunk
 
@@ -123,6 +132,12 @@ async def get_file(context: RequestContext) -> web.StreamResponse:
     if not context.path_argument.endswith("/content"):
         return context.json(_file(context, context.path_argument).shown())
     record = _file(context, context.path_argument.removesuffix("/content"))
+    if _NO_BYTES.fullmatch(context.http.headers.get("Range", "")):
+        raise ApiError(
+            416,
+            "Range asks for the last 0 bytes; ask for one at least.",
+            headers={"Content-Range": f"bytes */{record.bytes}"},
+        )
     headers = {
         "Content-Type": "application/octet-stream",
         "X-Content-Type-Options": "nosniff",

@@ -74,11 +74,11 @@ async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
     """The body of a line, behind all requests that are not of batches.
     Raises InvalidRequestError: the body does not fit `kind`, or asks for a stream; names the field."""
     service = caller.service
-    threads = None if service.generator is None else service.generator.long_texts
+    caller.client_request.num_body_bytes = len(body)
     parsed: Any = await parse_beside(
         body,
         kind,
-        threads,
+        service.body_threads,
         service.config.unknown_fields,
         tenant=caller.client_request.key_name,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any
 
 import msgspec
@@ -217,7 +218,7 @@ async def prompts_of(prompt: Prompt, generator: TextGenerator) -> list[list[int]
         return [await _encoded([prompt], generator)]
     if not prompt:
         refuse("prompt", "is an empty list")
-    if any(isinstance(item, int) for item in prompt):
+    if int in set(map(type, prompt)):
         return [await _encoded(prompt, generator)]
     return [
         await _encoded(item if isinstance(item, list) else [item], generator) for item in prompt
@@ -227,12 +228,16 @@ async def prompts_of(prompt: Prompt, generator: TextGenerator) -> list[list[int]
 async def _encoded(parts: Sequence[Any], generator: TextGenerator) -> list[int]:
     """Token ids of texts and token ids in a row; a text at the beginning gets what the model expects there."""
     token_ids: list[int] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, int):
-            token_ids.append(part)
+    is_first = True
+    for kind, run in groupby(parts, type):
+        if kind is int:
+            token_ids += run
+            is_first = False
             continue
-        text = part if isinstance(part, str) else _prompt_string(part)
-        token_ids += await generator.encode(text, add_special_tokens=i == 0)
+        for part in run:
+            text = part if isinstance(part, str) else _prompt_string(part)
+            token_ids += await generator.encode(text, add_special_tokens=is_first)
+            is_first = False
     return token_ids
 
 

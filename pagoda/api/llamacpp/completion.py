@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -48,7 +49,7 @@ async def completion(context: RequestContext) -> web.StreamResponse:
     generator = context.service.admit(body.model, context.client_request)
     prompts = await prompts_of(body.prompt, generator)
     is_list = len(prompts) > 1 or (
-        isinstance(body.prompt, list) and not any(isinstance(item, int) for item in body.prompt)
+        isinstance(body.prompt, list) and int not in set(map(type, body.prompt))
     )
     return await _respond(context, body, prompts, is_list=is_list)
 
@@ -92,7 +93,8 @@ async def begin_llama(
                     limits.max_model_len,
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
-            begun, _ = await begin_completion(caller, convert_body(request, CompletionRequest))
+            converted = await caller.translate(partial(convert_body, request, CompletionRequest))
+            begun, _ = await begin_completion(caller, converted)
             begun.rename_constraints(NAMES)
             requests += begun.requests
             texts += [await generator.decode(prompt)] * len(begun.requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -14,7 +15,7 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import renamed
 from pagoda.api.llamacpp.bodies import Prompt, prompts_of
 from pagoda.api.request_context import RequestContext
-from pagoda.api.scoring.embeddings import MAX_INPUTS
+from pagoda.api.scoring.embeddings import MAX_INPUTS, encoded_vectors
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import EmbeddingOptions, embed
 
@@ -55,12 +56,8 @@ async def embedding(context: RequestContext) -> web.StreamResponse:
         client_request=context.client_request,
     )
     kind = _EUCLIDEAN if body.embd_normalize is None else body.embd_normalize
-    return context.json(
-        [
-            {"index": index, "embedding": [normalized(one.vector, kind)]}
-            for index, one in enumerate(found)
-        ]
-    )
+    encoded = await encoded_vectors(found, partial(normalized, kind=kind))
+    return context.json([{"index": index, "embedding": [one]} for index, one in enumerate(encoded)])
 
 
 def normalized(vector: array[float], kind: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from pagoda.api.body import Timeout
 from pagoda.api.ollama.bodies import Options, check_options
 from pagoda.api.ollama.names import served_name
 from pagoda.api.request_context import RequestContext
-from pagoda.api.scoring.embeddings import MAX_INPUTS
+from pagoda.api.scoring.embeddings import MAX_INPUTS, encoded_vectors
 from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
 
 
@@ -55,7 +56,7 @@ async def embed_texts(context: RequestContext) -> web.StreamResponse:
     tracker = context.service.tracker
     answer: dict[str, Any] = {
         "model": body.model,
-        "embeddings": [one.vector.tolist() for one in found],
+        "embeddings": await encoded_vectors(found, array.tolist),
         "total_duration": tracker.clock_ns() - context.client_request.arrived_ns,
         "load_duration": 0,
         "prompt_eval_count": sum(one.num_tokens for one in found),

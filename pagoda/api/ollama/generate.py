@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -60,7 +61,8 @@ def _loaded(
 
 async def begin_chat(caller: Caller, body: ChatBody) -> tuple[Generation, OllamaShape]:
     """Prepares an answer to a conversation, and its shape. Raises as `begin_conversation`."""
-    fields = {"messages": chat_messages(body.messages or []), "tools": body.tools}
+    messages = await caller.translate(partial(chat_messages, body.messages or []))
+    fields = {"messages": messages, "tools": body.tools}
     return await _begin_conversation(caller, body, fields, is_chat=True)
 
 
@@ -113,16 +115,14 @@ async def _begin_conversation(
     generator = caller.service.admit(name, caller.client_request)
     common = common_fields(body, generator.text, generator.endpoint.limits.max_model_len)
     with renamed(NAMES):
-        request = convert_body(
-            {
-                "model": name,
-                **fields,
-                **common,
-                "logprobs": body.logprobs,
-                "top_logprobs": body.top_logprobs if body.logprobs else None,
-            },
-            ChatRequest,
-        )
+        chat = {
+            "model": name,
+            **fields,
+            **common,
+            "logprobs": body.logprobs,
+            "top_logprobs": body.top_logprobs if body.logprobs else None,
+        }
+        request = await caller.translate(partial(convert_body, chat, ChatRequest))
         conversation = await begin_conversation(caller, request, clamp_max_tokens=True)
     conversation.generation.rename_constraints(NAMES)
     answer = OllamaAnswer(

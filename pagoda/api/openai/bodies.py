@@ -67,9 +67,10 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
         return [prompt]
     if not prompt:
         refuse("prompt", "is an empty list")
-    if all(isinstance(item, int) for item in prompt):
+    kinds_of_items = set(map(type, prompt))
+    if kinds_of_items == {int}:
         return [prompt]  # type: ignore[list-item]
-    if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
+    if kinds_of_items not in ({str}, {list}):
         kinds = "a string, token ids, a list of strings or a list of lists of token ids"
         refuse("prompt", f"must be {kinds}")
     total = len(prompt) * (body.best_of or body.n or 1)

@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -110,17 +110,25 @@ async def _answer(
         client_request=caller.client_request,
     )
     encode = _base64 if body.encoding_format == "base64" else _floats
-    data = []
-    for index, one in enumerate(found):
-        await asyncio.sleep(0)  # other streams go on between long vectors
-        encoded = msgspec.Raw(encode_json(encode(one.vector)))
-        data.append({"object": kind, "index": index, key: encoded})
+    encoded = await encoded_vectors(found, encode)
+    data = [{"object": kind, "index": index, key: one} for index, one in enumerate(encoded)]
     return {
         **envelope(caller.service, generator, id_prefix),
         "object": "list",
         "data": data,
         "usage": usage(found),
     }
+
+
+async def encoded_vectors(
+    found: Sequence[Embedding], spell: Callable[[array[float]], object]
+) -> list[msgspec.Raw]:
+    """The JSON of each vector, as `spell` writes it; other streams go on between long ones."""
+    encoded = []
+    for one in found:
+        await asyncio.sleep(0)
+        encoded.append(msgspec.Raw(encode_json(spell(one.vector))))
+    return encoded
 
 
 def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
@@ -130,9 +138,10 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
         return [given]
     if not given:
         refuse("input", "is an empty list")
-    if all(isinstance(item, int) for item in given):
+    kinds_of_items = set(map(type, given))
+    if kinds_of_items == {int}:
         return [given]
-    if not (all(isinstance(i, str) for i in given) or all(isinstance(i, list) for i in given)):
+    if kinds_of_items not in ({str}, {list}):
         kinds = "a string, token ids, a list of strings or a list of lists of token ids"
         refuse("input", f"must be {kinds}")
     if len(given) > MAX_INPUTS:

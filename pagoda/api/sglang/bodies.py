@@ -129,10 +129,9 @@ class Asked:
     with_text: bool
 
 
-async def asked_of(body: GenerateBody, generator: TextGenerator) -> list[Asked]:
+def asked_of(body: GenerateBody, prompts: Sequence[Sequence[int]]) -> list[Asked]:
     """Wishes of a body for each of its prompts.
-    Raises InvalidRequestError: fields do not fit each other or the model; names one."""
-    prompts = await _prompts(body, generator)
+    Raises InvalidRequestError: fields do not fit each other; names one."""
     count = len(prompts)
     rids = body.rid or ""
     if isinstance(rids, str) and rids and count > 1:
@@ -148,12 +147,15 @@ async def asked_of(body: GenerateBody, generator: TextGenerator) -> list[Asked]:
         strict=True,
     )
     found = []
+    shared = (
+        None if isinstance(body.sampling_params, list) else _sampling(body.sampling_params or {})
+    )
     for prompt, given, rid, with_logprobs, start, num_top in columns:
         if num_top and not with_logprobs:
             refuse("top_logprobs_num", "needs return_logprob: true")
         if start >= len(prompt):
             refuse("logprob_start_len", f"must be below the {len(prompt)} tokens of the prompt")
-        sampling, interval = _sampling(given)
+        sampling, interval = _sampling(given) if shared is None else shared
         found.append(
             Asked(
                 prompt,
@@ -175,7 +177,9 @@ def is_list(body: GenerateBody) -> bool:
     return isinstance(body.text, list) or bool(ids and isinstance(ids[0], list))
 
 
-async def _prompts(body: GenerateBody, generator: TextGenerator) -> list[list[int]]:
+async def prompts_of(body: GenerateBody, generator: TextGenerator) -> list[list[int]]:
+    """The token ids of all prompts of a body.
+    Raises InvalidRequestError: they are malformed, or do not fit the model; names the field."""
     if (body.text is None) == (body.input_ids is None):
         refuse("text", "or input_ids must be given, and not both")
     if body.text is None:
@@ -185,7 +189,7 @@ async def _prompts(body: GenerateBody, generator: TextGenerator) -> list[list[in
             rule = f"has {len(prompts)} prompts; at most {MAX_SEQUENCES_PER_BODY} are served"
             refuse("input_ids", rule)
         kind = list if is_list(body) else int
-        if not all(isinstance(one, kind) for one in ids):
+        if set(map(type, ids)) - {kind}:
             refuse("input_ids", "must be token ids, or a list of lists of token ids")
     else:
         texts = body.text if isinstance(body.text, list) else [body.text]

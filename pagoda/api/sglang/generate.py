@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -15,7 +16,7 @@ from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
 from pagoda.api.openai.choices import matched_stop
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import RequestContext
-from pagoda.api.sglang.bodies import NAMES, Asked, GenerateBody, asked_of, is_list
+from pagoda.api.sglang.bodies import NAMES, Asked, GenerateBody, asked_of, is_list, prompts_of
 from pagoda.api.sse import DONE, event
 from pagoda.api.timing import times_of
 from pagoda.errors import refuse
@@ -37,7 +38,8 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     model = body.model if body.lora_path is None else body.lora_path
     with renamed({"model": "lora_path"} if body.lora_path is not None else {}):
         generator = context.service.admit(model, context.client_request)
-    prompts = await asked_of(body, generator)
+    token_ids = await prompts_of(body, generator)
+    prompts = await context.caller.translate(partial(asked_of, body, token_ids))
     room = generator.endpoint.limits.max_model_len
     wanted = [one.sampling.get("n") for one in prompts]
     total = sum(n if isinstance(n, int) else 1 for n in wanted)
@@ -50,9 +52,8 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     for one in prompts:
         with renamed({**NAMES, "prompt": param}):
             fields = _fields(body, one, model, room)
-            begun, _ = await begin_completion(
-                context.caller, convert_body(fields, CompletionRequest)
-            )
+            work = partial(convert_body, fields, CompletionRequest)
+            begun, _ = await begin_completion(context.caller, await context.caller.translate(work))
         requests += begun.requests
         asked += [one] * len(begun.requests)
     generation = Generation(generator, requests)

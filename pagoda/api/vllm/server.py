@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from pagoda.api.body import convert_body, parse_body
+from pagoda.api.body import convert_body
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, ChatRequest
 from pagoda.api.openai.chat import begin_chat, chat_completions
 from pagoda.api.openai.completions import completions
@@ -45,7 +46,7 @@ async def server_load(context: RequestContext) -> web.StreamResponse:
 
 async def invocations(context: RequestContext) -> web.StreamResponse:
     """A body of SageMaker: that of a chat if it has messages, else that of a completion."""
-    fields = parse_body(await context.body(), dict[str, msgspec.Raw])
+    fields = await context.parse(dict[str, msgspec.Raw])
     if "messages" in fields:
         return await chat_completions(context)
     if "prompt" in fields:
@@ -68,7 +69,8 @@ async def chat_batch(context: RequestContext) -> web.StreamResponse:
         refuse("n", f"times the conversations must be at most {MAX_SEQUENCES_PER_BODY}")
     begun = []
     for messages in conversations:
-        body = convert_body({**fields, "messages": messages}, ChatRequest)
+        fields["messages"] = messages
+        body = await context.caller.translate(partial(convert_body, fields, ChatRequest))
         take_timeout(context.client_request, body)
         begun.append(await begin_chat(context.caller, body))
     wholes = await gather_all([generation.run(shape) for generation, shape in begun])

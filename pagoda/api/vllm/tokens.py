@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from aiohttp import web
 from pagoda.api.body import Timeout, convert_body
 from pagoda.api.conversation import begin_conversation
 from pagoda.api.fields import KVTransferParams, StreamOptions, TokenIds, renamed
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import ANSWER_CHARS, Answer, Generation
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
@@ -115,7 +116,8 @@ async def generate_tokens(context: RequestContext) -> web.StreamResponse:
     }
     names = {name: f"sampling_params.{name}" for name in sampling}
     with renamed({**names, "prompt": "token_ids"}):
-        request = convert_body(fields, CompletionRequest)
+        work = partial(convert_body, fields, CompletionRequest)
+        request = await context.caller.translate(work)
         generation, _ = await begin_completion(context.caller, request)
     shape = _TokensShape(generation, body.request_id or f"generate-tokens-{context.request_id}")
     return await generation.respond(context, shape, streams=bool(body.stream))
@@ -153,9 +155,20 @@ async def render_completion(context: RequestContext) -> web.StreamResponse:
     generation, _ = await begin_completion(context.caller, body)
     first = [request for request in generation.requests if request.index == 0]
     name = f"cmpl-{context.request_id}"
-    return context.json(
-        [_rendered(context, body, request, f"{name}-{i}") for i, request in enumerate(first)]
-    )
+
+    def rendered() -> list[dict[str, Any]]:
+        return [_rendered(context, body, request, f"{name}-{i}") for i, request in enumerate(first)]
+
+    more = len(first) * (ANSWER_CHARS + _num_listed(first[0]))
+    size = generation.usage.num_prompt_tokens + more
+    return await context.sized_json(await context.caller.translate(rendered, more), size)
+
+
+def _num_listed(request: TextRequest) -> int:
+    """Tokens in the lists of a request's sampling."""
+    sampling = request.sampling
+    lists = (sampling.logit_bias, sampling.allowed_token_ids, sampling.stop_token_ids)
+    return sum(len(one) for one in lists if one)
 
 
 def _rendered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -37,7 +38,7 @@ async def create_conversation(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(ConversationBody)
     store = context.service.conversations
     stored = StoredConversation(context.client_request.key_name, body.metadata or {})
-    items = _checked(body)
+    items = await context.caller.translate(partial(_checked, body))
     store.put(stored, items)
     return context.json(stored.object())
 
@@ -66,7 +67,7 @@ async def change_conversation(context: RequestContext) -> web.StreamResponse:
             refuse(
                 "metadata", "is set at the conversation itself, not at its items", "unknown_field"
             )
-        items = _checked(body)
+        items = await context.caller.translate(partial(_checked, body))
         check_room(stored, len(items), "items")
         store.check_bytes(stored, items)
         num_before = len(stored.items)

@@ -96,12 +96,10 @@ class ConversationStore:
 
     def add(self, stored: StoredConversation, items: Sequence[Item]) -> None:
         """Adds items with ids, of which none replaces another."""
-        added = 0
         for item in items:
             item_id = item["id"] if item["id"] not in stored.items else new_id("item")
             stored.items[item_id] = {**item, "id": item_id}
-            added += kept_bytes(stored.items[item_id])
-        self._resize(stored, added)
+        self._resize(stored, _num_bytes(items))
 
     def remove_item(self, stored: StoredConversation, item_id: str) -> None:
         self._resize(stored, -kept_bytes(stored.items.pop(item_id)))
@@ -123,4 +121,4 @@ class ConversationStore:
 
 
 def _num_bytes(items: Sequence[Item]) -> int:
-    return sum(kept_bytes(item) for item in items)
+    return kept_bytes(items)

@@ -10,6 +10,7 @@ from typing import Any
 from pagoda.api.conversation import Conversation, begin_conversation
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
+from pagoda.api.kept_json import kept_bytes
 from pagoda.api.openai.conversations.store import check_room
 from pagoda.api.openai.responses.background import BackgroundRun
 from pagoda.api.openai.responses.bodies import (
@@ -32,6 +33,9 @@ from pagoda.api.openai.responses.translation import (
 )
 from pagoda.api.request_context import Caller
 from pagoda.frontend.text_generator import PromptTooLongError
+
+ITEM_CHARS = 32
+"""Characters that an item of an earlier response counts for, at least."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     store = caller.service.responses
     if body.background:
         store.check_room(_key(caller))
-    items = input_items(caller, body)
+    items = await caller.translate(partial(input_items, caller, body))
     talk = None
     if body.conversation_id is not None:
         talk = caller.service.conversations.get(_key(caller), body.conversation_id)
@@ -68,7 +72,8 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     generation = conversation.generation
     streams = bool(body.stream)
     log = EventLog() if body.background and streams else None
-    stored = StoredResponse(_key(caller), {}, kept_items(body.input or "", items), log=log)
+    kept, num_bytes = await caller.translate(partial(_kept, body, items))
+    stored = StoredResponse(_key(caller), {}, kept, num_bytes, log=log)
 
     def keep(response: dict[str, Any]) -> None:
         stored.response, stored.run = response, None
@@ -85,6 +90,12 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
         on_finish=keep,
     )
     return BegunResponse(answer, generation, stored)
+
+
+def _kept(body: ResponsesRequest, items: Sequence[Item]) -> tuple[list[Item], int]:
+    """The items of an input as they are kept, and the bytes that they take."""
+    kept = kept_items(body.input or "", items)
+    return kept, kept_bytes(kept)
 
 
 def _key(caller: Caller) -> str:
@@ -119,7 +130,10 @@ async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) 
 
     async def attempt(start: int, *, clamps: bool) -> Conversation:
         translation = ChatTranslation()
-        chat = chat_request(body, translation, without_beginning(placed, start))
+        chat = await caller.translate(
+            lambda: chat_request(body, translation, without_beginning(placed, start)),
+            more=ITEM_CHARS * len(placed),
+        )
         with renamed(translation.names):
             begun = await begin_conversation(caller, chat, clamp_max_tokens=clamps)
         begun.generation.rename_constraints(translation.names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 
 from pagoda.api.conversation import count_prompt_tokens
@@ -10,6 +12,7 @@ from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.fields import renamed
 from pagoda.api.keys import ANYBODY
 from pagoda.api.openai.responses.beginning import (
+    ITEM_CHARS,
     BegunResponse,
     begin_response,
     conversation_items,
@@ -59,8 +62,11 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(InputTokensRequest)
     caller = context.caller
     translation = ChatTranslation()
-    items = conversation_items(caller, body, input_items(caller, body))
-    chat = chat_request(body, translation, items)
+    own = await caller.translate(partial(input_items, caller, body))
+    items = conversation_items(caller, body, own)
+    chat = await caller.translate(
+        partial(chat_request, body, translation, items), more=ITEM_CHARS * len(items)
+    )
     with renamed(translation.names):
         count = await count_prompt_tokens(caller, chat)
     return context.json({"object": "response.input_tokens", "input_tokens": count})

@@ -15,12 +15,15 @@ from pagoda.api.kept_json import kept_bytes
 from pagoda.api.key_shares import KeyShares, LruByKey
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
-from pagoda.errors import OverloadedError
+from pagoda.errors import OverloadedError, refuse
+from pagoda.frontend.conversation import MAX_MESSAGES
 
 if TYPE_CHECKING:
     from pagoda.api.openai.responses.background import BackgroundRun
 
 MAX_STORED_RESPONSES = 4096
+MAX_HISTORY_ITEMS = 4 * MAX_MESSAGES
+"""Most items of the responses before one; several may be one message, and `truncation` leaves out the first."""
 MAX_RUNNING_RESPONSES = 256
 """Most background responses that run at a time."""
 
@@ -34,11 +37,15 @@ class StoredResponse:
     """The object, as clients get it."""
     input_items: Sequence[Item]
     """The items of its own input, with ids; those of earlier responses are not among them."""
+    num_input_bytes: int = 0
+    """Bytes that these take."""
     run: BackgroundRun | None = None
     """The work on a background response; None when it is done."""
     log: EventLog | None = None
     """The events of a background response that was asked for as a stream."""
     num_bytes: int = field(default=0, init=False)
+    by_id: dict[str, Item] = field(default_factory=dict, init=False)
+    """The items by their ids, since the response was kept."""
 
     @property
     def response_id(self) -> str:
@@ -111,8 +118,9 @@ class ResponseStore:
             return
         else:
             self._kept.put(key_name, response_id, stored, stored.num_bytes)
-        for item in stored.items:
-            self._item_owners[key_name, item["id"]] = response_id
+        stored.by_id = {item["id"]: item for item in stored.items}
+        for item_id in stored.by_id:
+            self._item_owners[key_name, item_id] = response_id
         room = self.max_bytes - self._running_bytes.total
         for dropped in self._kept.make_room(room, MAX_STORED_RESPONSES - len(self._running)):
             self._disown(dropped)
@@ -145,6 +153,7 @@ class ResponseStore:
         """The items of a response and of all before it, the first ones first.
         Raises ApiError: 400, one of them is not there any more, or still runs."""
         chain: list[StoredResponse] = []
+        num_items = 0
         while response_id is not None:
             stored = self._find(key_name, response_id)
             if stored is None:
@@ -159,6 +168,12 @@ class ResponseStore:
                 message = f"Previous response with id {response_id!r} is not finished."
                 raise ApiError(400, message, "previous_response_id")
             chain.append(stored)
+            num_items += len(stored.by_id)
+            if num_items > MAX_HISTORY_ITEMS:
+                refuse(
+                    "previous_response_id",
+                    f"leads to more than {MAX_HISTORY_ITEMS} items of earlier responses",
+                )
             response_id = stored.response["previous_response_id"]
         return [item for stored in reversed(chain) for item in stored.items]
 
@@ -166,9 +181,9 @@ class ResponseStore:
         """The item that a client refers to. Raises ApiError: 404, the client has no such item."""
         owner = self._item_owners.get((key_name, item_id))
         stored = None if owner is None else self._find(key_name, owner)
-        for item in () if stored is None else stored.items:
-            if item["id"] == item_id:
-                return item
+        item = None if stored is None else stored.by_id.get(item_id)
+        if item is not None:
+            return item
         raise ApiError(
             404, f"Item with id {item_id[:128]!r} not found.", f"{place}.id", "not_found"
         )
@@ -181,12 +196,12 @@ class ResponseStore:
 
     def _disown(self, stored: StoredResponse) -> None:
         """Forgets whose the items of a response are that is not kept any more."""
-        for item in stored.items:
-            owned = (stored.key_name, item["id"])
+        for item_id in stored.by_id:
+            owned = (stored.key_name, item_id)
             if self._item_owners.get(owned) == stored.response_id:
                 del self._item_owners[owned]
 
 
 def _num_bytes(stored: StoredResponse) -> int:
     events = 0 if stored.log is None else stored.log.num_bytes
-    return kept_bytes(stored.response) + kept_bytes(stored.input_items) + events
+    return kept_bytes(stored.response) + stored.num_input_bytes + events
