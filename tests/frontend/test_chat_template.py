@@ -138,8 +138,8 @@ def test_a_name_is_seen_by_the_model() -> None:
     plain, named = "{{ messages[0].content }}", "{{ messages[0].name }}/{{ messages[0].content }}"
     assert template(plain).render(messages) == "ada: hi"
     assert template(named).render(messages) == "ada/hi"
-    call = [{"role": "tool", "content": "1", "name": "add"}]
-    assert template(plain).render(call) == "1", "the call names its function"
+    answer = [{"role": "assistant", "content": "1", "name": "add"}]
+    assert template(plain).render(answer) == "1", "an assistant knows itself"
 
 
 @pytest.mark.parametrize("value", [[], {}, "x" * 1025])
@@ -158,6 +158,9 @@ def test_a_developer_is_a_system_to_templates_that_know_none() -> None:
 def test_continues_the_final_message() -> None:
     messages = [*USER, {"role": "assistant", "content": "The answer is "}]
     rendered = template(QWEN).render(messages, continue_final_message=True)
+    assert rendered.endswith("<|im_start|>assistant\nThe answer is ")
+    trims = QWEN.replace("+ message.content", "+ message.content | trim")
+    rendered = template(trims).render(messages, continue_final_message=True)
     assert rendered.endswith("<|im_start|>assistant\nThe answer is")
 
 

@@ -31,11 +31,11 @@ def tool(**parameters: Any) -> dict[str, Any]:
     [
         (
             {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]},
-            {"role": "user", "content": "a\nb"},
+            {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]},
         ),
         (
             {"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]},
-            {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
+            {"role": "assistant", "content": "", "tool_calls": [call('{"x": 1}')]},
         ),
         *(  # calls that a model broke off
             (
