@@ -70,9 +70,9 @@ _TOOL_MARKS: tuple[tuple[str, ToolFormatName], ...] = (
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
     ("func_name1(", "pythonic"),
+    ('"parameters": dictionary', "llama3_json"),
     ("<|python_start|>", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary', "llama3_json"),
 )
 """Strings of chat templates and the format that they belong to; the first that occurs counts."""
 _DEEPSEEK_MARK = "<｜tool▁calls▁begin｜>"

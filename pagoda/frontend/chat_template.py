@@ -64,8 +64,9 @@ class _Source:
         environment = Sandbox()
         try:
             tree = environment.parse(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            # Before the variables are looked for, which folds lists of constants into one.
             constants = [node.value for node in tree.find_all(jinja2.nodes.Const)]
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(

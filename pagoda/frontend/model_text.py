@@ -63,6 +63,15 @@ class ModelText:
         return replace(found, tools="hermes")  # the form of the prompt that shows them
 
     @property
+    def template_traits(self) -> str:
+        """What the chat template takes, in words, for the log and for operators."""
+        if self.chat_template is None:
+            return "none"
+        prompt = "; tools by a prompt in Hermes' form"
+        is_generic = self.takes_tools and not self.chat_template.takes_tools
+        return f"{self.chat_template.tool_traits}{prompt if is_generic else ''}"
+
+    @property
     def takes_tools(self) -> bool:
         """True if the model is shown tools, by its chat template or by a prompt that goes with any template."""
         template = self.chat_template
@@ -100,13 +109,15 @@ def load_text(
     template's switches that requests leave out.
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should; a switch is wrong."""
     text = _load_text(files, simulated=simulated, chat_template=chat_template)
+    if parsers is not None:
+        text = replace(text, parsers=parsers)
     if switches and text.chat_template is not None:
         try:
             text = replace(text, chat_template=text.chat_template.with_defaults(switches))
         except InvalidRequestError as error:
             flag = str(error).replace("chat_template_kwargs", "--default-chat-template-kwargs")
             raise ConfigError(flag) from None
-    return text if parsers is None else replace(text, parsers=parsers)
+    return text
 
 
 def _load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:

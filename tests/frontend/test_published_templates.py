@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from published_templates import PUBLISHED, SPECIAL, published
 
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.conversation import Message, render_conversation
 
-PUBLISHED: dict[str, str] = json.loads(
-    Path(__file__).with_name("published_templates.json").read_text(encoding="utf-8")
-)["templates"]
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 TOOLS = [
     {
         "type": "function",
@@ -83,16 +77,11 @@ HISTORIES: dict[str, list[Turn]] = {
 }
 
 
-@cache
-def template(name: str) -> ChatTemplate:
-    return ChatTemplate(PUBLISHED[name], special_tokens=SPECIAL)
-
-
 def rendered(name: str, history: list[Turn], **options: Any) -> str | None:
     """The prompt; None if the template refuses the history, with a sentence on messages."""
     messages = msgspec.convert(history, list[Message])
     try:
-        return render_conversation(template(name), messages, **options)
+        return render_conversation(published(name), messages, **options)
     except InvalidRequestError as error:
         if error.param not in ("messages", "continue_final_message"):
             raise
@@ -277,7 +266,7 @@ def with_tools(history: list[Turn], place: str) -> list[Turn]:
 
 
 def fault_with_tools(name: str, history: list[Turn]) -> str | None:
-    traits = template(name).tool_traits
+    traits = published(name).tool_traits
     if traits.tools == "shown":
         return fault(name, history, tools=TOOLS)
     place = traits.tools if traits.tools == "in_system" else "system"
