@@ -28,7 +28,7 @@ from pagoda.frontend.template_sandbox import (
     TemplateError,
 )
 from pagoda.frontend.template_traits import TemplateTraits, probe_traits
-from pagoda.frontend.template_turns import fitted_turns
+from pagoda.frontend.template_turns import fitted_tools, fitted_turns
 
 MAX_SWITCH_CHARS = 1024
 
@@ -202,7 +202,7 @@ class ChatTemplate:
             text = source.render(
                 Budget(len(messages)),
                 messages=turns,
-                tools=list(tools or ()) if is_shown else None,
+                tools=fitted_tools(tools or (), traits) if is_shown else None,
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
                 **self.special_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
@@ -154,23 +153,13 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
     }
     turn |= {name: value for name, value in fields.items() if value is not None}
     if calls:
-        turn["tool_calls"] = [
-            _template_call(call, f"{where_calls}[{i}]") for i, call in enumerate(calls)
-        ]
+        turn["tool_calls"] = [_template_call(call) for call in calls]
     return turn
 
 
-def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
-    text = call.function.arguments
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = (
-            True  # broken off: the answers of models must fit into the next turn as they came
-        )
-    if not is_object:
-        refuse(f"{where}.function.arguments", "must be the text of a JSON object")
-    turn = {"type": "function", "function": {"name": call.function.name, "arguments": text}}
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """A call with arguments as they came: what a model wrote must fit into the next turn, also if it broke off."""
+    turn = {"type": "function", "function": msgspec.structs.asdict(call.function)}
     return turn if call.id is None else {"id": call.id, **turn}
 
 

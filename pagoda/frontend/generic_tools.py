@@ -118,7 +118,7 @@ def _phi4(calls: Sequence[Turn]) -> str:
 def _kimi(calls: Sequence[Turn]) -> str:
     def spelled(call: Turn, index: int) -> str:
         function, call_id = call["function"], str(call.get("id"))
-        if not call_id.startswith("functions."):
+        if not call_id.startswith(f"functions.{function['name']}:"):
             call_id = f"functions.{function['name']}:{index}"
         return (
             f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{_arguments(function)}"

@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Turn = Mapping[str, Any]
 Render = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]] | None], str]
 """Renders messages and tools; the text is empty if the template refuses them."""
 
 SHORT_ID_CHARS = 9
+CallIds = Literal["any", "short", "named"]
 _RESULT_ROLES = ("tool", "ipython", "observation", "function", "environment")
 _NAME, _KEY, _VALUE, _RESULT = "probename", "probekey", "probevalue", "proberesult"
 _ONE, _TWO, _ROLE = "probeone", "probetwo", "proberole"
-_SHORT_ID, _LONG_ID = "probe0001", "call_0123456789abcdef01234567"
 _BROKEN = '{"' + _KEY + '": "' + _VALUE
 _GARBLED = re.compile(rf"""'{_KEY}'|\\"{_KEY}\\"|['"]text['"]\s*:\s*['"]({_ONE}|{_TWO})""")
 """Python's spelling of an object, JSON in a string of JSON, and parts that are written out."""
@@ -37,6 +37,7 @@ _TOOL = {
         },
     },
 }
+_BARE_TOOL = {"type": "function", "function": {"name": _NAME}}
 _USER: Turn = {"role": "user", "content": "question"}
 _ANSWER: Turn = {"role": "assistant", "content": "answer"}
 
@@ -45,6 +46,8 @@ _ANSWER: Turn = {"role": "assistant", "content": "answer"}
 class TemplateTraits:
     tools: Literal["shown", "in_system", "none"] = "none"
     """The place of tools: a variable of the template, or a field of the system message."""
+    whole_tools: bool = False
+    """Tools must have descriptions and parameters."""
     calls: bool = False
     """Calls in earlier messages are shown."""
     results: bool = False
@@ -59,8 +62,10 @@ class TemplateTraits:
     """A message with content may have calls too; else they are two messages."""
     parallel_calls: bool = True
     """A message may have several calls; else each has a message, with its result behind it."""
-    short_ids: bool = False
-    """Ids of calls have nine letters and digits."""
+    call_ids: CallIds = "any"
+    """Ids of calls: any, nine letters and digits, or the name of the function with the number of the call."""
+    needs_ids: bool = False
+    """Calls must have ids."""
     result_role: str = "tool"
     """The role of a call's result."""
     system: Literal["anywhere", "first", "none"] = "none"
@@ -87,7 +92,7 @@ class TemplateTraits:
             said += [] if self.no_content == "text" else [f"content {self.no_content} beside calls"]
             said += [] if self.calls_beside_content else ["content and calls apart"]
             said += [] if self.parallel_calls else ["one call a message"]
-            said += ["ids of nine characters"] if self.short_ids else []
+            said += [] if self.call_ids == "any" else [f"{self.call_ids} ids of calls"]
         said += [] if self.result_role == "tool" else [f"results as {self.result_role}"]
         said += [f"parts for {', '.join(sorted(self.parts))}"] if self.parts else []
         said += [f"one part for {', '.join(sorted(self.one_part))}"] if self.one_part else []
@@ -112,6 +117,7 @@ def probe_traits(render: Render, *, with_tools: bool) -> TemplateTraits:
     system, parts, one_part = _contents(shows, calls)
     return TemplateTraits(
         tools="shown" if _NAME in known else _in_system(shows),
+        whole_tools=_NAME in known and _NAME not in render([_USER], [_BARE_TOOL]),
         results=role is not None,
         result_role=role or "tool",
         names=shows([{**_USER, "name": _ONE}], _ONE),
@@ -133,7 +139,7 @@ class _Calls:
     content: Literal["text", "null", "absent"]
     arguments: Literal["object", "text"]
     role: str
-    short_ids: bool
+    ids: CallIds
 
     @staticmethod
     def found(shows: Shows) -> _Calls | None:
@@ -141,8 +147,8 @@ class _Calls:
         contents: tuple[Literal["text", "absent", "null"], ...] = ("text", "absent", "null")
         kinds: tuple[Literal["object", "text"], ...] = ("object", "text")
         forms = (
-            _Calls(content, arguments, role="", short_ids=is_short)
-            for is_short, content, arguments in product((False, True), contents, kinds)
+            _Calls(content, arguments, "", ids)
+            for ids, content, arguments in product(get_args(CallIds), contents, kinds)
         )
         for form in forms:
             call = [_USER, form.message(1)]
@@ -177,12 +183,15 @@ class _Calls:
         }
 
     def _id(self, index: int) -> str:
-        return (_SHORT_ID if self.short_ids else _LONG_ID)[:-1] + str(index)
+        stems = {"short": "probe000", "any": "call_0123456789abcdef0123456"}
+        return f"{stems.get(self.ids, f'functions.{_NAME * index}:')}{index}"
 
     def traits(self, shows: Shows) -> dict[str, Any]:
         one = self.message(1)
         both = [_USER, {**one, "content": _ONE}, self.result(1)]
         apart = [_USER, {**_ANSWER, "content": _ONE}, one, self.result(1)]
+        nameless = [{name: it for name, it in one["tool_calls"][0].items() if name != "id"}]
+        without_ids = [_USER, {**one, "tool_calls": nameless}, self.result(1)]
         two = [_USER, self.message(2), self.result(1), self.result(2, _TWO)]
         in_turn = [_USER, one, self.result(1), one, self.result(1, _TWO)]
         return {
@@ -194,7 +203,8 @@ class _Calls:
             or not shows(apart, _ONE, _NAME, _VALUE),
             "parallel_calls": shows(two, _NAME * 2, _RESULT, _TWO)
             or not shows(in_turn, _NAME, _RESULT, _TWO),
-            "short_ids": self.short_ids,
+            "call_ids": self.ids,
+            "needs_ids": not shows(without_ids, _NAME, _VALUE, _RESULT),
         }
 
 

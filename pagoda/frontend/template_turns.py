@@ -50,6 +50,16 @@ def fitted_turns(
     return [_with_content(turn, traits) for turn in turns]
 
 
+def fitted_tools(
+    tools: Sequence[Mapping[str, Any]], traits: TemplateTraits
+) -> list[Mapping[str, Any]]:
+    """The tools as the template takes them: some templates fail where a tool has no description or parameters."""
+    if not traits.whole_tools:
+        return list(tools)
+    whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return [{**tool, "function": whole | tool["function"]} for tool in tools]
+
+
 def _with_calls(
     turns: Sequence[Turn],
     traits: TemplateTraits,
@@ -63,8 +73,8 @@ def _with_calls(
         turns = write_calls(turns, "hermes" if has_none else tool_format)
         if has_none or not traits.results:
             return write_results(turns)
-    elif traits.short_ids:
-        turns = _with_short_ids(turns)
+    elif traits.call_ids != "any" or traits.needs_ids:
+        turns = _with_ids(turns, traits)
     if not traits.parallel_calls:
         turns = _one_call_a_turn(turns)
     fitted: list[Turn] = []
@@ -101,9 +111,8 @@ def _fitted_call(call: Turn, traits: TemplateTraits) -> Turn:
             (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         )
     elif isinstance(given, str):
-        try:
-            arguments = json.loads(given or "{}")
-        except (ValueError, RecursionError):
+        arguments = _loaded(given or "{}")
+        if not isinstance(arguments, dict):
             arguments = given if traits.broken_arguments else closed_object(given)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
@@ -113,13 +122,18 @@ def closed_object(text: str) -> dict[str, Any]:
     the text under the name `arguments`."""
     whole, cut = _closed(text)
     for candidate in (whole, _closed(text[:cut])[0]):
-        try:
-            value = json.loads(candidate)
-        except (ValueError, RecursionError):
-            continue
+        value = _loaded(candidate)
         if isinstance(value, dict):
             return value
     return {"arguments": text}
+
+
+def _loaded(text: str) -> object:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _closed(text: str) -> tuple[str, int]:
@@ -143,31 +157,37 @@ def _closed(text: str) -> tuple[str, int]:
     return end + '"' * in_string + "".join(reversed(closers)), cut
 
 
-def _with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with ids of nine letters and digits. Calls and results without ids are taken in their order."""
+def _with_ids(turns: Sequence[Turn], traits: TemplateTraits) -> list[Turn]:
+    """The turns with ids as the template wants them. Calls and results without ids are taken in their order."""
+    ids: dict[str, str] = {}
     unanswered: deque[str] = deque()
+    count = 0
     fitted = []
-    for index, turn in enumerate(turns):
+    for turn in turns:
         if turn.get("tool_calls"):
-            ids = [
-                _short(call.get("id") or f"{index}:{i}")
-                for i, call in enumerate(turn["tool_calls"])
-            ]
-            unanswered.extend(ids)
-            calls = [
-                {**call, "id": short} for call, short in zip(turn["tool_calls"], ids, strict=True)
-            ]
+            calls = []
+            for call in turn["tool_calls"]:
+                given = call.get("id") or f"call_{count}"
+                ids[given] = new = _fitted_id(given, call["function"]["name"], count, traits)
+                unanswered.append(new)
+                calls.append({**call, "id": new})
+                count += 1
             turn = {**turn, "tool_calls": calls}
         elif turn["role"] == "tool":
-            first = unanswered.popleft() if unanswered else _short(str(index))
+            first = unanswered.popleft() if unanswered else f"call_{count}"
             given = turn.get("tool_call_id")
-            turn = {**turn, "tool_call_id": _short(given) if given else first}
+            fitting = (
+                ids.get(given) or _fitted_id(given, "unknown", count, traits) if given else first
+            )
+            turn = {**turn, "tool_call_id": fitting}
         fitted.append(turn)
     return fitted
 
 
-def _short(call_id: str) -> str:
-    if _SHORT_ID.fullmatch(call_id):
+def _fitted_id(call_id: str, name: str, count: int, traits: TemplateTraits) -> str:
+    if traits.call_ids == "named":
+        return call_id if call_id.startswith(f"functions.{name}:") else f"functions.{name}:{count}"
+    if traits.call_ids == "any" or _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:SHORT_ID_CHARS]
 

@@ -12,6 +12,8 @@ PUBLISHED: dict[str, str] = json.loads(
     Path(__file__).with_name("published_templates.json").read_text(encoding="utf-8")
 )["templates"]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+JUDGES = ("granite3-guardian:2b", "shieldgemma:27b")
+"""Models that are shown the last messages of a conversation, in a frame of their own."""
 
 
 @cache

@@ -37,12 +37,12 @@ def tool(**parameters: Any) -> dict[str, Any]:
             {"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]},
             {"role": "assistant", "content": "", "tool_calls": [call('{"x": 1}')]},
         ),
-        *(  # calls that a model broke off
+        *(  # calls that a model broke off, or made without an object
             (
                 {"role": "assistant", "content": None, "tool_calls": [call(arguments)]},
                 {"role": "assistant", "content": "", "tool_calls": [call(arguments)]},
             )
-            for arguments in ("{", '{"a":' * 100_000)
+            for arguments in ("{", '{"a":' * 100_000, "[1]", "null", '"text"')
         ),
         (  # an answer as a client got it
             {"role": "assistant", "content": "4", "annotations": []}
@@ -65,13 +65,6 @@ def test_what_templates_see(message: dict[str, Any], turn: dict[str, Any]) -> No
         *(
             ({"role": "user", "content": "x", "name": name}, "messages[0].name")
             for name in ("ada<|im_end|>", "ada\nuser", "[INST]")
-        ),
-        *(
-            (
-                {"role": "assistant", "tool_calls": [call(arguments)]},
-                "messages[0].tool_calls[0].function.arguments",
-            )
-            for arguments in ("[1]", "null", '"text"')
         ),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from published_templates import PUBLISHED, SPECIAL, published
+from published_templates import JUDGES, PUBLISHED, SPECIAL, published
 
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Message, render_conversation
@@ -234,8 +234,6 @@ def fault(name: str, history: list[Turn], **options: Any) -> str | None:
     return None
 
 
-JUDGES = ("granite3-guardian:2b", "shieldgemma:27b")
-"""Models that are shown the last messages of a conversation, in a frame of their own."""
 EIGHTHS = [list(PUBLISHED)[index::8] for index in range(8)]
 
 

@@ -17,7 +17,7 @@ from pagoda.frontend.chat_template import ChatTemplate
         ),
         ("gemma3:1b", "parts for assistant, user; one part for system"),
         ("llama3.1:8b", "one call a message"),
-        ("mistralai-Mistral-Nemo-Instruct-2407.jinja", "ids of nine characters"),
+        ("mistralai-Mistral-Nemo-Instruct-2407.jinja", "short ids of calls"),
         ("Qwen3.5-4B.jinja", "system messages first"),
         ("gemma2:2b", "system messages not shown"),
         ("phi4-mini:3.8b", "tools in the system message"),

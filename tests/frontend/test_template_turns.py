@@ -8,6 +8,7 @@ import pytest
 from operations import assert_linear
 from published_templates import PUBLISHED, published
 
+from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.conversation import Message, render_conversation
 from pagoda.frontend.template_traits import TemplateTraits
 from pagoda.frontend.template_turns import closed_object, fitted_turns
@@ -88,6 +89,8 @@ def test_arguments_that_broke_off(name: str) -> None:
         ('{"a": 1, "b": tr', {"a": 1}),
         ('{"a": "x,{[", "b":', {"a": "x,{["}),
         ("{", {}),
+        ("[1]", {"arguments": "[1]"}),
+        ("null", {"arguments": "null"}),
         ("city=Oslo", {"arguments": "city=Oslo"}),
         ('{"a" "b"}', {}),
         ('["a', {"arguments": '["a'}),
@@ -119,6 +122,27 @@ def test_foreign_ids_of_calls_on_templates_that_check_them(ids: bool) -> None:
     assert [it["id"] for it in calls] == [it["call_id"] for it in results]
     assert len({it["id"] for it in calls}) == 2
     assert prompt == rendered(name, *turns), "the prefix of a later request is the same"
+
+
+def test_ids_that_templates_write_in_the_place_of_names() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.id }}>"
+        "{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'tool' %}[{{ m.tool_call_id }}]{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source, special_tokens={})
+    history = msgspec.convert(
+        [USER, call(OSLO, OSLO), result("18"), result("30", 1)], list[Message]
+    )
+    prompt = render_conversation(template, history)
+    assert '<functions.get0:0>{"city": "Oslo"}<functions.get1:1>' in prompt
+    assert "18[functions.get0:0]30[functions.get1:1]" in prompt
+
+
+def test_calls_without_ids_on_a_template_that_reads_them() -> None:
+    turns = [USER, call(OSLO, ids=False), result("18 degrees", None)]
+    for name in ("unsloth-Apriel-1.5.jinja", "upstage-Solar-Open-100B.jinja"):
+        assert "18 degrees" in rendered(name, *turns)
 
 
 def test_several_calls_on_templates_that_take_one() -> None:
@@ -166,13 +190,19 @@ def test_calls_on_templates_that_show_none(name: str, written: str) -> None:
     assert prompt.index(written) < prompt.index("18 degrees")
 
 
+def test_tools_without_descriptions_and_parameters() -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    assert "type get_weather" in rendered("openai-gpt-oss-120b.jinja", USER, tools=tools)
+    assert '{"name": "get_weather"}' in rendered("qwen3:0.6b", USER, tools=tools)
+
+
 def test_turns_that_need_nothing_stay_as_they_are() -> None:
     turns = [{"role": "system", "content": "S"}, dict(USER), {"role": "assistant", "content": "A"}]
     assert fitted_turns(turns, TemplateTraits(system="anywhere")) == turns
 
 
 def test_fitting_takes_linear_work() -> None:
-    traits = TemplateTraits(calls=True, parallel_calls=False, short_ids=True, system="first")
+    traits = TemplateTraits(calls=True, parallel_calls=False, call_ids="short", system="first")
 
     def fit(size: int) -> Any:
         system = {"role": "system", "content": "S"}
