@@ -200,7 +200,11 @@ async def _render(generator: TextGenerator, body: ChatRequest, choice: ToolChoic
     """The prompt of a conversation."""
     template = generator.text.require_template()
     formats = generator.text.formats
-    if choice.calls_tools and template.takes_tools and choice.format_in(formats) is None:
+    if choice.calls_tools and not generator.text.takes_tools:
+        refuse(
+            "tools", "are not in this model's chat template, and --tool-call-parser is not hermes"
+        )
+    if choice.calls_tools and choice.format_in(formats) is None:
         raise InvalidRequestError(
             "the chat template does not show how this model calls tools; the server's operator can say it with "
             "--tool-call-parser.",

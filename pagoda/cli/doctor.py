@@ -19,6 +19,7 @@ from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.weight_traffic import WeightTraffic, weight_traffic
 from pagoda.errors import PagodaError
 from pagoda.frontend.engine_options import Dtype, QuantizationName
+from pagoda.frontend.model_text import load_text
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.version import __version__
 
@@ -82,7 +83,10 @@ def _examine(model: str, dtype: str, quantization: str) -> _Backends | str:
         files = resolve_model(model, load_format=load_format)
         spec = load_model_config(files.model, load_format)
         check_tensors(files, spec)
+        text = load_text(files, simulated=False, chat_template=None)
         rows = [("model", files.served_name), ("files", location(files)), *model_facts(spec, dtype)]
+        if text.pooling.generates:
+            rows.append(("chat template", text.template_traits))
         console.print(output.facts(rows))
         console.print()
         check_memory(spec, dtype, quantization, available_memory_bytes())

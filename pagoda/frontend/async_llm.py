@@ -16,7 +16,7 @@ from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.constraints import structured_grammar
-from pagoda.frontend.conversation import Messages, render_conversation
+from pagoda.frontend.conversation import Messages
 from pagoda.frontend.embeddings import EmbeddingOptions, embed
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.llm_arguments import Configuration, configure
@@ -166,7 +166,7 @@ class AsyncLLM:
         """The answers to a conversation as they grow; `options` are those of `render`, others of `generate`."""
 
         async def prepare() -> list[TextRequest]:
-            prompt = self.render(messages, **options)
+            prompt = await self.render(messages, **options)
             return await self.prepare(
                 prompt,
                 sampling_params,
@@ -298,7 +298,7 @@ class AsyncLLM:
         found = await embed(self.generator, plain, options, param="prompt")
         return [EmbeddingOutput(one.vector.tolist(), one.num_tokens) for one in found]
 
-    def render(
+    async def render(
         self,
         messages: Conversation,
         *,
@@ -307,13 +307,13 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a conversation. Raises InvalidRequestError: a message or an option is malformed."""
+        """The prompt of a conversation, which a thread renders if it is long.
+        Raises InvalidRequestError: a message or an option is malformed."""
         try:
             checked = msgspec.convert(messages, Messages)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"messages: {error}.", param="messages") from None
-        return render_conversation(
-            self.generator.text.require_template(),
+        return await self.generator.render(
             checked,
             tools=tools,
             add_generation_prompt=add_generation_prompt,

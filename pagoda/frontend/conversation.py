@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
@@ -24,6 +23,8 @@ MAX_SCHEMA_DEPTH = 32
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 MAX_PATTERN_CHARS = 1024
+_NO_NAME = re.compile(r"[<>|\[\]\x00-\x1f\x7f\x85\u2028\u2029]")
+"""Signs of special tokens and of turns, which some templates would write into the prompt beside a role."""
 _MAX_NAME_CHARS = 64
 """Characters of a property's name in an error."""
 _MESSAGE_CHARS = 32
@@ -118,12 +119,8 @@ def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as the dicts that chat templates expect.
-
-    Text parts become one string, and the arguments of tool calls become objects.
-
-    Raises InvalidRequestError: a message lacks what its role needs.
-    """
+    """The messages as dicts, with their contents and the arguments of their calls as they came.
+    Raises InvalidRequestError: a message lacks what its role needs, or has a name that no template can show."""
     if not messages:
         refuse("messages", "must hold at least one message")
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -139,10 +136,13 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         calls, where_calls = [ToolCall(message.function_call)], f"{where}.function_call"
     if calls and message.role != "assistant":
         refuse(where_calls, "is only for the role assistant")
+    if message.name is not None and _NO_NAME.search(message.name):
+        refuse(f"{where}.name", "must be without line breaks and any of <, >, |, [ and ]")
     content = message.content or message.refusal or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    if not isinstance(content, str):
+        content = [{"type": "text", "text": part.text} for part in content]
     role = "tool" if message.role == "function" else message.role
-    turn: dict[str, Any] = {"role": role, "content": text}
+    turn: dict[str, Any] = {"role": role, "content": content}
     reasoning = (
         message.reasoning if message.reasoning_content is None else message.reasoning_content
     )
@@ -152,30 +152,17 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         "reasoning_content": reasoning,
         "reasoning": reasoning,
         # The name in the template of gpt-oss, which takes no content beside it.
-        "thinking": None if text else reasoning,
+        "thinking": None if content else reasoning,
     }
     turn |= {name: value for name, value in fields.items() if value is not None}
     if calls:
-        turn["tool_calls"] = [
-            _template_call(call, f"{where_calls}[{i}]") for i, call in enumerate(calls)
-        ]
+        turn["tool_calls"] = [_template_call(call) for call in calls]
     return turn
 
 
-def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
-    function: dict[str, Any] = {
-        "name": call.function.name,
-        "arguments": call.function.arguments,
-    }
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        pass  # Models break off; their answers must fit into the next turn as they came.
-    else:
-        if not isinstance(arguments, dict):
-            refuse(f"{where}.function.arguments", "must be the text of a JSON object")
-        function["arguments"] = arguments
-    turn: dict[str, Any] = {"type": "function", "function": function}
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """A call with arguments as they came: what a model wrote must fit into the next turn, also if it broke off."""
+    turn = {"type": "function", "function": msgspec.structs.asdict(call.function)}
     return turn if call.id is None else {"id": call.id, **turn}
 
 

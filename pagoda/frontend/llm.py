@@ -123,7 +123,8 @@ class LLM:
         """
         conversations = _conversation_list(messages)
         self._check_prompts(len(conversations), "messages")
-        prompts = [self._llm.render(conversation, **options) for conversation in conversations]
+        renderings = [self._llm.render(conversation, **options) for conversation in conversations]
+        prompts = self._thread.run(gather_all(renderings))
         params = _for_each(sampling_params, len(prompts), "sampling_params")
         adapters = _adapter_for_each(lora_request, len(prompts))
         return self._complete_all(

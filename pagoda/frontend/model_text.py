@@ -16,7 +16,7 @@ from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles, load_model_config
 from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.files import read_regular
-from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
+from pagoda.frontend.answer_formats import AUTO, AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 from pagoda.frontend.gguf_tokenizer import build_tokenizer
 from pagoda.frontend.gguf_vocabulary import Vocabulary
@@ -34,6 +34,8 @@ _GGUF_SAMPLING = {
 }
 """Fields of generation_config.json that are taken, with the keys that GGUF files have for them."""
 
+_TOOL_USE = "tool_use"
+"""Name of the template for conversations with tools, where a model has several, as transformers reads it."""
 _CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
@@ -57,7 +59,26 @@ class ModelText:
     @cached_property
     def formats(self) -> AnswerFormats:
         """The formats in which the model writes tool calls and reasoning."""
-        return self.parsers.formats(self.chat_template.source if self.chat_template else "")
+        template = self.chat_template
+        found = self.parsers.formats("" if template is None else template.marks)
+        if template is None or template.takes_tools or self.parsers.tool_call != AUTO:
+            return found
+        return replace(found, tools="hermes")  # the form of the prompt that shows them
+
+    @property
+    def template_traits(self) -> str:
+        """What the chat template takes, in words, for the log and for operators."""
+        if self.chat_template is None:
+            return "none"
+        prompt = "; tools by a prompt in Hermes' form"
+        is_generic = self.takes_tools and not self.chat_template.takes_tools
+        return f"{self.chat_template.tool_traits}{prompt if is_generic else ''}"
+
+    @property
+    def takes_tools(self) -> bool:
+        """True if the model is shown tools, by its chat template or by a prompt that goes with any template."""
+        template = self.chat_template
+        return template is not None and (template.takes_tools or self.formats.tools == "hermes")
 
     def check_generates(self) -> None:
         """Raises InvalidRequestError: the model answers with vectors or scores alone."""
@@ -92,13 +113,15 @@ def load_text(
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should; a switch is wrong."""
     text = _load_text(files, simulated=simulated, chat_template=chat_template)
     text = replace(text, longest=0 if simulated else _longest(files))
+    if parsers is not None:
+        text = replace(text, parsers=parsers)
     if switches and text.chat_template is not None:
         try:
             text = replace(text, chat_template=text.chat_template.with_defaults(switches))
         except InvalidRequestError as error:
             flag = str(error).replace("chat_template_kwargs", "--default-chat-template-kwargs")
             raise ConfigError(flag) from None
-    return text if parsers is None else replace(text, parsers=parsers)
+    return text
 
 
 def _longest(files: ModelFiles) -> int:
@@ -123,7 +146,8 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
     """Reads the text files of a Hugging Face model directory.
 
     The chat template is taken from the first of: `chat_template` (the operator's file), `chat_template.jinja`,
-    `chat_template.json`, `tokenizer_config.json`.
+    `chat_template.json`, `tokenizer_config.json`. Where the model has a template named `tool_use`, conversations
+    with tools are rendered with it.
 
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should.
     """
@@ -140,10 +164,10 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
     from_tokenizer = tokenizer.token_id(special_tokens.get("eos_token", ""))
     if from_tokenizer is not None:
         eos = eos | {from_tokenizer}
-    source = _template_source(directory, config, chat_template)
+    sources = _template_sources(directory, config, chat_template)
     return ModelText(
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
+        chat_template=_chat_template(sources, special_tokens),
         eos_token_ids=tuple(sorted(eos)),
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
         pooling=read_pooling(directory),
@@ -157,15 +181,18 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
     metadata = file.metadata
     vocabulary = Vocabulary(metadata)
     special_tokens = vocabulary.special_tokens()
-    source = metadata.text("tokenizer.chat_template", "")
+    sources = {
+        "default": metadata.text("tokenizer.chat_template", ""),
+        _TOOL_USE: metadata.text(f"tokenizer.chat_template.{_TOOL_USE}", ""),
+    }
     if chat_template is not None:
-        source = read_template(chat_template)
+        sources = {"default": read_template(chat_template)}
     preferred = {
         name: metadata.amount(key) for name, key in _GGUF_SAMPLING.items() if key in metadata
     }
     return ModelText(
         tokenizer=build_tokenizer(vocabulary),
-        chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
+        chat_template=_chat_template(sources, special_tokens),
         eos_token_ids=vocabulary.end_token_ids(),
         default_sampling=_sampling_defaults(path, preferred),
         pooling=read_gguf_pooling(file),
@@ -215,22 +242,42 @@ def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(i for i in ids if isinstance(i, int) and i >= 0)
 
 
-def _template_source(
+def _chat_template(
+    sources: Mapping[str, str], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The template of a model, out of its templates by name; None if it has none."""
+    given = {name: source for name, source in sources.items() if source}
+    default = given.get("default") or next(iter(given.values()), None)
+    if default is None:
+        return None
+    return ChatTemplate(default, special_tokens=special_tokens, tool_use=given.get(_TOOL_USE))
+
+
+def _template_sources(
     directory: Path, config: Mapping[str, Any], operators: Path | None
-) -> str | None:
+) -> dict[str, str]:
+    """The templates of a model by name; empty if it has none."""
     if operators is not None:
-        return read_template(operators)
+        return {"default": read_template(operators)}
     jinja_file = directory / "chat_template.jinja"
     if jinja_file.is_file():
-        return read_template(jinja_file)
+        files = {"default": jinja_file}
+        named = directory / "additional_chat_templates" / f"{_TOOL_USE}.jinja"
+        if named.is_file():
+            files[_TOOL_USE] = named
+        return {name: read_template(file) for name, file in files.items()}
     for holder in (_read_json(directory / "chat_template.json"), config):
         template = holder.get("chat_template")
-        if isinstance(template, list):
-            named = (it for it in template if isinstance(it, dict) and it.get("name") == "default")
-            template = next(named, {}).get("template")
         if isinstance(template, str):
-            return template
-    return None
+            return {"default": template}
+        if isinstance(template, list):
+            template = {
+                it.get("name"): it.get("template") for it in template if isinstance(it, dict)
+            }
+        if isinstance(template, dict):
+            pairs = template.items()
+            return {name: it for name, it in pairs if isinstance(name, str) and isinstance(it, str)}
+    return {}
 
 
 def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from datetime import datetime
-from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -88,8 +87,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[jinja2.ext.loopcontrols, _Generation],
             finalize=_finalize,
         )
-        # Unlike Jinja's own filter, this one leaves `<` and friends as they are.
-        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        self.filters["tojson"] = _tojson
         self.filters = {name: _bounded(name, it) for name, it in self.filters.items()}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise
@@ -368,6 +366,23 @@ def _spend_text(budget: Budget, value: Any) -> None:
             budget._spend(size >> 1)
             size = 0
     budget._spend(size >> 1)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON that, unlike that of Jinja's own filter, leaves `<` and friends as they are."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> NoReturn:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import logging
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -41,6 +42,8 @@ from pagoda.messages.frontend import (
     TokenLogprobs,
 )
 from pagoda.messages.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -120,6 +123,7 @@ async def start_generator(
     starting = asyncio.create_task(fleet.start())
     try:
         text = await asyncio.to_thread(load)
+        _log.info("chat template: %s", text.template_traits)
         await starting
     except BaseException:
         starting.cancel()

@@ -218,7 +218,8 @@ async def test_cached_tokens_are_no_input_tokens(serve_api) -> None:
                     {"type": "text", "text": "And?"},
                 ]},
             ]},
-            "[user]1+2[assistant]See.[tool]3[tool]Error: no[tool][user]And?[assistant]",
+             '[user]1+2[assistant]See.{"name": "add", "arguments": {"a": 1}}'
+            "[tool]3[tool]Error: no[tool][user]And?[assistant]",
         ),
         ({"messages": [*HI, {"role": "assistant", "content": "It is"}]}, "[user]hi[assistant]It is"),
         ({"messages": [{"role": "system", "content": "S"}, *HI]}, "[system]S[user]hi[assistant]"),

@@ -159,7 +159,7 @@ async def test_models(api) -> None:
     assert loaded["context_length"] == 256
     shown = (await api.post("/api/show", {"model": "tiny:latest"})).json()
     assert "message.role" in shown["template"]
-    assert shown["capabilities"] == ["completion"]
+    assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["pagoda.context_length"] == 256
     assert (await api.post("/api/show", {"name": "other"})).status == 404
     assert (await api.post("/api/show", {})).status == 400

@@ -190,7 +190,8 @@ CONVERSATION = [
     [
         (
             {"input": CONVERSATION},
-            "[system]S[user]1+2[assistant][tool]3[assistant]It is 3.[user]Sure?[assistant]",
+            '[system]S[user]1+2[assistant]{"name": "add", "arguments": {}}'
+            "[tool]3[assistant]It is 3.[user]Sure?[assistant]",
         ),
         ({"instructions": "I", "input": "hi"}, "[system]I[user]hi[assistant]"),
         ({"instructions": "I", "input": CONVERSATION[:2]}, "[system]I\n\nS[user]1+2[assistant]"),
@@ -212,10 +213,13 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
 
 
 async def test_reasoning_of_an_earlier_turn_reaches_the_template(serve_api) -> None:
-    source = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{% endfor %}</think>"
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.content }}{% endfor %}</think>"
+    )
     api = await serve_api("ok", text=text(source))
     await respond(api, input=CONVERSATION)
-    assert "[assistant]R[tool]" in prompt_of(api)
+    assert "[assistant]R[{" in prompt_of(api)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pagoda.frontend.model_text import ModelText
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 SOURCE = (
     "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     "{% if opened is defined %}<think>\n{% endif %}"

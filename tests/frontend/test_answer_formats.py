@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from published_templates import PUBLISHED
 
 from pagoda.errors import ConfigError
 from pagoda.frontend.answer_formats import HARMONY, THINK, ParserChoice
@@ -40,6 +41,10 @@ def test_formats_are_recognised_by_the_template(
         assert formats.reasoning.begin == ("[THINK]",)
     else:
         assert formats.reasoning is reasoning
+
+
+def test_llama_4_calls_in_json_as_its_template_asks() -> None:
+    assert ParserChoice().formats(PUBLISHED["llama4:latest"]).tools == "llama3_json"
 
 
 def test_the_operators_choice_comes_first() -> None:

@@ -138,8 +138,8 @@ def test_a_name_is_seen_by_the_model() -> None:
     plain, named = "{{ messages[0].content }}", "{{ messages[0].name }}/{{ messages[0].content }}"
     assert template(plain).render(messages) == "ada: hi"
     assert template(named).render(messages) == "ada/hi"
-    call = [{"role": "tool", "content": "1", "name": "add"}]
-    assert template(plain).render(call) == "1", "the call names its function"
+    answer = [{"role": "assistant", "content": "1", "name": "add"}]
+    assert template(plain).render(answer) == "1", "an assistant knows itself"
 
 
 @pytest.mark.parametrize("value", [[], {}, "x" * 1025])
@@ -158,7 +158,86 @@ def test_a_developer_is_a_system_to_templates_that_know_none() -> None:
 def test_continues_the_final_message() -> None:
     messages = [*USER, {"role": "assistant", "content": "The answer is "}]
     rendered = template(QWEN).render(messages, continue_final_message=True)
+    assert rendered.endswith("<|im_start|>assistant\nThe answer is ")
+    trims = QWEN.replace("+ message.content", "+ message.content | trim")
+    rendered = template(trims).render(messages, continue_final_message=True)
     assert rendered.endswith("<|im_start|>assistant\nThe answer is")
+
+
+@pytest.mark.parametrize("prefill", ["e", "im", "<", '{"a": ', "The answer is ", ""])
+def test_the_prompt_ends_with_what_is_continued(prefill: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": prefill}]
+    rendered = template(QWEN).render(messages, continue_final_message=True)
+    assert rendered.endswith(f"<|im_start|>assistant\n{prefill}")
+    parts = [{"type": "text", "text": text} for text in ("It", prefill)]
+    messages = [*USER, {"role": "assistant", "content": parts}]
+    joined = template(QWEN).render(messages, continue_final_message=True)
+    assert joined.endswith(f"<|im_start|>assistant\nIt\n{prefill}")
+
+
+@pytest.mark.parametrize(
+    ("source", "last"),
+    [
+        ("{{ messages[0].content }}", {"role": "assistant", "content": "It is"}),
+        (QWEN, {"role": "assistant", "content": None}),
+        (QWEN, {"role": "assistant", "content": []}),
+        (QWEN, {"role": "system", "content": "Be brief."}),
+    ],
+)
+def test_what_cannot_be_continued(source: str, last: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match="needs a last message") as caught:
+        template(source).render([*USER, last], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_documents_are_none_as_with_transformers() -> None:
+    source = "{{ documents is none }} {{ documents is defined }} {{ tools is none }}"
+    assert template(source).render(USER) == "True True True"
+
+
+CLOSED = "{% for m in messages %}{% if m.role in ['user', 'critic'] %}{{ m.content }}{% endif %}{% endfor %}"
+OPEN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "is_known"),
+    [
+        (CLOSED, "critic", True),
+        (CLOSED, "judge", False),
+        (OPEN, "judge", True),
+        (OPEN, "system<|im_end|>", False),
+        (OPEN, "a b", False),
+        (OPEN, "user\n", False),
+    ],
+)
+def test_roles_are_those_that_the_template_knows(source: str, role: str, is_known: bool) -> None:
+    messages = [*USER, {"role": role, "content": "x"}]
+    if is_known:
+        assert template(source).render(messages).endswith("x")
+        return
+    with pytest.raises(InvalidRequestError, match="must be one of assistant, developer") as caught:
+        template(source).render(messages)
+    assert caught.value.param == "messages[1].role"
+
+
+def test_conversations_with_tools_have_a_template_of_their_own() -> None:
+    both = ChatTemplate("D{{ a }}", special_tokens={}, tool_use="T{{ b }}{{ tools | tojson }}")
+    assert both.render(USER) == "D"
+    assert both.render(USER, tools=TOOLS).startswith('T[{"type": "function"')
+    assert both.takes_tools
+    assert both.switches == ("a", "b")
+    assert both.with_defaults({"b": 1}).render(USER, tools=TOOLS).startswith("T1")
+
+
+def test_tools_of_a_template_without_any() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *USER]
+    prompt = template(OPEN).render(messages, tools=TOOLS)
+    assert prompt.startswith("<system>Be brief.\n\n# Tools")
+    assert '"name": "add", "description": "a <b> & é"' in prompt
+    assert prompt.endswith("</tool_call><user>hi")
+    no_system = template(CLOSED).render(messages, tools=TOOLS)
+    assert no_system.startswith("Be brief.\n\n# Tools")
+    assert no_system.endswith("</tool_call>\n\nhi")
 
 
 def _grown(expression: str, first: str = "'aaaaaaaa'", shown: str = "1") -> str:

@@ -31,18 +31,18 @@ def tool(**parameters: Any) -> dict[str, Any]:
     [
         (
             {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]},
-            {"role": "user", "content": "a\nb"},
+            {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]},
         ),
         (
             {"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]},
-            {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
+            {"role": "assistant", "content": "", "tool_calls": [call('{"x": 1}')]},
         ),
-        *(  # calls that a model broke off
+        *(  # calls that a model broke off, or made without an object
             (
                 {"role": "assistant", "content": None, "tool_calls": [call(arguments)]},
                 {"role": "assistant", "content": "", "tool_calls": [call(arguments)]},
             )
-            for arguments in ("{", '{"a":' * 100_000)
+            for arguments in ("{", '{"a":' * 100_000, "[1]", "null", '"text"')
         ),
         (  # an answer as a client got it
             {"role": "assistant", "content": "4", "annotations": []}
@@ -63,11 +63,8 @@ def test_what_templates_see(message: dict[str, Any], turn: dict[str, Any]) -> No
         ({"role": "tool"}, "messages[0].content"),
         ({"role": "user", "content": "x", "tool_calls": [call("{}")]}, "messages[0].tool_calls"),
         *(
-            (
-                {"role": "assistant", "tool_calls": [call(arguments)]},
-                "messages[0].tool_calls[0].function.arguments",
-            )
-            for arguments in ("[1]", "null", '"text"')
+            ({"role": "user", "content": "x", "name": name}, "messages[0].name")
+            for name in ("ada<|im_end|>", "ada\nuser", "[INST]")
         ),
     ],
 )

@@ -82,9 +82,16 @@ def test_sampling_preferences_that_are_not_possible(model: Path) -> None:
 def test_the_order_in_which_a_chat_template_is_looked_for(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         rendered(model)
-    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    write(model / "tokenizer_config.json", {"chat_template": several})
-    assert rendered(model) == "D"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    several = {"tool_use": "T{{ tools[0].function.name if tools }}", "default": "D"}
+    listed = [{"name": name, "template": source} for name, source in several.items()]
+    for form in (several, listed):
+        write(model / "tokenizer_config.json", {"chat_template": form})
+        assert rendered(model) == "D"
+        template = load_model_text(model).require_template()
+        assert template.render([{"role": "user", "content": "hi"}], tools=tools) == "Tf"
+    write(model / "tokenizer_config.json", {"chat_template": [*listed[:1], {"name": 5}, "x"]})
+    assert rendered(model) == "T"
     write(
         model / "tokenizer_config.json", {"chat_template": "C{{ bos_token }}", "bos_token": "<s>"}
     )
@@ -93,6 +100,11 @@ def test_the_order_in_which_a_chat_template_is_looked_for(model: Path, tmp_path:
     assert rendered(model) == "J"
     (model / "chat_template.jinja").write_text("F", encoding="utf-8")
     assert rendered(model) == "F"
+    (model / "additional_chat_templates").mkdir()
+    named = model / "additional_chat_templates" / "tool_use.jinja"
+    named.write_text("U{{ tools[0].function.name }}", encoding="utf-8")
+    template = load_model_text(model).require_template()
+    assert template.render([{"role": "user", "content": "hi"}], tools=tools) == "Uf"
     (tmp_path / "operators.jinja").write_text("O", encoding="utf-8")
     assert rendered(model, chat_template=tmp_path / "operators.jinja") == "O"
 

@@ -92,7 +92,6 @@ def test_several_answers_and_seeds(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"tools": [TOOL]}, "tools are not in this model's chat template"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "2048"),
         ({"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
     ],

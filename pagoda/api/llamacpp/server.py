@@ -63,8 +63,8 @@ async def props(context: RequestContext) -> web.StreamResponse:
             "model_path": name,
             "chat_template": "" if template is None else template.source,
             "chat_template_caps": {
-                "supports_tools": template is not None and template.takes_tools,
-                "supports_tool_calls": template is not None and template.takes_tools,
+                "supports_tools": text.takes_tools,
+                "supports_tool_calls": text.takes_tools,
                 "supports_system_role": template is not None,
             },
             "modalities": {"vision": False, "audio": False},

@@ -61,7 +61,7 @@ async def show(context: RequestContext) -> web.StreamResponse:
     text, limits = generator.text, generator.endpoint.limits
     template = text.chat_template
     abilities = ["completion"]
-    if template is not None and template.takes_tools:
+    if text.takes_tools:
         abilities.append("tools")
     if text.formats.reasoning is not None:
         abilities.append("thinking")
