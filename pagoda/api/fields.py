@@ -145,8 +145,6 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     early_stopping: bool | Literal["never"] | None = None
 
     # Not supported yet: refused but for null and the values beside them, which change nothing.
-    store: Annotated[Any, (False,)] = None
-    service_tier: Annotated[Any, ("auto", "default")] = None
     bad_words: Annotated[Any, ([],)] = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from aiohttp import web
@@ -12,6 +12,7 @@ from aiohttp import web
 from pagoda.api.body import parse_beside
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.keys import NOBODY, ApiKey, Scope
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, encode_json
@@ -39,6 +40,8 @@ class Caller:
     """The header `X-Session-ID`."""
     authorization: str = ""
     """The header `Authorization`, for a server that is asked on the client's behalf."""
+    ignored: Ignored = field(default_factory=Ignored)
+    """What of the request has no effect."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class RequestContext:
     dialect: Dialect
     path_argument: str = ""
     """The part of the path that the `*` of the route stands for."""
+    ignored: Ignored = field(default_factory=Ignored)
+    """What of the body has no effect, which the answer's header says."""
 
     @property
     def request_id(self) -> str:
@@ -67,6 +72,7 @@ class RequestContext:
             self.key or NOBODY,
             headers.get("X-Session-ID"),
             headers.get("Authorization", ""),
+            self.ignored,
         )
 
     @property
@@ -92,11 +98,13 @@ class RequestContext:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every answer: its id, the milliseconds until it began, and what browsers ask for."""
+        """Headers of every answer: its id, the milliseconds until it began, what was ignored, and what browsers
+        ask for."""
         took_ns = self.service.tracker.clock_ns() - self.client_request.arrived_ns
         return {
             "X-Request-Id": self.request_id,
             "openai-processing-ms": str(took_ns // 10**6),
+            **self.ignored.headers,
             **self.service.key_limits.headers(self.key),
             **self.service.config.cors_origins.headers(self.http.headers.get("Origin")),
         }
@@ -128,8 +136,7 @@ class RequestContext:
         body = await self.body()
         generator = self.service.generator
         threads = None if generator is None else generator.long_texts
-        unknown = self.service.config.unknown_fields
-        parsed = await parse_beside(body, kind, threads, unknown, tenant=self.key_name)
+        parsed = await parse_beside(body, kind, threads, self.ignored, tenant=self.key_name)
         take_timeout(self.client_request, parsed)
         return parsed
 

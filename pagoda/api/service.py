@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
-from pagoda.api.body import UnknownFields
 from pagoda.api.bootstrap import Rooms
 from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.ignored_fields import IgnoredNames
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
@@ -45,8 +45,8 @@ class ApiConfig:
     cors_origins: CorsOrigins = NO_ORIGINS
     root_path: str = ""
     """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
-    unknown_fields: UnknownFields | None = None
-    """Unknown fields of bodies are noted here and ignored; None refuses them."""
+    ignored_names: IgnoredNames = field(default_factory=IgnoredNames)
+    """Fields of bodies that were ignored."""
     bootstrap_hosts: Sequence[str] = ()
     """Prefill servers that requests with `bootstrap_room` may name."""
     bootstrap_tls: ssl.SSLContext | None = None

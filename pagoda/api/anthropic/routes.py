@@ -44,12 +44,17 @@ ANTHROPIC = Dialect(
 async def create_message(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(MessagesRequest)
     translation = MessagesTranslation(body)
-    chat = chat_request(body, translation)
+    chat = chat_request(body, translation, context.ignored)
     with renamed(translation.names):
         conversation = await begin_conversation(context.caller, chat, clamp_max_tokens=True)
     conversation.generation.rename_constraints(translation.names)
     model = context.service.name_of(conversation.generation.generator)
-    answer = MessageAnswer(conversation, model=model, max_tokens=body.max_tokens)
+    answer = MessageAnswer(
+        conversation,
+        model=model,
+        max_tokens=body.max_tokens,
+        edits=body.context_management is not None,
+    )
     return await conversation.generation.respond(context, answer, streams=bool(body.stream))
 
 
@@ -57,7 +62,7 @@ async def count_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of a prompt, which may be longer than the context."""
     body = await context.parse(CountTokensRequest)
     translation = MessagesTranslation(body)
-    chat = chat_request(body, translation)
+    chat = chat_request(body, translation, context.ignored)
     with renamed(translation.names):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"input_tokens": count})

@@ -118,7 +118,7 @@ async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) 
     placed = conversation_items(caller, body, items)
 
     async def attempt(start: int, *, clamps: bool) -> Conversation:
-        translation = ChatTranslation()
+        translation = ChatTranslation(caller.ignored)
         chat = chat_request(body, translation, without_beginning(placed, start))
         with renamed(translation.names):
             begun = await begin_conversation(caller, chat, clamp_max_tokens=clamps)

@@ -58,7 +58,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of an input."""
     body = await context.parse(InputTokensRequest)
     caller = context.caller
-    translation = ChatTranslation()
+    translation = ChatTranslation(caller.ignored)
     items = conversation_items(caller, body, input_items(caller, body))
     chat = chat_request(body, translation, items)
     with renamed(translation.names):
