@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
+from pagoda.checkpoints.card import ModelCard
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ApiConfig:
     served_model_name: str
+    read_card: Callable[[], ModelCard] = ModelCard
+    """Reads what a list of models tells of the model; may take a second."""
     model_aliases: Sequence[str] = ()
     """Further names under which the model is asked for; answers have the first name."""
     any_model_name: bool = False

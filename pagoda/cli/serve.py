@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +28,7 @@ from pagoda.api.keys_file import read_keys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
+from pagoda.checkpoints.card import read_card
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
@@ -190,6 +191,7 @@ class ServerOptions:
             watched.append(WatchedFiles(tls.paths, tls.reload))
         api = ApiConfig(
             served_model_name=self.name(files),
+            read_card=cache(partial(read_card, files)),
             model_aliases=self.served_model_name[1:],
             any_model_name=self.any_model_name,
             api_keys=keys,

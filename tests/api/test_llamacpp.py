@@ -6,13 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
-
-from pagoda.frontend.detokenizer import byte_level_alphabet
-from pagoda.frontend.model_text import ModelText, synthetic_model_text
-from pagoda.frontend.tokenizer import IM_END, IM_START, Tokenizer
+from infill_texts import fim_text
 
 
 def events(answer: Any) -> list[Any]:
@@ -156,17 +150,6 @@ async def test_an_answer_that_fills_the_context_is_truncated(serve_api) -> None:
 
 
 # ---- infill
-
-
-def fim_text() -> ModelText:
-    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in (IM_START, IM_END)])
-    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    text = synthetic_model_text()
-    return ModelText(Tokenizer(backend), text.chat_template, text.eos_token_ids)
 
 
 async def test_infill(serve_api) -> None:
