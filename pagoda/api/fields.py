@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.body import Timeout
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.beam_search import BeamSearchParams
@@ -202,6 +203,18 @@ _WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
 }
 """Fields that change which tokens are likely, or how an answer is computed, and their values that do not."""
+
+
+def windowed_penalty(
+    penalty: float | None, window: int | None, context: int, ignored: Ignored, param: str
+) -> float | None:
+    """The repetition penalty of llama.cpp and Ollama, who look at the last `window` tokens, none of them with 0.
+    Here it looks at all of prompt and answer; a window below the context is noted in `ignored` as `param`."""
+    if penalty is None or window == 0:
+        return None if penalty is None else 1.0
+    if penalty != 1 and window is not None and 0 < window < context:
+        ignored.note(param)
+    return penalty
 
 
 @contextmanager

@@ -76,6 +76,23 @@ async def test_what_changes_nothing_is_taken_and_named(
     assert IGNORED_HEADER not in (await api.post(path, body)).headers
 
 
+@pytest.mark.parametrize("route", ["/api/chat", "/completion"])
+async def test_the_window_of_a_penalty_is_a_hint(api, route: str) -> None:
+    for window, named, penalty in (
+        (64, "repeat_last_n", 1.5),
+        (-1, None, 1.5),
+        (256, None, 1.5),
+        (0, None, 1.0),
+    ):
+        options = {"repeat_penalty": 1.5, "repeat_last_n": window}
+        body = {"prompt": "hi", **options} if route == "/completion" else OLLAMA[1]
+        if body is OLLAMA[1]:
+            body, named = {**body, "options": options}, named and f"options.{named}"
+        answer = await api.post(route, body)
+        assert (answer.status, answer.headers.get(IGNORED_HEADER)) == (200, named)
+        assert api.endpoint.requests[-1].sampling.repetition_penalty == penalty
+
+
 async def test_a_stream_names_what_was_ignored(serve_api) -> None:
     api = await serve_api("ok", text=QWEN)
     answer = await api.chat(stream=True, store=True)

@@ -121,7 +121,6 @@ async def test_response_fields(api) -> None:
         ({"prompt": {"prompt_string": "x", "multimodal_data": ["a"]}}, "prompt"),
         ({"prompt": "x", "mirostat": 2}, "mirostat"),
         ({"prompt": "x", "n_predict": -3}, "n_predict"),
-        ({"prompt": "x", "repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({"prompt": "x", "logit_bias": [[1]]}, "logit_bias"),
         ({"prompt": "x", "post_sampling_probs": True}, "post_sampling_probs"),
         ({"prompt": "x", "n_probs": 1000}, "n_probs"),

@@ -61,7 +61,6 @@ async def test_options_are_sampling(api) -> None:
         ({"temperature": -1}, "options.temperature"),
         ({"num_ctx": 10**6}, "options.num_ctx"),
         ({"mirostat": 1}, "options.mirostat"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "options.repeat_last_n"),
         ({"num_predict": -3}, "options.num_predict"),
         ({"stop": [1]}, "options.stop"),
         ({"unheard": 1}, "options.unheard"),

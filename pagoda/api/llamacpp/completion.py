@@ -69,7 +69,7 @@ async def begin_llama(
     requests: list[TextRequest] = []
     texts: list[str] = []
     with renamed(NAMES):
-        fields = await request_fields(body, generator)
+        fields = await request_fields(body, generator, caller.ignored)
         for prompt in prompts:
             room = limits.max_model_len - len(prompt)
             if room < 1:

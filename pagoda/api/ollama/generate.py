@@ -81,7 +81,9 @@ async def begin_generate(caller: Caller, body: GenerateBody) -> tuple[Generation
         refuse("system", "needs the template; leave it out with raw: true or suffix")
     name = served_name(caller.service, body.model)
     generator = caller.service.admit(name, caller.client_request)
-    fields = common_fields(body, generator.text, generator.endpoint.limits.max_model_len)
+    fields = common_fields(
+        body, generator.text, generator.endpoint.limits.max_model_len, caller.ignored
+    )
     if body.think is not None:
         refuse("think", "needs the template; leave it out with raw: true or suffix")
     if body.logprobs:
@@ -106,7 +108,9 @@ async def _begin_conversation(
 ) -> tuple[Generation, OllamaShape]:
     name = served_name(caller.service, body.model)
     generator = caller.service.admit(name, caller.client_request)
-    common = common_fields(body, generator.text, generator.endpoint.limits.max_model_len)
+    common = common_fields(
+        body, generator.text, generator.endpoint.limits.max_model_len, caller.ignored
+    )
     with renamed(NAMES):
         request = convert_body(
             {
