@@ -132,3 +132,15 @@ async def test_a_refusal_of_the_engine_names_the_clients_field(
     answer = await api.post(path, body)
     assert answer.status == 400
     assert f"{param}: the grammar allows no answer." in str(answer.json())
+
+
+def test_one_grammar_in_several_spellings_is_one_grammar() -> None:
+    """guidance's client of vLLM sends its grammar under the name of old servers and of new ones."""
+    lark = '%llguidance {}\n\nstart: "a" | /b+/'
+    found = constraint_of(body(guided_grammar=lark, structured_outputs={"grammar": lark}))
+    assert found is not None
+    assert (found.grammar.kind, found.grammar.text) == ("lark", lark)
+    found = constraint_of(body(guided_json=SCHEMA, json_schema=json.dumps(SCHEMA)))
+    assert found is not None
+    with pytest.raises(InvalidRequestError, match="guided_grammar and structured_outputs both"):
+        constraint_of(body(guided_grammar=lark, structured_outputs={"grammar": 'start: "c"'}))
