@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _EXACT = 2**53
-"""Below this number a float says exactly which whole number is meant."""
+"""Bound below which a float says exactly which whole number is meant."""
 
 
 def whole_numbers(value: object) -> object:

@@ -65,5 +65,6 @@ def _changes_nothing(
 
 def _value(given: object, default: int) -> int:
     value = given.get("value") if isinstance(given, dict) else given
-    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    return int(value) if is_whole and abs(value) < 2**31 else default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**31:
+        return default
+    return int(value)

@@ -87,7 +87,7 @@ class IgnoredNames:
 
 @dataclass(frozen=True)
 class Ignored:
-    """What was ignored of one request."""
+    """Names of all that was ignored of one request."""
 
     all: IgnoredNames = field(default_factory=IgnoredNames)
     names: dict[str, None] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class Caller:
     authorization: str = ""
     """The header `Authorization`, for a server that is asked on the client's behalf."""
     ignored: Ignored = field(default_factory=Ignored)
-    """What of the request has no effect."""
+    """Fields of the request that have no effect."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RequestContext:
     path_argument: str = ""
     """The part of the path that the `*` of the route stands for."""
     ignored: Ignored = field(default_factory=Ignored)
-    """What of the body has no effect, which the answer's header says."""
+    """Fields of the body that have no effect, which the answer's header names."""
 
     @property
     def request_id(self) -> str:

@@ -1,4 +1,4 @@
-"""What a list of models tells of one: its size on disk, parameters, architecture and format of weights."""
+"""Cards of models, for lists of them: size on disk, parameters, architecture and format of weights."""
 
 from __future__ import annotations
 

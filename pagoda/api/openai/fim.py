@@ -32,7 +32,7 @@ async def fim_completions(context: RequestContext) -> web.StreamResponse:
 
 
 class _FimAnswer:
-    """What fills the gap, as a message."""
+    """The text that fills the gap, as a message."""
 
     is_complete = False
 

@@ -51,7 +51,7 @@ class ChatTranslation:
     """The messages of a conversation of items, with the items' names for errors."""
 
     def __init__(self, ignored: Ignored) -> None:
-        """What of the body has no effect is noted in `ignored`."""
+        """Tools that are left out are noted in `ignored`."""
         self.ignored = ignored
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = dict(_NAMES)
