@@ -66,7 +66,7 @@ test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
 
-test-clients: $(CLIENTS)/.installed $(CLIENTS)-older/.installed $(NODE_CLIENTS) $(VENV)/.installed-smollm2
+test-clients: $(CLIENTS)/.installed $(CLIENTS)-older/.installed $(CLIENTS)-aider/.installed $(NODE_CLIENTS) $(VENV)/.installed-smollm2
 	@$(ASK) $(CLIENTS)-older/bin/python -m pytest $(CLIENT_TESTS) $(OLDER_CLIENTS); older=$$?; \
 		$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) tests/clients $(OLDER_CLIENTS:%=--ignore %) && exit $$older
 
@@ -111,7 +111,8 @@ $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.in
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 $(CLIENTS)-older/.installed: tests/clients/requirements-older.txt
-$(CLIENTS)/.installed $(CLIENTS)-older/.installed: | $(VENV)/.installed
+$(CLIENTS)-aider/.installed: tests/clients/requirements-aider.txt
+$(CLIENTS)/.installed $(CLIENTS)-older/.installed $(CLIENTS)-aider/.installed: | $(VENV)/.installed
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "installing clients and routers of others"
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
@@ -129,7 +130,7 @@ $(NODE_CLIENTS): tests/clients/node/package.json
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(CLIENTS)-older tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(CLIENTS)-older $(CLIENTS)-aider tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

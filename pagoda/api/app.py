@@ -23,6 +23,7 @@ from pagoda.api.access import check_content_type, check_origin, check_scope
 from pagoda.api.connections import Connections, bound_silence
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.keys import ANYBODY
 from pagoda.api.request_body import is_continue_expected
 from pagoda.api.request_context import RequestContext
@@ -143,7 +144,8 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
     )
     methods = ROUTES.get(route)
     dialect = next(iter(methods.values())).dialect if methods else OPENAI
-    return RequestContext(http, service, key, client_request, dialect, argument)
+    ignored = Ignored(service.config.ignored_names)
+    return RequestContext(http, service, key, client_request, dialect, argument, ignored)
 
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:

@@ -1,14 +1,13 @@
 """The bodies of requests: JSON text becomes a struct, or an error that names the field.
 
-A field works, or it is refused unless its value changes nothing. Unknown fields are refused by name, or logged
-once and ignored if the operator says so. A field that is null counts as left out.
+A field works, or it is refused unless its value changes nothing; `pagoda.api.ignored_fields` says which fields
+change nothing at any value. A field that is null counts as left out, and a number such as 5.0 as a whole one.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
@@ -16,9 +15,11 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.body_structure import check_structure
+from pagoda.api.ignored_fields import Hint, Ignored
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import LongWork
 from pagoda.ipc.clock import MAX_TIMEOUT_S
+from pagoda.whole_numbers import whole_numbers
 
 T = TypeVar("T")
 
@@ -29,9 +30,8 @@ LARGE_BODY_BYTES = 64 << 10
 """Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 _MAX_QUOTED_CHARS = 256
-_MAX_UNKNOWN_NAMES = 1000
-"""Names that are logged; clients could make up any number of them."""
-_log = logging.getLogger("pagoda.api")
+_MAX_MENDS = 16
+"""Times that a body is mended and decoded anew."""
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MEDIA = re.compile(r"Invalid enum value '(?P<kind>\w*(?:image|audio|video|file)\w*)'$")
@@ -39,28 +39,16 @@ _MEDIA = re.compile(r"Invalid enum value '(?P<kind>\w*(?:image|audio|video|file)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
 
 
-class UnknownFields:
-    """Names of unknown fields that clients have sent; each is logged once."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def note(self, name: str) -> None:
-        if name not in self.names and len(self.names) < _MAX_UNKNOWN_NAMES:
-            self.names.add(name)
-            _log.warning("the unknown field %s of a request is ignored", name[:_MAX_QUOTED_CHARS])
-
-
 @cache
-def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
-    """The fields that are not supported, with the values (besides null) that change nothing.
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...] | Hint]:
+    """The fields that are not supported, with the values (besides null) that change nothing, or as a hint.
 
-    Such a field is declared as `Annotated[Any, (value, ...)]`. `typing` makes one object of equal declarations,
-    and 0 equals False: a number alone is declared as `(0, 0.0)`.
+    Such a field is declared as `Annotated[Any, (value, ...)]`, or with a `Hint`. `typing` makes one object of
+    equal declarations, and 0 equals False: a number alone is declared as `(0, 0.0)`.
     """
     hints = get_type_hints(kind, include_extras=True)
     notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    return {name: note for name, note in notes.items() if isinstance(note, tuple)}
+    return {name: note for name, note in notes.items() if isinstance(note, tuple | Hint)}
 
 
 @cache
@@ -68,19 +56,14 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None) -> T:
-    """Decodes and checks a JSON body. With `unknown`, unknown fields of it are noted there and ignored.
+def parse_body(body: bytes, kind: type[T], ignored: Ignored | None = None) -> T:
+    """Decodes and checks a JSON body; fields without effect are noted in `ignored`.
     Raises InvalidRequestError: the body is not JSON, or not such a body; names the field."""
-    decode = _decoder(cast(Any, kind)).decode
+    ignored = ignored or Ignored()
     if len(body) > LARGE_BODY_BYTES:
         check_structure(body)
     try:
-        try:
-            parsed: T = decode(body)
-        except msgspec.ValidationError as error:
-            if unknown is None or not _UNKNOWN.match(str(error)):
-                raise
-            parsed = decode(_known_part(body, cast(Any, kind), unknown))
+        parsed: T = _decoded(body, kind, ignored)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except RecursionError:
@@ -91,7 +74,7 @@ def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None)
         message = f"the body is not valid JSON: {error}."
         raise InvalidRequestError(message, kind="invalid_json") from None
     if isinstance(parsed, msgspec.Struct):
-        _check_neutral(parsed)
+        _check_neutral(parsed, ignored)
     _check_duplicates(body)
     return parsed
 
@@ -100,24 +83,80 @@ async def parse_beside(
     body: bytes,
     kind: type[T],
     threads: LongWork,
-    unknown: UnknownFields | None = None,
+    ignored: Ignored | None = None,
     *,
     tenant: str = "",
 ) -> T:
     """The body, decoded in one of `threads` if it is large, in the line of `tenant`. Raises: as `parse_body`."""
     if len(body) <= LARGE_BODY_BYTES:
-        return parse_body(body, kind, unknown)
-    return await threads.run(lambda: parse_body(body, kind, unknown), tenant)
+        return parse_body(body, kind, ignored)
+    return await threads.run(lambda: parse_body(body, kind, ignored), tenant)
 
 
-def _known_part(body: bytes, kind: type[msgspec.Struct], unknown: UnknownFields) -> bytes:
-    """The body without the fields that `kind` does not have."""
+def _decoded(body: bytes, kind: type[T], ignored: Ignored) -> T:
+    """The body without unknown fields that may be ignored, and with whole numbers where they were written as 5.0.
+    Raises msgspec.ValidationError: it is no such body."""
+    decode = _decoder(cast(Any, kind)).decode
+    whole: set[str] = set()
+    for _ in range(_MAX_MENDS):
+        try:
+            return cast(T, decode(body))
+        except msgspec.ValidationError as error:
+            place = _PLACE.search(str(error))
+            path = place["path"] if place else ""
+            reason = str(error)[: place.start()] if place else str(error)
+            unknown = _UNKNOWN.match(reason)
+            if unknown is not None and "[" not in path and ignored.takes(unknown["name"]):
+                body = _without_unknown(body, path, unknown["name"], cast(Any, kind), ignored)
+            elif reason.startswith("Expected `int") and _root(path) not in whole:
+                whole.add(_root(path))
+                body = _with_whole_numbers(body, _root(path))
+            else:
+                raise
+    return cast(T, decode(body))
+
+
+def _root(path: str) -> str:
+    """The field of a body that a place is in."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _without_unknown(
+    body: bytes, path: str, name: str, kind: type[msgspec.Struct], ignored: Ignored
+) -> bytes:
+    """The body without the unknown field `name` of the object at `path`, and in the body itself without all that
+    may be ignored; notes them."""
+    names = {name: None}
+    if not path:
+        known = {field.encode_name for field in msgspec.structs.fields(kind)}
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        names = {it: None for it in given if it not in known and ignored.takes(it)}
+    for it in names:
+        ignored.note(f"{path}.{it}" if path else it)
+    return _without(body, path.split(".") if path else [], names)
+
+
+def _without(body: bytes, path: Sequence[str], names: Collection[str]) -> bytes:
+    """The JSON object without some fields of the object at `path` in it."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    for name in fields.keys() - known:
-        unknown.note(name)
-        del fields[name]
+    if not path:
+        return msgspec.json.encode({it: raw for it, raw in fields.items() if it not in names})
+    fields[path[0]] = msgspec.Raw(_without(bytes(fields[path[0]]), path[1:], names))
     return msgspec.json.encode(fields)
+
+
+def _with_whole_numbers(body: bytes, root: str) -> bytes:
+    """The JSON object with whole numbers for floats that are whole: in its field `root`, and where a float is all
+    of another field's value."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for name, raw in fields.items():
+        if name == root or _is_number(raw):
+            fields[name] = msgspec.Raw(msgspec.json.encode(whole_numbers(msgspec.json.decode(raw))))
+    return msgspec.json.encode(fields)
+
+
+def _is_number(raw: msgspec.Raw) -> bool:
+    return bytes(raw)[:1] in b"-0123456789"
 
 
 def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
@@ -131,7 +170,7 @@ def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
     if isinstance(converted, msgspec.Struct):
-        _check_neutral(converted)
+        _check_neutral(converted, Ignored())
     return converted
 
 
@@ -212,12 +251,23 @@ def _invalid_field(message: str) -> InvalidRequestError:
     )
 
 
-def _check_neutral(body: msgspec.Struct) -> None:
-    for name, neutral in neutral_values(type(body)).items():
-        value = getattr(body, name)
+def _check_neutral(body: msgspec.Struct, ignored: Ignored, prefix: str = "") -> None:
+    for field in body.__struct_fields__:
+        inner = getattr(body, field)
+        if isinstance(inner, msgspec.Struct):
+            _check_neutral(inner, ignored, f"{prefix}{field}.")
+    for field, note in neutral_values(type(body)).items():
+        name = f"{prefix}{field}"
+        neutral = note.served if isinstance(note, Hint) else note
+        value = getattr(body, field)
         # 0, 0.0 and False are one to `typing`, which may hand out the note of another field for them.
-        if value is not None and not any(value == same for same in neutral):
-            values = " or ".join(map(repr, neutral))
-            hint = f" other than {values}" if neutral else ""
-            message = f"{name}{hint} is not supported yet."
-            raise InvalidRequestError(message, param=name, kind="not_supported")
+        if value is None or any(value == same for same in neutral):
+            continue
+        if isinstance(note, Hint):
+            ignored.note(name)
+            continue
+        values = " or ".join(map(repr, neutral))
+        hint = f" other than {values}" if neutral else ""
+        raise InvalidRequestError(
+            f"{name}{hint} is not supported yet.", param=name, kind="not_supported"
+        )

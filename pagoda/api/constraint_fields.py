@@ -40,7 +40,7 @@ def constraint_size(body: GenerationFields) -> int:
 
 def constraint_of(body: GenerationFields) -> FieldGrammar | None:
     """The grammar that a body holds its answers to; None without one.
-    Raises InvalidRequestError: a constraint is wrong, or there are two; names the fields."""
+    Raises InvalidRequestError: a constraint is wrong, or there are two that differ; names the fields."""
     guided = {
         name: value
         for name in ("json", "regex", "choice", "grammar")
@@ -70,9 +70,10 @@ def constraint_of(body: GenerationFields) -> FieldGrammar | None:
     found = [
         FieldGrammar(grammar, param) for param, make in asked if (grammar := make()) is not None
     ]
-    for other in found[1:]:
-        if other.grammar != found[0].grammar:  # clients say the same in the words of two versions
-            refuse(other.param, f"and {found[0].param} both constrain the answer; give one of them")
+    for other in found[1:]:  # clients of several servers spell one grammar in several ways
+        if other.grammar != found[0].grammar:
+            both = f"and {found[0].param} both constrain the answer; give one of them"
+            refuse(other.param, both)
     return found[0] if found else None
 
 

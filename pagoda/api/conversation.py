@@ -17,7 +17,7 @@ from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_
 from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
-from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
+from pagoda.api.tool_choice import ToolChoice, new_call_id, served_tools, tool_choice_of
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.async_utils import LONG_TEXT_CHARS
@@ -132,6 +132,12 @@ async def begin_conversation(
 ) -> Conversation:
     """Renders a conversation and prepares its answers. `clamp_max_tokens` is as in `TextGenerator.prepare`.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
+    body, names = served_tools(body, caller.ignored)
+    with renamed(names):
+        return await _begin(caller, body, clamp_max_tokens=clamp_max_tokens)
+
+
+async def _begin(caller: Caller, body: ChatRequest, *, clamp_max_tokens: bool) -> Conversation:
     generator = caller.service.admit(body.model, caller.client_request)
     choice = tool_choice_of(body)
     prompt = await _render(generator, body, choice)
@@ -188,7 +194,9 @@ async def begin_conversation(
 async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:
     """The tokens of a conversation, which may be longer than the context. Raises: as `begin_conversation`."""
     generator = caller.service.admit(body.model, caller.client_request)
-    prompt = await _render(generator, body, tool_choice_of(body))
+    body, names = served_tools(body, caller.ignored)
+    with renamed(names):
+        prompt = await _render(generator, body, tool_choice_of(body))
     return len(
         await generator.encode(
             prompt, add_special_tokens=bool(body.add_special_tokens), param="messages"

@@ -12,7 +12,7 @@ ANY = "*"
 LOCAL = "localhost"
 """Stands for every page of this machine, at any port."""
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-_EXPOSED = "X-Request-Id, Retry-After, openai-processing-ms"
+_EXPOSED = "X-Request-Id, Retry-After, openai-processing-ms, x-pagoda-ignored"
 _MAX_HEADER_NAMES_CHARS = 2048
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")
 _MAX_AGE_S = 600

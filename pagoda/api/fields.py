@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.body import Timeout
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.beam_search import BeamSearchParams
@@ -160,8 +161,6 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     early_stopping: bool | Literal["never"] | None = None
 
     # Not supported yet: refused but for null and the values beside them, which change nothing.
-    store: Annotated[Any, (False,)] = None
-    service_tier: Annotated[Any, ("auto", "default")] = None
     bad_words: Annotated[Any, ([],)] = None
 
 
@@ -219,6 +218,18 @@ _WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
 }
 """Fields that change which tokens are likely, or how an answer is computed, and their values that do not."""
+
+
+def windowed_penalty(
+    penalty: float | None, window: int | None, context: int, ignored: Ignored, param: str
+) -> float | None:
+    """The repetition penalty of llama.cpp and Ollama, who look at the last `window` tokens, none of them with 0.
+    Here it looks at all of prompt and answer; a window below the context is noted in `ignored` as `param`."""
+    if penalty is None or window == 0:
+        return None if penalty is None else 1.0
+    if penalty != 1 and window is not None and 0 < window < context:
+        ignored.note(param)
+    return penalty
 
 
 @contextmanager

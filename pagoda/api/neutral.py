@@ -1,7 +1,8 @@
 """Fields of other APIs and servers that Pagoda does not have, with the values that change nothing.
 
 Routers and clients send them with every request, mostly at these values: sglang-router and smg fill in SGLang's
-defaults, SDKs those of OpenAI, vLLM or llama.cpp. At any other value a field is refused by name.
+defaults, SDKs those of OpenAI, vLLM or llama.cpp. At any other value a field is refused by name, unless it is a
+hint.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+
+from pagoda.api.ignored_fields import Hint
 
 _No = Annotated[Any, (False,)]
 _Yes = Annotated[Any, (True,)]
@@ -22,8 +25,14 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Neutral fields of text and chat completions. Null is neutral for all."""
 
     # OpenAI
-    verbosity: Annotated[Any, ("medium",)] = None
-    web_search_options: _Null = None
+    store: Annotated[Any, Hint((False,))] = None
+    """Chats are not kept."""
+    service_tier: Annotated[Any, Hint(("auto", "default"))] = None
+    """There is one tier, which answers tell."""
+    verbosity: Annotated[Any, Hint(("medium",))] = None
+    """Answers are as long as the model makes them."""
+    web_search_options: Annotated[Any, Hint()] = None
+    """The server searches nothing, like all tools that another server would run."""
     audio: _Null = None
     moderation: _Null = None
 
@@ -37,8 +46,8 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vllm_xargs: _Empty = None
     documents: Annotated[Any, ([],)] = None
     chat_template: _Null = None
-    mm_processor_kwargs: _Empty = None
-    media_io_kwargs: _Empty = None
+    mm_processor_kwargs: Annotated[Any, Hint(({},))] = None
+    media_io_kwargs: Annotated[Any, Hint(({},))] = None
     prompt_embeds: _Null = None
     structural_tag: _Null = None
     repetition_detection: _Null = None
@@ -60,12 +69,12 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     disagg_prefill_dp_rank: _Null = None
 
     # llama.cpp, KoboldCpp, Aphrodite
-    cache_prompt: _Yes = None
+    cache_prompt: Annotated[Any, Hint((True,))] = None
     timings_per_token: _No = None
     return_progress: _No = None
     post_sampling_probs: _No = None
-    n_keep: _Zero = None
-    n_discard: _Zero = None
+    n_keep: Annotated[Any, Hint((0,))] = None
+    n_discard: Annotated[Any, Hint((0,))] = None
     dynatemp_range: _Zero = None
     dynatemp_exponent: _One = None
     mirostat: _Zero = None

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from pagoda.api.body import neutral_values
 from pagoda.api.dialect import OPENAI
+from pagoda.api.ignored_fields import Hint
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import Route
 from pagoda.version import __version__
@@ -110,18 +111,19 @@ def _arranged(kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The properties of a body in the order in which readers look for them: those that must be given, others of
     this route, those of other routes as well, and last those that are not supported, with the values they take."""
     fields = schema["properties"]
-    neutral = {
-        name: {
-            "description": "Not supported: refused but for these values.",
-            "enum": _distinct(values),
-            "default": None,
-        }
-        for name, values in neutral_values(kind).items()
-    }
+    neutral = {name: _neutral(note) for name, note in neutral_values(kind).items()}
     own_first = [name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())]
     names = dict.fromkeys([*schema.get("required", ()), *own_first, *fields])
     supported = {name: fields[name] for name in names if name in fields and name not in neutral}
     return {**supported, **neutral}
+
+
+def _neutral(note: tuple[object, ...] | Hint) -> dict[str, Any]:
+    """The schema of a field that is not supported."""
+    if isinstance(note, Hint):
+        return {"description": "Accepted without effect.", "default": None}
+    refused = "Not supported: refused but for these values."
+    return {"description": refused, "enum": _distinct(note), "default": None}
 
 
 def _distinct(values: Sequence[object]) -> list[object]:

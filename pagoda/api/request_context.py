@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from aiohttp import web
 from pagoda.api.body import parse_beside
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.keys import NOBODY, ApiKey, Scope
 from pagoda.api.request_body import inflated, whole_body
 from pagoda.api.service import Service
@@ -40,6 +41,8 @@ class Caller:
     """The header `X-Session-ID`."""
     authorization: str = ""
     """The header `Authorization`, for a server that is asked on the client's behalf."""
+    ignored: Ignored = field(default_factory=Ignored)
+    """Fields of the request that have no effect."""
 
     async def translate(self, work: Callable[[], T], more: int = 0) -> T:
         """The result of work that takes as long as reading the body, and `more` characters, once more: in a thread
@@ -61,6 +64,8 @@ class RequestContext:
     dialect: Dialect
     path_argument: str = ""
     """The part of the path that the `*` of the route stands for."""
+    ignored: Ignored = field(default_factory=Ignored)
+    """Fields of the body that have no effect, which the answer's header names."""
 
     @property
     def request_id(self) -> str:
@@ -75,6 +80,7 @@ class RequestContext:
             self.key or NOBODY,
             headers.get("X-Session-ID"),
             headers.get("Authorization", ""),
+            self.ignored,
         )
 
     @property
@@ -100,11 +106,13 @@ class RequestContext:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every answer: its id, the milliseconds until it began, and what browsers ask for."""
+        """Headers of every answer: its id, the milliseconds until it began, what was ignored, and what browsers
+        ask for."""
         took_ns = self.service.tracker.clock_ns() - self.client_request.arrived_ns
         return {
             "X-Request-Id": self.request_id,
             "openai-processing-ms": str(took_ns // 10**6),
+            **self.ignored.headers,
             **self.service.key_limits.headers(self.key),
             **self.service.config.cors_origins.headers(self.http.headers.get("Origin")),
         }
@@ -123,9 +131,8 @@ class RequestContext:
         """The body, decoded and checked.
         Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field."""
         body = await self.body()
-        unknown = self.service.config.unknown_fields
         threads = self.service.body_threads
-        parsed = await parse_beside(body, kind, threads, unknown, tenant=self.key_name)
+        parsed = await parse_beside(body, kind, threads, self.ignored, tenant=self.key_name)
         take_timeout(self.client_request, parsed)
         return parsed
 

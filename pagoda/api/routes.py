@@ -18,10 +18,11 @@ from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.answers import ChatCompletion, Completion, Model, ModelList
-from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
 from pagoda.api.openai.chat import chat_completions, count_chat_tokens
 from pagoda.api.openai.completions import completions
 from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
+from pagoda.api.openai.fim import fim_completions
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
@@ -132,6 +133,16 @@ ROUTES: dict[str, dict[str, Route]] = {
             ANSWER,
             CompletionRequest,
             Completion,
+            streams=True,
+            is_queued=True,
+        )
+    },
+    "/v1/fim/completions": {
+        "POST": Route(
+            fim_completions,
+            "Fills a gap in a text, as Mistral's API does.",
+            ANSWER,
+            FimRequest,
             streams=True,
             is_queued=True,
         )

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
-from pagoda.api.body import UnknownFields
 from pagoda.api.bootstrap import Rooms
 from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.ignored_fields import IgnoredNames
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
+from pagoda.checkpoints.card import ModelCard
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ApiConfig:
     served_model_name: str
+    read_card: Callable[[], ModelCard] = ModelCard
+    """Reads what a list of models tells of the model; may take a second."""
     model_aliases: Sequence[str] = ()
     """Further names under which the model is asked for; answers have the first name."""
     any_model_name: bool = False
@@ -49,8 +52,8 @@ class ApiConfig:
     cors_origins: CorsOrigins = NO_ORIGINS
     root_path: str = ""
     """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
-    unknown_fields: UnknownFields | None = None
-    """Unknown fields of bodies are noted here and ignored; None refuses them."""
+    ignored_names: IgnoredNames = field(default_factory=IgnoredNames)
+    """Fields of bodies that were ignored."""
     bootstrap_hosts: Sequence[str] = ()
     """Prefill servers that requests with `bootstrap_room` may name."""
     bootstrap_tls: ssl.SSLContext | None = None

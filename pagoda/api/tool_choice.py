@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ToolFormatName
@@ -109,6 +110,22 @@ class _Allowed(msgspec.Struct, frozen=True, tag="allowed_tools"):
     """`{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`."""
 
     allowed_tools: _AllowedTools
+
+
+def served_tools(body: ChatRequest, ignored: Ignored) -> tuple[ChatRequest, dict[str, str]]:
+    """The body without tools that another server would run, such as a search of the web, which are noted in
+    `ignored`; and the client's names of the places of the others, for `renamed`."""
+    tools, names = [], {}
+    for index, tool in enumerate(body.tools or ()):
+        kind = tool.get("type", "function")
+        if isinstance(kind, str) and kind != "function":
+            ignored.note(f"tools.{kind}")
+            continue
+        names[f"tools[{len(tools)}]"] = f"tools[{index}]"
+        tools.append(tool)
+    if len(tools) == len(body.tools or ()):
+        return body, {}
+    return msgspec.structs.replace(body, tools=tools), names
 
 
 def tool_choice_of(body: ChatRequest) -> ToolChoice:

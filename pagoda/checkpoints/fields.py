@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 from pagoda.errors import ConfigError
+from pagoda.whole_numbers import whole_numbers
 
 T = TypeVar("T")
 
@@ -102,7 +103,8 @@ class Fields:
         return self._list(name, str, "strings", default)
 
     def integers(self, name: str) -> list[int]:
-        return self._list(name, int, "whole numbers")
+        value = whole_numbers(self.values.get(name))
+        return Fields({name: value}, self.source, self._prefix)._list(name, int, "whole numbers")
 
     def numbers(self, name: str) -> list[float]:
         return self._list(name, float, "numbers")
@@ -133,6 +135,8 @@ class Fields:
             if default is None:
                 raise ConfigError(f"{self.source} lacks {self._prefix}{name}, {kind}.")
             return default
+        if int in types and float not in types:
+            value = whole_numbers(value)
         if not isinstance(value, types) or isinstance(value, bool):
             self.refuse(name, f"must be {kind}")
         return value  # type: ignore[return-value]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,15 +20,16 @@ from cyclopts.validators import Number
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
 from pagoda.api.batches.files import DEFAULT_MAX_BYTES
-from pagoda.api.body import UnknownFields
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
+from pagoda.api.ignored_fields import IgnoredNames
 from pagoda.api.keys import ApiKeys
 from pagoda.api.keys_file import read_keys
 from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
+from pagoda.checkpoints.card import read_card
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
@@ -125,7 +126,7 @@ class ServerOptions:
     root_path: str = ""
     """A path before all routes, such as /models/a, under which a proxy shows the server."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
-    """Refuse requests with unknown fields by name, or log each name once and ignore it."""
+    """Refuse requests with unknown fields that may change the answer, or log each name once and ignore it."""
     bootstrap_hosts: Annotated[
         tuple[str, ...], Parameter(metavar="HOST", negative=(), show_default=False)
     ] = ()
@@ -198,13 +199,14 @@ class ServerOptions:
             watched.append(WatchedFiles(tls.paths, tls.reload))
         api = ApiConfig(
             served_model_name=self.name(files),
+            read_card=cache(partial(read_card, files)),
             model_aliases=self.served_model_name[1:],
             any_model_name=self.any_model_name,
             api_keys=keys,
             allowed_hosts=hosts_for(self.host, self.allowed_hosts),
             cors_origins=CorsOrigins(self.cors_origins),
             root_path=root,
-            unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
+            ignored_names=IgnoredNames(takes_unknown=self.unknown_fields == "warn"),
             bootstrap_hosts=self.bootstrap_hosts,
             bootstrap_tls=None if tls is None else client_context(tls_files(self)),
             always_usage=self.enable_force_include_usage,

@@ -23,6 +23,7 @@ from pagoda.frontend.gguf_vocabulary import Vocabulary
 from pagoda.frontend.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
 from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.whole_numbers import whole_numbers
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _GGUF_SAMPLING = {
@@ -285,7 +286,8 @@ def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, f
 
     `do_sample: false` is said by models whose answers should be the likeliest ones.
     """
-    found = {name: generation[name] for name in _GGUF_SAMPLING if generation.get(name) is not None}
+    given = {name: whole_numbers(generation.get(name)) for name in _GGUF_SAMPLING}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     try:

@@ -76,7 +76,6 @@ BAD_VALUES = {
     "guided_json": [7, "{", {"multipleOf": 99991}],
     "guided_choice": [[], [1]],
     "guided_grammar": ["", "a b c"],
-    "store": [True],
 }
 
 
@@ -91,7 +90,7 @@ BAD_VALUES = {
         ({"stop_token_ids": [2**40]}, "stop_token_ids[0]"),
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
         ({"prompt": [1.5]}, "prompt[0]"),
-        ({"prompt": [[1.0]]}, "prompt[0][0]"),
+        ({"prompt": [[1.5]]}, "prompt[0][0]"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [[[1]]]}, "prompt[0][0]"),
         ({"prompt": [[1] * 550000]}, "prompt[0]"),

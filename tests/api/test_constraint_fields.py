@@ -155,8 +155,13 @@ def test_what_is_not_strict_passes_over_what_no_grammar_holds() -> None:
     assert "uniqueItems" in LLMatcher.validate_grammar(grammar)
 
 
-def test_one_constraint_may_be_said_twice() -> None:
-    twice = body(guided_grammar='start: "a"', structured_outputs={"grammar": 'start: "a"'})
-    found = constraint_of(twice)
+def test_one_grammar_in_several_spellings_is_one_grammar() -> None:
+    """guidance's client of vLLM sends its grammar under the name of old servers and of new ones."""
+    lark = '%llguidance {}\n\nstart: "a" | /b+/'
+    found = constraint_of(body(guided_grammar=lark, structured_outputs={"grammar": lark}))
     assert found is not None
-    assert found.grammar.text == 'start: "a"'
+    assert (found.grammar.kind, found.grammar.text) == ("lark", lark)
+    found = constraint_of(body(guided_json=SCHEMA, json_schema=json.dumps(SCHEMA)))
+    assert found is not None
+    with pytest.raises(InvalidRequestError, match="guided_grammar and structured_outputs both"):
+        constraint_of(body(guided_grammar=lark, structured_outputs={"grammar": 'start: "c"'}))

@@ -6,13 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
-
-from pagoda.frontend.detokenizer import byte_level_alphabet
-from pagoda.frontend.model_text import ModelText, synthetic_model_text
-from pagoda.frontend.tokenizer import IM_END, IM_START, Tokenizer
+from infill_texts import fim_text
 
 
 def events(answer: Any) -> list[Any]:
@@ -127,7 +121,6 @@ async def test_response_fields(api) -> None:
         ({"prompt": {"prompt_string": "x", "multimodal_data": ["a"]}}, "prompt"),
         ({"prompt": "x", "mirostat": 2}, "mirostat"),
         ({"prompt": "x", "n_predict": -3}, "n_predict"),
-        ({"prompt": "x", "repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({"prompt": "x", "logit_bias": [[1]]}, "logit_bias"),
         ({"prompt": "x", "post_sampling_probs": True}, "post_sampling_probs"),
         ({"prompt": "x", "n_probs": 1000}, "n_probs"),
@@ -156,17 +149,6 @@ async def test_an_answer_that_fills_the_context_is_truncated(serve_api) -> None:
 
 
 # ---- infill
-
-
-def fim_text() -> ModelText:
-    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in (IM_START, IM_END)])
-    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    text = synthetic_model_text()
-    return ModelText(Tokenizer(backend), text.chat_template, text.eos_token_ids)
 
 
 async def test_infill(serve_api) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 
+from pagoda.checkpoints.card import read_card
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.model_text import ModelText, synthetic_model_text
 
@@ -57,7 +61,6 @@ async def test_options_are_sampling(api) -> None:
         ({"temperature": -1}, "options.temperature"),
         ({"num_ctx": 10**6}, "options.num_ctx"),
         ({"mirostat": 1}, "options.mirostat"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "options.repeat_last_n"),
         ({"num_predict": -3}, "options.num_predict"),
         ({"stop": [1]}, "options.stop"),
         ({"unheard": 1}, "options.unheard"),
@@ -160,10 +163,39 @@ async def test_models(api) -> None:
     shown = (await api.post("/api/show", {"model": "tiny:latest"})).json()
     assert "message.role" in shown["template"]
     assert shown["capabilities"] == ["completion", "tools"]
-    assert shown["model_info"]["pagoda.context_length"] == 256
+    assert shown["model_info"]["unknown.context_length"] == 256
     assert (await api.post("/api/show", {"name": "other"})).status == 404
     assert (await api.post("/api/show", {})).status == 400
     assert "version" in (await api.get("/api/version")).json()
+
+
+async def test_models_as_editors_read_them(serve_api) -> None:
+    """Zed wants size, digest and details of every model, Copilot the architecture with its context; both read the
+    abilities."""
+    files = resolve_model(None)
+    api = await serve_api(read_card=partial(read_card, files))
+    for path in ("/api/tags", "/api/ps"):
+        [listed] = (await api.get(path)).json()["models"]
+        assert listed["size"] == (files.directory / "model.safetensors").stat().st_size
+        assert re.fullmatch("[0-9a-f]{64}", listed["digest"])
+        assert listed["modified_at"]
+        details = listed["details"]
+        assert details == {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": "qwen3",
+            "families": ["qwen3"],
+            "parameter_size": "3.39M",
+            "quantization_level": "BF16",
+        }
+    assert listed["size_vram"] == listed["size"]
+    shown = (await api.post("/api/show", {"model": "tiny"})).json()
+    info = shown["model_info"]
+    architecture = info["general.architecture"]
+    assert (architecture, info[f"{architecture}.context_length"]) == ("qwen3", 256)
+    assert (info["general.parameter_count"], info["qwen3.block_count"]) == (3394304, 4)
+    assert shown["details"] == details
+    assert shown["modelfile"]
 
 
 async def test_models_are_the_operators(api) -> None:

@@ -76,7 +76,7 @@ def test_the_events_of_an_answer_add_up_to_its_items(
     deltas: list[AnswerDelta], as_summary: bool, is_cut: bool
 ) -> None:
     encoded: list[bytes] = []
-    output = Output(EventWriter(encoded.append), new_call_id, as_summary=as_summary)
+    output = Output(EventWriter(encoded.append), new_call_id, as_summary=as_summary, namespaces={})
     for delta in deltas:
         output.add(delta)
     items = output.end(is_cut=is_cut)
@@ -98,7 +98,7 @@ def test_the_events_of_an_answer_add_up_to_its_items(
 def test_items_are_the_same_without_events(deltas: list[AnswerDelta], is_cut: bool) -> None:
     encoded: list[bytes] = []
     outputs = [
-        Output(writer, new_call_id, as_summary=False)
+        Output(writer, new_call_id, as_summary=False, namespaces={})
         for writer in (None, EventWriter(encoded.append))
     ]
     for output in outputs:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +19,8 @@ import pytest
 
 MODEL = "pagoda-tiny"
 START_S = 90.0
-_ROOT = Path(__file__).parents[2]
-PAGODA = os.environ.get("PAGODA", str(_ROOT / ".venv" / "bin" / "pagoda"))
+ROOT = Path(__file__).parents[2]
+PAGODA = os.environ.get("PAGODA", str(ROOT / ".venv" / "bin" / "pagoda"))
 """The program under test; `make test-clients` names the one of `.venv`."""
 
 # Prices are nothing to wait for, where there is no network.
@@ -48,9 +48,13 @@ def get(url: str) -> str:
 
 
 @contextmanager
-def running(command: Sequence[str], ready: str) -> Iterator[None]:
-    """Runs a program for as long as the context lasts, from when `ready` answers 200."""
-    program = subprocess.Popen(command, start_new_session=True)
+def running(
+    command: Sequence[str], ready: str, environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Runs a program for as long as the context lasts, from when `ready` answers 200. `environment` has variables
+    besides those of the tests."""
+    variables = {**os.environ, **(environment or {})}
+    program = subprocess.Popen(command, start_new_session=True, env=variables)
     try:
         _await(program, ready)
         yield
@@ -78,12 +82,14 @@ def _await(program: subprocess.Popen[bytes], ready: str) -> None:
 
 
 @contextmanager
-def serving(*flags: str, model: str = MODEL) -> Iterator[Server]:
+def serving(
+    *flags: str, model: str = MODEL, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     quiet = ["--log-level", "warning", "--threads", "1"]
     command = [PAGODA, "serve", "--port", str(port), *quiet, *flags]
-    with running(command, f"{url}/health/ready"):
+    with running(command, f"{url}/health/ready", environment):
         yield Server(url, model)
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.fields import GenerationFields
+from pagoda.api.ignored_fields import Hint
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from pagoda.messages.sampling_params import MAX_STOP_STRINGS
 
@@ -24,9 +25,9 @@ class InputMessage(msgspec.Struct, frozen=True):
 
 
 class ToolDefinition(msgspec.Struct, frozen=True):
-    """A tool of the client."""
+    """A tool of the client, or one that another server would run, which need not have a name."""
 
-    name: str
+    name: str = ""
     type: str | None = None
     input_schema: dict[str, Any] | None = None
     description: str | None = None
@@ -63,6 +64,12 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
+class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`context_management`: edits of the conversation, of which those are served that change nothing."""
+
+    edits: Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] = []
+
+
 class CountTokensRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body that asks how many tokens a prompt has. Fields of sampling that Anthropic lacks are those of chat
     completions."""
@@ -73,6 +80,7 @@ class CountTokensRequest(GenerationFields, frozen=True, kw_only=True, forbid_unk
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -83,13 +91,14 @@ class CountTokensRequest(GenerationFields, frozen=True, kw_only=True, forbid_unk
     workspace_id: str | None = None
 
     # Not supported: refused but for null and the values beside them.
-    service_tier: Annotated[Any, ("auto", "standard_only")] = None
     container: Annotated[Any, ()] = None
-    mcp_servers: Annotated[Any, ([],)] = None
-    context_management: Annotated[Any, ({}, {"edits": []})] = None
-    diagnostics: Annotated[Any, ()] = None
-    inference_geo: Annotated[Any, ("global",)] = None
-    speed: Annotated[Any, ("standard",)] = None
+
+    # Without them an answer is as good: one tier and speed, one place; tools of servers are left out.
+    service_tier: Annotated[Any, Hint(("auto", "standard_only"))] = None
+    mcp_servers: Annotated[Any, Hint(([],))] = None
+    diagnostics: Annotated[Any, Hint()] = None
+    inference_geo: Annotated[Any, Hint(("global",))] = None
+    speed: Annotated[Any, Hint(("standard",))] = None
 
     # Fields of chat completions that have no place in a message.
     stop: Annotated[Any, ([],)] = None

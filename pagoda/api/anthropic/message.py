@@ -87,8 +87,11 @@ class _Block:
 class MessageAnswer:
     """One message, in one piece or as events: the only answer of its generation, and the shape of it, too."""
 
-    def __init__(self, conversation: Conversation, *, model: str, max_tokens: int) -> None:
-        """`max_tokens` is what the client asked for, which may be more than the context has room for."""
+    def __init__(
+        self, conversation: Conversation, *, model: str, max_tokens: int, edits: bool = False
+    ) -> None:
+        """`max_tokens` is what the client asked for, which may be more than the context has room for. With `edits`
+        the client is told that its conversation was not edited."""
         self._generation = conversation.generation
         [self._reader] = conversation.readers
         self._new_call_id = conversation.new_call_id
@@ -99,6 +102,7 @@ class MessageAnswer:
             "role": "assistant",
             "model": model,
         }
+        self._edits = {"context_management": {"applied_edits": []}} if edits else {}
         self._blocks: list[_Block] = []
         self._call_index = -1
         """Index of the call that is the last block; -1 for another block."""
@@ -133,6 +137,7 @@ class MessageAnswer:
             "stop_reason": stop_reason,
             "stop_sequence": self._shown_stop_sequence(stop_reason),
             "usage": self._usage(),
+            **self._edits,
         }
         return message | transfer_fields(self._generation.kv_source)
 
@@ -158,7 +163,8 @@ class MessageAnswer:
             "stop_reason": stop_reason,
             "stop_sequence": self._shown_stop_sequence(stop_reason),
         }
-        events += message_event({"type": "message_delta", "delta": delta, "usage": self._usage()})
+        last = {"type": "message_delta", "delta": delta, "usage": self._usage(), **self._edits}
+        events += message_event(last)
         return events + message_event({"type": "message_stop"})
 
     def _begin(self) -> bytes:

@@ -13,6 +13,7 @@ from pagoda.api.conversation import begin_conversation, count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import renamed
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route
@@ -44,26 +45,33 @@ ANTHROPIC = Dialect(
 )
 
 
-def _translated(body: CountTokensRequest) -> tuple[ChatRequest, MessagesTranslation]:
+def _translated(
+    body: CountTokensRequest, ignored: Ignored
+) -> tuple[ChatRequest, MessagesTranslation]:
     translation = MessagesTranslation(body)
-    return chat_request(body, translation), translation
+    return chat_request(body, translation, ignored), translation
 
 
 async def create_message(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(MessagesRequest)
-    chat, translation = await context.caller.translate(partial(_translated, body))
+    chat, translation = await context.caller.translate(partial(_translated, body, context.ignored))
     with renamed(translation.names):
         conversation = await begin_conversation(context.caller, chat, clamp_max_tokens=True)
     conversation.generation.rename_constraints(translation.names)
     model = context.service.name_of(conversation.generation.generator)
-    answer = MessageAnswer(conversation, model=model, max_tokens=body.max_tokens)
+    answer = MessageAnswer(
+        conversation,
+        model=model,
+        max_tokens=body.max_tokens,
+        edits=body.context_management is not None,
+    )
     return await conversation.generation.respond(context, answer, streams=bool(body.stream))
 
 
 async def count_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of a prompt, which may be longer than the context."""
     body = await context.parse(CountTokensRequest)
-    chat, translation = await context.caller.translate(partial(_translated, body))
+    chat, translation = await context.caller.translate(partial(_translated, body, context.ignored))
     with renamed(translation.names):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"input_tokens": count})

@@ -14,7 +14,9 @@ from pagoda.api.anthropic.bodies import (
     ToolChoice,
 )
 from pagoda.api.body import convert_body, joined_text, text_in
+from pagoda.api.context_management import check_edits
 from pagoda.api.fields import GenerationFields, renamed
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
 
@@ -150,8 +152,11 @@ def _text(block: object, place: str) -> str:
     return text_in(block, "text", place)
 
 
-def chat_request(body: CountTokensRequest, translation: MessagesTranslation) -> ChatRequest:
-    """The chat body. Raises InvalidRequestError: a field is not as it must be; names it."""
+def chat_request(
+    body: CountTokensRequest, translation: MessagesTranslation, ignored: Ignored
+) -> ChatRequest:
+    """The chat body; what of the tools is left out is noted in `ignored`.
+    Raises InvalidRequestError: a field is not as it must be; names it."""
     fields: dict[str, Any] = {"messages": translation.messages}
     for name in _SHARED_FIELDS:
         value = getattr(body, name, None)
@@ -166,7 +171,10 @@ def chat_request(body: CountTokensRequest, translation: MessagesTranslation) -> 
     user_id = (body.metadata or {}).get("user_id")
     if user_id is not None:
         fields["user"] = user_id
-    fields |= _tools(body, translation) | _thinking(body)
+    if body.context_management is not None:
+        edits = body.context_management.edits
+        check_edits(edits, "context_management.edits", translation.messages, body.tools)
+    fields |= _tools(body, translation, ignored) | _thinking(body)
     config = body.output_config
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema, "strict": True}
@@ -175,13 +183,18 @@ def chat_request(body: CountTokensRequest, translation: MessagesTranslation) -> 
         return convert_body(fields, ChatRequest)
 
 
-def _tools(body: CountTokensRequest, translation: MessagesTranslation) -> dict[str, Any]:
-    tools = []
+def _tools(
+    body: CountTokensRequest, translation: MessagesTranslation, ignored: Ignored
+) -> dict[str, Any]:
+    """The tools that the client describes. Those that Anthropic's servers run or describe are left out."""
+    tools: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or ()):
         place = f"tools[{index}]"
         if tool.type not in (None, "custom"):
-            rule = f"{tool.type[:64]!r} is not served here; only tools of the client are"
-            refuse(f"{place}.type", rule, "not_supported")
+            ignored.note(f"tools.{tool.type}")
+            continue
+        if not tool.name:
+            refuse(f"{place}.name", "is missing", "missing_field")
         function = {
             "name": tool.name,
             "description": tool.description,
@@ -190,8 +203,9 @@ def _tools(body: CountTokensRequest, translation: MessagesTranslation) -> dict[s
         }
         given = {name: value for name, value in function.items() if value is not None}
         tools.append({"type": "function", "function": given})
-        translation.names[f"{place}.function"] = place
-        translation.names[f"{place}.function.parameters"] = f"{place}.input_schema"
+        name = f"tools[{len(tools) - 1}].function"
+        translation.names[name] = place
+        translation.names[f"{name}.parameters"] = f"{place}.input_schema"
     fields: dict[str, Any] = {"tools": tools} if tools else {}
     choice = body.tool_choice
     if choice is None:

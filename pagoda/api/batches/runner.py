@@ -37,6 +37,7 @@ from pagoda.api.batches.records import (
 )
 from pagoda.api.body import parse_beside
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.key_shares import KeyShares
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
@@ -79,7 +80,7 @@ async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
         body,
         kind,
         service.body_threads,
-        service.config.unknown_fields,
+        caller.ignored,
         tenant=caller.client_request.key_name,
     )
     take_timeout(caller.client_request, parsed)
@@ -358,8 +359,9 @@ class BatchRunner:
                 raise ApiError(
                     401, "The API key of this batch was revoked.", code="invalid_api_key"
                 )
+            ignored = Ignored(self._service.config.ignored_names)
             answer = await ENDPOINTS[record.endpoint](
-                Caller(self._service, client, key), bytes(line.body)
+                Caller(self._service, client, key, ignored=ignored), bytes(line.body)
             )
             return 200, answer
         except Exception as error:

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.body import Timeout
-from pagoda.api.fields import MAX_TOKEN_IDS
+from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
+from pagoda.api.ignored_fields import Ignored
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_LIST, TokenId
@@ -145,13 +146,21 @@ _SAME = (
 )
 
 
-async def request_fields(body: SamplingFields, generator: TextGenerator) -> dict[str, Any]:
+async def request_fields(
+    body: SamplingFields, generator: TextGenerator, ignored: Ignored
+) -> dict[str, Any]:
     """Fields of OpenAI's completions for a body, without its prompt and length.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     if body.seed is not None and body.seed >= 0:  # -1 asks for any
         fields["seed"] = body.seed
-    fields["repetition_penalty"] = _repetition_penalty(body)
+    fields["repetition_penalty"] = windowed_penalty(
+        body.repeat_penalty,
+        body.repeat_last_n,
+        generator.endpoint.limits.max_model_len,
+        ignored,
+        "repeat_last_n",
+    )
     fields["logprobs"] = body.n_probs or None
     fields["n"] = body.n if body.n_cmpl is None else body.n_cmpl
     fields["logit_bias"] = await _logit_bias(body.logit_bias, generator)
@@ -174,16 +183,6 @@ def length_of(body: SamplingFields, room: int) -> int:
     if wanted < 0:
         refuse("n_predict", f"must be at least -2, got {wanted}")
     return min(wanted, room)
-
-
-def _repetition_penalty(body: SamplingFields) -> float | None:
-    penalty, window = body.repeat_penalty, body.repeat_last_n
-    if penalty is None or penalty == 1 or window == 0:
-        return None
-    if window is not None and window > 0:
-        rule = "must be -1 or left out: repeat_penalty looks at all of prompt and answer"
-        refuse("repeat_last_n", rule, "not_supported")
-    return penalty
 
 
 async def _logit_bias(

@@ -11,6 +11,7 @@ from pagoda.api.body import convert_body
 from pagoda.api.errors import ApiError, context_exceeded
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
+from pagoda.api.infill import infill_prompt, known_tokens, marks_of
 from pagoda.api.list_shape import ListShape
 from pagoda.api.llamacpp.answers import Asked, LlamaAnswer
 from pagoda.api.llamacpp.bodies import (
@@ -28,19 +29,7 @@ from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextGenerator, TextRequest
-from pagoda.frontend.tokenizer import Tokenizer
 
-_FIM_TOKENS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    ("<|fim▁begin|>", "<|fim▁hole|>", "<|fim▁end|>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-    ("<PRE>", "<SUF>", "<MID>"),
-)
-"""Tokens before the text in front of the gap, before the text behind it, and before what fills it: of Qwen,
-StarCoder, Granite, DeepSeek and CodeLlama."""
 _FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
 
 
@@ -81,7 +70,7 @@ async def begin_llama(
     requests: list[TextRequest] = []
     texts: list[str] = []
     with renamed(NAMES):
-        fields = await request_fields(body, generator)
+        fields = await request_fields(body, generator, caller.ignored)
         for prompt in prompts:
             room = limits.max_model_len - len(prompt)
             if room < 1:
@@ -110,35 +99,26 @@ async def begin_llama(
 
 
 async def _infill_prompt(body: InfillBody, generator: TextGenerator) -> list[int]:
-    """The prompt of fill in the middle (Bavarian et al. 2022) for the gap between prefix and suffix.
-    Raises ApiError: 400, the model has no tokens for it."""
-    tokenizer = generator.text.tokenizer
-    marks = _known(tokenizer, _FIM_TOKENS)
+    """The prompt for the gap between prefix and suffix. Raises ApiError: 400, the model has no tokens for it."""
+    marks = marks_of(generator.text.tokenizer)
     if marks is None:
         raise ApiError(400, "Infill is not supported by this model: it has no tokens for it.")
-
-    async def encode(text: str, param: str) -> list[int]:
-        return await generator.encode(text, add_special_tokens=False, param=param)
-
-    before, behind, middle = marks
-    begin = await generator.encode("", add_special_tokens=True)
-    return [
-        *begin,
-        *await _extra_prompt(body.input_extra or (), generator),
-        before,
-        *await encode(body.input_prefix, "input_prefix"),
-        behind,
-        *await encode(body.input_suffix, "input_suffix"),
-        middle,
-        *await encode(body.prompt or "", "prompt"),
-    ]
+    prompt = await infill_prompt(
+        generator,
+        marks,
+        (body.input_prefix, "input_prefix"),
+        (body.input_suffix, "input_suffix"),
+        await _extra_prompt(body.input_extra or (), generator),
+    )
+    given = await generator.encode(body.prompt or "", add_special_tokens=False, param="prompt")
+    return [*prompt, *given]
 
 
 async def _extra_prompt(files: Sequence[ExtraFile], generator: TextGenerator) -> list[int]:
     """Further files of the project, in the form that Qwen2.5-Coder was trained with, or else as text."""
     if not files:
         return []
-    marks = _known(generator.text.tokenizer, _FILE_TOKENS)
+    marks = known_tokens(generator.text.tokenizer, _FILE_TOKENS)
     token_ids: list[int] = []
     if marks is not None:
         token_ids.append(marks[0])
@@ -154,13 +134,3 @@ async def _extra_prompt(files: Sequence[ExtraFile], generator: TextGenerator) ->
         token_ids.append(marks[1])
         token_ids += await generator.encode("filename\n", add_special_tokens=False)
     return token_ids
-
-
-def _known(tokenizer: Tokenizer, families: Sequence[Sequence[str]]) -> list[int] | None:
-    """The ids of the first family whose tokens are all in the vocabulary."""
-    for family in families:
-        ids = [tokenizer.token_id(token) for token in family]
-        known = [token_id for token_id in ids if token_id is not None]
-        if len(known) == len(family):
-            return known
-    return None

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.body import Timeout
-from pagoda.api.fields import MAX_TOKEN_IDS
+from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
+from pagoda.api.ignored_fields import Ignored
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from pagoda.frontend.model_text import ModelText
@@ -137,7 +138,9 @@ _SAME = (
 _EFFORTS = ("low", "medium", "high")
 
 
-def common_fields(body: GenerateFields, text: ModelText, max_model_len: int) -> dict[str, Any]:
+def common_fields(
+    body: GenerateFields, text: ModelText, max_model_len: int, ignored: Ignored
+) -> dict[str, Any]:
     """Fields of OpenAI's bodies for what chat and generate have in common; None where nothing is asked for.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     options = body.options or Options()
@@ -147,8 +150,13 @@ def common_fields(body: GenerateFields, text: ModelText, max_model_len: int) -> 
         fields["max_tokens"] = options.num_predict
     elif options.num_predict is not None and options.num_predict < -2:
         refuse("options.num_predict", f"must be at least -2, got {options.num_predict}")
-    if options.repeat_penalty is not None:
-        fields["repetition_penalty"] = options.repeat_penalty
+    fields["repetition_penalty"] = windowed_penalty(
+        options.repeat_penalty,
+        options.repeat_last_n,
+        max_model_len,
+        ignored,
+        "options.repeat_last_n",
+    )
     if fields["seed"] is not None and fields["seed"] < 0:
         fields["seed"] = None
     fields["response_format"] = _response_format(body.format)
@@ -169,16 +177,6 @@ def check_options(options: Options, max_model_len: int) -> None:
         refuse(
             "options.num_ctx",
             f"must be at most the context of the server, {max_model_len} tokens, got {options.num_ctx}",
-        )
-    penalty = options.repeat_penalty
-    is_windowed = options.repeat_last_n is not None and options.repeat_last_n >= 0
-    if penalty is not None and penalty != 1 and options.repeat_last_n == 0:
-        refuse("options.repeat_last_n", "of 0 turns repeat_penalty off; leave both out")
-    if penalty is not None and penalty != 1 and is_windowed:
-        refuse(
-            "options.repeat_last_n",
-            "must be -1 or left out: repeat_penalty looks at all of prompt and answer",
-            "not_supported",
         )
 
 

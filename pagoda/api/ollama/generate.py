@@ -42,7 +42,7 @@ async def chat(context: RequestContext) -> web.StreamResponse:
 
 async def generate(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(GenerateBody)
-    if not body.prompt and not body.raw:
+    if not (body.prompt or body.raw or body.suffix):
         return _loaded(context, body, {"response": ""})
     generation, shape = await begin_generate(context.caller, body)
     return await generation.respond(context, shape, streams=body.stream is not False)
@@ -68,35 +68,32 @@ async def begin_chat(caller: Caller, body: ChatBody) -> tuple[Generation, Ollama
 
 async def begin_generate(caller: Caller, body: GenerateBody) -> tuple[Generation, OllamaShape]:
     """Prepares an answer to a prompt, and its shape. Raises as `begin_conversation`."""
-    if body.suffix:
-        refuse("suffix", "is not supported here; POST /infill fills in the middle", "not_supported")
     if body.template:
         refuse("template", "is not supported; the model has its own, see raw", "not_supported")
     if body.images:
         refuse("images", "are not supported: this server reads text only", "not_supported")
     if body.context:
         refuse("context", "is not supported; send the conversation to /api/chat", "not_supported")
-    if not body.raw:
+    if not (body.raw or body.suffix):
         turns = [{"role": "user", "content": body.prompt}]
         if body.system:
             turns.insert(0, {"role": "system", "content": body.system})
         return await _begin_conversation(caller, body, {"messages": turns}, is_chat=False)
     if body.system:
-        refuse("system", "needs the template; leave it out with raw: true")
+        refuse("system", "needs the template; leave it out with raw: true or suffix")
     name = served_name(caller.service, body.model)
     generator = caller.service.admit(name, caller.client_request)
-    limits = generator.endpoint.limits
-    fields = common_fields(body, generator.text, limits.max_model_len)
-    if "max_tokens" not in fields:
-        tokens = await generator.encode(body.prompt or "", add_special_tokens=True)
-        fields["max_tokens"] = max(limits.max_model_len - len(tokens), 1)
+    fields = common_fields(
+        body, generator.text, generator.endpoint.limits.max_model_len, caller.ignored
+    )
     if body.think is not None:
-        refuse("think", "needs the template; leave it out with raw: true")
+        refuse("think", "needs the template; leave it out with raw: true or suffix")
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     with renamed({**NAMES, "logprobs": "top_logprobs"}):
-        request = convert_body({"model": name, "prompt": body.prompt, **fields}, CompletionRequest)
-        generation, _ = await begin_completion(caller, request)
+        prompt = {"model": name, "prompt": body.prompt, "suffix": body.suffix}
+        request = convert_body({**prompt, **fields}, CompletionRequest)
+        generation, _ = await begin_completion(caller, request, default_tokens=None)
     generation.rename_constraints(NAMES)
     answer = OllamaAnswer(
         generation,
@@ -113,7 +110,9 @@ async def _begin_conversation(
 ) -> tuple[Generation, OllamaShape]:
     name = served_name(caller.service, body.model)
     generator = caller.service.admit(name, caller.client_request)
-    common = common_fields(body, generator.text, generator.endpoint.limits.max_model_len)
+    common = common_fields(
+        body, generator.text, generator.endpoint.limits.max_model_len, caller.ignored
+    )
     with renamed(NAMES):
         chat = {
             "model": name,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError
+from pagoda.api.infill import marks_of
 from pagoda.api.ollama.names import rfc3339, served_name, tagged_name
 from pagoda.api.request_context import RequestContext
+from pagoda.checkpoints.card import ModelCard
 from pagoda.version import __version__
 
 _FAR_FUTURE = "9999-12-31T23:59:59Z"
@@ -26,26 +29,49 @@ class ShowBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 async def tags(context: RequestContext) -> web.StreamResponse:
-    """The models that are served. Size and digest of their files are not known here, and left out."""
+    """The models that are served."""
     context.service.ready_generator()
-    return context.json({"models": [_entry(context)]})
+    return context.json({"models": [await _entry(context)]})
 
 
 async def running(context: RequestContext) -> web.StreamResponse:
     """The models in memory, which are all that are served."""
     limits = context.service.ready_generator().endpoint.limits
-    more = {"expires_at": _FAR_FUTURE, "context_length": limits.max_model_len}
-    return context.json({"models": [{**_entry(context), **more}]})
+    entry = await _entry(context)
+    more = {
+        "expires_at": _FAR_FUTURE,
+        "size_vram": entry["size"],
+        "context_length": limits.max_model_len,
+    }
+    return context.json({"models": [{**entry, **more}]})
 
 
-def _entry(context: RequestContext) -> dict[str, Any]:
+async def _card(context: RequestContext) -> ModelCard:
+    return await asyncio.to_thread(context.service.config.read_card)
+
+
+def _details(card: ModelCard) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": card.format,
+        "family": card.architecture,
+        "families": [card.architecture],
+        "parameter_size": card.parameter_size,
+        "quantization_level": card.weights,
+    }
+
+
+async def _entry(context: RequestContext) -> dict[str, Any]:
     service = context.service
+    card = await _card(context)
     name = tagged_name(service.config.served_model_name)
     return {
         "name": name,
         "model": name,
         "modified_at": rfc3339(service.created),
-        "details": {"parent_model": ""},
+        "size": card.num_bytes,
+        "digest": card.digest,
+        "details": _details(card),
     }
 
 
@@ -59,8 +85,12 @@ async def show(context: RequestContext) -> web.StreamResponse:
     service.check_model(served_name(service, name))
     generator = service.ready_generator()
     text, limits = generator.text, generator.endpoint.limits
+    card = await _card(context)
+    kind = card.architecture
     template = text.chat_template
-    abilities = ["completion"]
+    abilities = ["completion" if text.pooling.generates else "embedding"]
+    if marks_of(text.tokenizer) is not None:
+        abilities.append("insert")
     if text.takes_tools:
         abilities.append("tools")
     if text.formats.reasoning is not None:
@@ -69,13 +99,18 @@ async def show(context: RequestContext) -> web.StreamResponse:
     return context.json(
         {
             "modified_at": rfc3339(service.created),
+            "modelfile": f"FROM {service.config.served_model_name}",
+            "license": "",
             "template": "" if template is None else template.source,
             "parameters": "\n".join(parameters),
-            "details": {"parent_model": ""},
+            "details": _details(card),
             "model_info": {
+                "general.architecture": kind,
                 "general.basename": service.config.served_model_name,
-                "pagoda.context_length": limits.max_model_len,
-                "pagoda.vocab_size": limits.vocab_size,
+                "general.parameter_count": card.num_parameters,
+                **{f"{kind}.{size}": value for size, value in card.sizes.items()},
+                f"{kind}.context_length": limits.max_model_len,
+                f"{kind}.vocab_size": limits.vocab_size,
             },
             "capabilities": abilities,
         }

@@ -23,7 +23,16 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Annotated[Any, ("",)] = None
+    suffix: str | None = None
+    """The text behind the gap that the answer fills."""
+
+
+class FimRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Mistral's body for filling in the middle. https://docs.mistral.ai/api/endpoint/fim"""
+
+    prompt: str
+    random_seed: int | None = None
+    """Mistral's name of `seed`."""
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,9 +7,11 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
-from pagoda.api.generation import Generation, Shape, prepare
+from pagoda.api.generation import Generation, Prompt, Shape, prepare
+from pagoda.api.infill import infill_prompt, require_marks
 from pagoda.api.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.logprobs import CompletionLogprobs, TokenSpelling, prompt_logprobs
@@ -18,7 +20,7 @@ from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, joined_deltas
 from pagoda.messages.frontend import TokenLogprobs
-from pagoda.messages.sampling_params import ALL_LOGPROBS
+from pagoda.messages.sampling_params import ALL_LOGPROBS, MAX_TOKEN_LIST
 
 
 async def completions(context: RequestContext) -> web.StreamResponse:
@@ -27,21 +29,30 @@ async def completions(context: RequestContext) -> web.StreamResponse:
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
-async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Generation, Shape]:
-    """Prepares the answers to a body, and their shape.
+async def begin_completion(
+    caller: Caller,
+    body: CompletionRequest,
+    *,
+    default_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
+) -> tuple[Generation, Shape]:
+    """Prepares the answers to a body, and their shape; `default_tokens` bounds those of a body that does not say
+    how long they are, and None lets them be as long as the context.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model, caller.client_request)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
     if body.use_beam_search and body.echo and body.logprobs is not None:
         refuse("echo", "does not go together with logprobs and use_beam_search", "not_supported")
+    prompts = prompts_of(body)
+    if body.suffix:
+        body, prompts = await _with_gap(body, prompts, generator)
     is_bounded = body.max_tokens is not None
     generation = await prepare(
         caller,
         body,
         generator,
-        prompts_of(body),
-        max_tokens=body.max_tokens if is_bounded else DEFAULT_COMPLETION_TOKENS,
+        prompts,
+        max_tokens=body.max_tokens if is_bounded else default_tokens,
         logprobs=0 if body.logprobs is None and _is_best_of(body) else body.logprobs,
         prompt_logprobs=_num_top_of_prompt(body),
         add_special_tokens=body.add_special_tokens is not False,
@@ -68,6 +79,24 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
     if _is_best_of(body):
         return generation, _BestOf(envelope, answers, body.n or 1)
     return generation, Choices(envelope, answers)
+
+
+async def _with_gap(
+    body: CompletionRequest, prompts: Sequence[Prompt], generator: TextGenerator
+) -> tuple[CompletionRequest, list[Prompt]]:
+    """A body whose answers end where the text behind the gap begins, and its prompts for the gap.
+    Raises InvalidRequestError: the model does not fill gaps, or the body has no text before this one."""
+    marks = require_marks(generator.text.tokenizer, "suffix")
+    if body.echo:
+        refuse("echo", "does not go together with suffix", "not_supported")
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            refuse("prompt", "must be text with suffix")
+        behind = (body.suffix or "", "suffix")
+        found.append(await infill_prompt(generator, marks, (prompt, "prompt"), behind))
+    stops = [*(body.stop_token_ids or ()), *marks.ends][:MAX_TOKEN_LIST]
+    return msgspec.structs.replace(body, stop_token_ids=stops), found
 
 
 async def _text_of_prompt(generator: TextGenerator, request: TextRequest) -> str:

@@ -15,6 +15,7 @@ from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.sampling_params import TokenId
+from pagoda.whole_numbers import whole_numbers
 
 T = TypeVar("T")
 
@@ -224,7 +225,8 @@ def _sampling(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """The fields of completions for `sampling_params`, and the tokens between two events of a stream."""
     fields: dict[str, Any] = {"max_tokens": DEFAULT_NEW_TOKENS}
     interval = 1
-    for name, value in given.items():
+    for name, written in given.items():
+        value = whole_numbers(written)
         if value is None:
             continue
         if name == "stream_interval":

@@ -16,6 +16,8 @@ from pagoda.messages.worker import SlotStart
 
 FORMAT = "PAGODA_PEERS_FORMAT"
 """The variable with the format of tool calls, by the name of its parser."""
+ANSWERS = "PAGODA_PEERS_ANSWERS"
+"""The variable with the file of the answers; without it, answers.json has them."""
 _BIAS = 1e4
 """Logits are at most some hundreds."""
 _Sampling = sampling_state.SamplingState
@@ -78,8 +80,8 @@ _STYLES = {
 
 
 def load_answers() -> tuple[Answer, ...]:
-    """The answers of answers.json, in its order."""
-    file = Path(__file__).with_name("answers.json")
+    """The written answers, in the order of their file."""
+    file = Path(os.environ.get(ANSWERS) or Path(__file__).with_name("answers.json"))
     answers = []
     for fields in json.loads(file.read_text(encoding="utf-8")):
         calls = tuple((call["name"], call["arguments"]) for call in fields.pop("calls", ()))

@@ -129,7 +129,7 @@ async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) 
     placed = conversation_items(caller, body, items)
 
     async def attempt(start: int, *, clamps: bool) -> Conversation:
-        translation = ChatTranslation()
+        translation = ChatTranslation(caller.ignored)
         chat = await caller.translate(
             lambda: chat_request(body, translation, without_beginning(placed, start)),
             more=ITEM_CHARS * len(placed),

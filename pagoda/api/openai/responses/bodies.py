@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.api.fields import GenerationFields
+from pagoda.api.ignored_fields import Hint
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_TOOLS
 from pagoda.messages.sampling_params import ALL_LOGPROBS
@@ -30,25 +31,25 @@ the others are about items that Pagoda never makes."""
 LOGPROBS: Include = "message.output_text.logprobs"
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Summary = Literal["auto", "concise", "detailed"]
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`reasoning`: the effort of the model, and whether its reasoning comes as a summary."""
 
     effort: Effort | None = None
-    summary: Summary | None = None
-    generate_summary: Summary | None = None
+    summary: Annotated[Any, Hint(("auto", "detailed"))] = None
+    """Reasoning is sent whole and never shortened."""
+    generate_summary: Annotated[Any, Hint(("auto", "detailed"))] = None
     """The older name of `summary`."""
     context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
+    mode: Annotated[Any, Hint(("standard",))] = None
 
 
 class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`text`: the format of the answer."""
 
     format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Any, Hint(("medium",))] = None
     """Answers are as long as the model makes them."""
 
 
@@ -85,14 +86,14 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     enable_response_messages: bool | None = None
     """vLLM's: the prompt and the answer as the model saw and wrote them."""
 
-    # No effect on the answer: built-in tools, which the second is about, are refused.
+    # No effect on the answer: built-in tools, which the second is about, are left out.
     prompt_cache_options: dict[str, Any] | None = None
     max_tool_calls: int | None = None
 
     # Not supported: refused but for null and the values beside them.
     prompt: Annotated[Any, ()] = None
-    context_management: Annotated[Any, ([],)] = None
-    background_options: Annotated[Any, ({"completion_window": "soonest"},)] = None
+    context_management: list[dict[str, Any]] | None = None
+    background_options: Annotated[Any, Hint(({"completion_window": "soonest"},))] = None
     access_programs: Annotated[Any, ()] = None
     image: Annotated[Any, ()] = None
 
@@ -117,7 +118,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
         return self.store is not False
 
     @property
-    def summary(self) -> Summary | None:
+    def summary(self) -> str | None:
         """The kind of summary in which reasoning is sent; None for reasoning as it is."""
         reasoning = self.reasoning
         return None if reasoning is None else reasoning.summary or reasoning.generate_summary
@@ -161,9 +162,3 @@ def check_body(body: ResponsesRequest) -> None:
     for name in ("include_obfuscation", "continuous_usage_stats"):
         if options is not None and getattr(options, name):
             refuse(f"stream_options.{name}", "other than false is not supported", "not_supported")
-    if body.summary == "concise":
-        refuse(
-            "reasoning.summary",
-            "takes 'auto' or 'detailed': reasoning is sent whole and never shortened",
-            "not_supported",
-        )

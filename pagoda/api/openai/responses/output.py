@@ -7,7 +7,7 @@ add up to.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 from pagoda.api.openai.responses.bodies import Item
@@ -123,11 +123,17 @@ class _CallItem:
     """A function call."""
 
     def __init__(
-        self, call: ToolCallDelta, call_id: str, place: int, writer: EventWriter | None
+        self,
+        call: ToolCallDelta,
+        call_id: str,
+        place: int,
+        writer: EventWriter | None,
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
+        """`namespaces` is as in `Output`."""
         self.item_id = new_id("fc")
         self.index = call.index
-        self._name = call.name or ""
+        self._namespace, self._name = namespaces.get(call.name or "", ("", call.name or ""))
         self._call_id = call_id
         self._writer = writer
         self._place = {"item_id": self.item_id, "output_index": place}
@@ -156,6 +162,7 @@ class _CallItem:
             "name": self._name,
             "arguments": "".join(self._arguments),
             "status": status,
+            **({"namespace": self._namespace} if self._namespace else {}),
         }
 
 
@@ -168,9 +175,12 @@ class Output:
         new_call_id: Callable[[str, int], str],
         *,
         as_summary: bool,
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
         """`new_call_id` makes the id of a call out of its name and index. `as_summary`: reasoning is sent as
-        summaries. Without a `writer` no events are made."""
+        summaries. `namespaces` has namespace and name of functions by the name that the model writes. Without a
+        `writer` no events are made."""
+        self._namespaces = namespaces
         self._writer = writer
         self._new_call_id = new_call_id
         self._as_summary = as_summary
@@ -230,7 +240,7 @@ class Output:
         item = self._open
         if not (isinstance(item, _CallItem) and item.index == piece.index):
             call_id = self._new_call_id(piece.name or "", piece.index)
-            item = _CallItem(piece, call_id, self._close(), self._writer)
+            item = _CallItem(piece, call_id, self._close(), self._writer, self._namespaces)
             self._begin(item)
         if piece.arguments:
             item.add(piece.arguments)

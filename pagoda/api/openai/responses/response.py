@@ -14,6 +14,7 @@ from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.openai.responses.events import EventWriter
 from pagoda.api.openai.responses.output import Output, new_id
+from pagoda.api.openai.responses.tools import names_in
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import FinishReason
@@ -49,7 +50,12 @@ class ResponseAnswer:
         self._created_at = int(time.time())
         self._completed_at: int | None = None
         self._error: dict[str, Any] | None = None
-        self._output = Output(writer, conversation.new_call_id, as_summary=body.summary is not None)
+        self._output = Output(
+            writer,
+            conversation.new_call_id,
+            as_summary=body.summary is not None,
+            namespaces=names_in(body.tools or ()),
+        )
         self._spelling = TokenSpelling(conversation.generation.generator.text.tokenizer)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -252,7 +258,9 @@ def _request_fields(body: ResponsesRequest, generation: Generation, model: str) 
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function tool with the fields that clients expect."""
+    """A tool, and a function with the fields that clients expect."""
+    if tool.get("type") != "function":
+        return tool
     return {
         "description": None,
         "parameters": {},

@@ -61,7 +61,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of an input."""
     body = await context.parse(InputTokensRequest)
     caller = context.caller
-    translation = ChatTranslation()
+    translation = ChatTranslation(caller.ignored)
     own = await caller.translate(partial(input_items, caller, body))
     items = conversation_items(caller, body, own)
     chat = await caller.translate(

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagoda.api.body import convert_body, joined_text, text_in
+from pagoda.api.context_management import check_edits
 from pagoda.api.fields import GenerationFields, renamed
+from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
+from pagoda.api.openai.responses.tools import chat_tool_choice, chat_tools, joined_name
 from pagoda.errors import refuse
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -47,7 +50,9 @@ PlacedItems = Sequence[tuple[Item, str]]
 class ChatTranslation:
     """The messages of a conversation of items, with the items' names for errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: Ignored) -> None:
+        """Tools that are left out are noted in `ignored`."""
+        self.ignored = ignored
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = dict(_NAMES)
         """The client's names of fields and places of the chat body, for `renamed`."""
@@ -97,7 +102,7 @@ class ChatTranslation:
 
     def _add_call(self, item: Item, place: str) -> None:
         function = {
-            "name": text_in(item, "name", place),
+            "name": joined_name(item.get("namespace") or "", text_in(item, "name", place)),
             "arguments": text_in(item, "arguments", place),
         }
         call = {"id": text_in(item, "call_id", place), "type": "function", "function": function}
@@ -166,6 +171,8 @@ def chat_request(
     for item, place in items:
         translation.add_item(item, place)
     fields: dict[str, Any] = {"messages": translation.end()}
+    if isinstance(body, ResponsesRequest) and body.context_management:
+        check_edits(body.context_management, "context_management", fields["messages"], body.tools)
     for name in _CHAT_FIELDS:
         value = getattr(body, name, None)
         if value is not None:
@@ -183,12 +190,9 @@ def chat_request(
             refuse("text.format", "and response_format are both given")
         fields["response_format"] = _response_format(body.text.format)
     if body.tools:
-        tools = [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
-        fields["tools"] = tools
-        for index in range(len(tools)):
-            translation.names[f"tools[{index}].function"] = f"tools[{index}]"
+        fields["tools"] = chat_tools(body.tools, translation.ignored, translation.names)
     if body.tool_choice is not None:
-        fields["tool_choice"] = _chat_tool_choice(body.tool_choice)
+        fields["tool_choice"] = chat_tool_choice(body.tool_choice)
     with renamed(translation.names):
         return convert_body(fields, ChatRequest)
 
@@ -222,36 +226,3 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
         return dict(text_format)
     schema = {name: value for name, value in text_format.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kind = text_in(tool, "type", place)
-    if kind != "function":
-        rule = f"{kind[:64]!r} is not served here; only function tools are"
-        refuse(f"{place}.type", rule, "not_supported")
-    if "function" in tool:  # as chat completions spell it
-        return dict(tool)
-    given = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in given if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _chat_tool_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """`tool_choice` as chat completions spell it."""
-    if isinstance(choice, str):
-        return choice
-    kind = choice.get("type")
-    if kind == "function":
-        if "function" in choice:
-            return dict(choice)
-        name = text_in(choice, "name", "tool_choice")
-        return {"type": "function", "function": {"name": name}}
-    if kind != "allowed_tools":
-        rule = "must be auto, none, required, function or allowed_tools"
-        refuse("tool_choice.type", rule, "not_supported")
-    tools = choice.get("tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        refuse("tool_choice.tools", "must be a list of tools")
-    named = [_chat_tool(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
-    allowed = {"mode": choice.get("mode"), "tools": named}
-    return {"type": "allowed_tools", "allowed_tools": allowed}

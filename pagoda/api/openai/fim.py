@@ -1,0 +1,55 @@
+"""`POST /v1/fim/completions`: a gap in a text is filled, in the form of Mistral, which editors ask in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.openai.bodies import FimRequest
+from pagoda.api.openai.choices import Choices, Envelope
+from pagoda.api.openai.completions import begin_completion
+from pagoda.api.request_context import RequestContext
+from pagoda.frontend.text_generator import TextDelta, joined_deltas
+
+
+async def fim_completions(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(FimRequest)
+    if body.random_seed is not None:
+        body = msgspec.structs.replace(body, seed=body.random_seed)
+    generation, _ = await begin_completion(context.caller, body, default_tokens=None)
+    envelope = Envelope(
+        body,
+        generation,
+        model=context.service.name_of(generation.generator),
+        id_prefix="fim",
+        kind="chat.completion.chunk" if body.stream else "chat.completion",
+        always_usage=context.service.config.always_usage,
+    )
+    answers = [_FimAnswer(envelope, index) for index in range(len(generation.requests))]
+    return await generation.respond(context, Choices(envelope, answers), streams=bool(body.stream))
+
+
+class _FimAnswer:
+    """The text that fills the gap, as a message."""
+
+    is_complete = False
+
+    def __init__(self, envelope: Envelope, index: int) -> None:
+        self._envelope = envelope
+        self._index = index
+        self._deltas: list[TextDelta] = []
+
+    def _choice(self, name: str, delta: TextDelta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text}
+        return self._envelope.choice(self._index, {name: message}, delta)
+
+    def add(self, delta: TextDelta) -> None:
+        self._deltas.append(delta)
+
+    def choice(self) -> dict[str, Any]:
+        return self._choice("message", joined_deltas(self._deltas))
+
+    def events(self, delta: TextDelta) -> bytes:
+        return self._envelope.event(self._choice("delta", delta), delta)
