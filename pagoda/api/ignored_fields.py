@@ -32,21 +32,8 @@ _ABOUT = re.compile(
 """Names of data about a request: the client, session, user, trace or place in a program that it belongs to."""
 _HARMLESS = frozenset(
     (
-        *(
-            "provider",
-            "route",
-            "models",
-            "fallbacks",
-            "usage",
-        ),  # OpenRouter: where to ask, and the price
-        *(
-            "caching",
-            "cache",
-            "num_retries",
-            "max_retries",
-            "drop_params",
-            "litellm_call_id",
-        ),  # litellm
+        *("provider", "route", "models", "fallbacks", "usage"),  # OpenRouter
+        *("caching", "cache", "num_retries", "max_retries", "drop_params", "litellm_call_id"),
         *("intent", "snippy", "nwo", "copilot_cache_control", "debug", "telemetry"),
         *("vl_high_resolution_images", "tool_stream", "stream_delay", "keep_alive"),
     )

@@ -26,7 +26,7 @@ from pagoda.api.ollama.bodies import ChatBody
 from pagoda.api.ollama.bodies import GenerateBody as OllamaGenerateBody
 from pagoda.api.ollama.embeddings import EmbedBody, EmbeddingsBody
 from pagoda.api.ollama.models import ShowBody
-from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
 from pagoda.api.openai.conversations.routes import ConversationBody
 from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
 from pagoda.api.profile import StartBody
@@ -104,6 +104,7 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
         {"prompt": "a", "guided_json": SCHEMA},
         {"prompt": "a", "stop_token_ids": [7] * 1000, "allowed_token_ids": [7] * 16384},
     ],
+    FimRequest: lambda: [{"prompt": LONG, "suffix": LONG}, {"prompt": "a", "stop": [WORDS] * 8}],
     ChatRequest: _chats,
     EmbeddingRequest: _embeddings,
     GenerativeScoringRequest: lambda: [
