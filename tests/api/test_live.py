@@ -98,8 +98,10 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     report = await api.endpoint.load()
     prompt_tokens = iter([1000, 1100, 1300, 40, 40])
     last = 40
+    wanted = asyncio.Semaphore(0)  # a watcher that is slow for once would miss a snapshot
 
     async def load() -> LoadReport:
+        await wanted.acquire()
         number = next(prompt_tokens, last)
         return msgspec.structs.replace(
             report,
@@ -110,7 +112,10 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
 
     monkeypatch.setattr(api.endpoint, "load", load)
     async with watching(api) as snapshots:
-        told = [await anext(snapshots) for _ in range(4)]
+        told = []
+        for _ in range(4):
+            wanted.release()
+            told.append(await anext(snapshots))
     assert told[0]["prompt_tokens_per_s"] is None
     assert told[1]["prompt_tokens_per_s"] > 0
     assert told[1]["prefix_hit_rate"] == 0.5
