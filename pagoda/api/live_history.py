@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +13,9 @@ from pagoda.messages.frontend import StepBin
 KEPT_S = 300
 """Seconds of figures that are kept."""
 STEPS_KEPT_S = 60
-MAX_STEPS = 4096
+STEPS_BIN_S = 0.15
+"""Seconds whose steps share a bin: a bar of the page's timeline."""
+MAX_STEPS = 8192
 """Step bins that are kept, of all replicas together: the latest."""
 _REST_S = 3.0
 """Seconds between two points of a time in which nothing went on; a chart joins points that are so near."""
@@ -31,8 +33,8 @@ class LiveHistory:
 
     def __init__(self, since: float) -> None:
         self._points: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=KEPT_S)
-        self._steps: deque[tuple[float, str, StepBin]] = deque(maxlen=MAX_STEPS)
-        """Steps by the times at which they ended; their `age_s` is that of then."""
+        self._steps: OrderedDict[tuple[str, int], tuple[float, StepBin]] = OrderedDict()
+        """Step bins with the times at which they ended, by replica and number of the bin."""
         self._resting_since: float | None = since
 
     def add(
@@ -44,7 +46,13 @@ class LiveHistory:
             self._resting_since = None
         self._points.append((now, {name: figures[name] for name in CHARTED}))
         for replica, bins in steps.items():
-            self._steps.extend((now - one.age_s, replica, one) for one in bins)
+            for one in bins:
+                ended = now - one.age_s
+                place = replica, int(ended / STEPS_BIN_S)
+                before = self._steps.get(place)
+                self._steps[place] = ended, one if before is None else before[1].joined(one)
+        while len(self._steps) > MAX_STEPS:
+            self._steps.popitem(last=False)
 
     def rest(self, now: float) -> None:
         """Notes that nothing goes on until figures are added again."""
@@ -59,7 +67,7 @@ class LiveHistory:
     def steps(self, now: float) -> dict[str, list[StepBin]]:
         """The steps of the last minute by replica, in the order in which they were told."""
         kept: dict[str, list[StepBin]] = {}
-        for ended, replica, one in self._steps:
+        for (replica, _), (ended, one) in self._steps.items():
             if now - ended < STEPS_KEPT_S:
                 age_s = round(now - ended, 4)
                 kept.setdefault(replica, []).append(msgspec.structs.replace(one, age_s=age_s))

@@ -161,7 +161,7 @@ class _Feed:
             self._stirred.clear()
 
     async def first(self) -> LiveSnapshot | None:
-        """What somebody is shown who begins to watch."""
+        """The first snapshot of somebody who begins to watch; None if there is none any more."""
         self._stirred.set()
         snapshot = self._latest or await asyncio.shield(self.next)
         if snapshot is None:

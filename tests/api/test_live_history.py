@@ -50,10 +50,20 @@ def test_steps_of_the_last_minute_are_kept_and_bounded() -> None:
     history = LiveHistory(0.0)
     history.add(10.0, figures(1), {"0": [step(9.0), step(0.5)], "1": [step(1.0)]})
     kept = history.steps(62.0)
-    assert {name: [one.age_s for one in bins] for name, bins in kept.items()} == {
-        "0": [52.5],
-        "1": [53.0],
-    }
+    ages = {name: [one.age_s for one in bins] for name, bins in kept.items()}
+    assert ages == {"0": [52.5], "1": [53.0]}
+    history.add(10.001, figures(1), {"0": [step(0.5)]})
+    assert history.steps(62.0)["0"] == [StepBin(52.499, 7, 2, 0.01, 10, 4, 3)]  # one bar
     for _ in range(5):
-        history.add(70.0, figures(1), {"0": [step(0.0)] * 1000})
-    assert len(history.steps(70.0)["0"]) == MAX_STEPS
+        history.add(70.0, figures(1), {str(name): [step(0.0)] for name in range(MAX_STEPS)})
+    assert sum(map(len, history.steps(70.0).values())) == MAX_STEPS
+
+
+def test_a_minute_of_short_steps_is_whole() -> None:
+    history = LiveHistory(0.0)
+    for number in range(60 * 200):
+        history.add(number / 200, figures(1), {"0": [step(0.0)]})
+    bins = history.steps(60.0)["0"]
+    assert bins[0].age_s > 59.8
+    assert sum(one.num_steps for one in bins) == 60 * 200
+    assert len(bins) <= 401
