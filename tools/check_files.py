@@ -1,10 +1,11 @@
 """Keeps files short, and tests named after what they test and free of private names and of waiting by the clock.
 
-    python tools/check_files.py [--rooms] [FILE OR DIRECTORY ...]
+    python tools/check_files.py [--rooms | --add-license] [FILE OR DIRECTORY ...]
 
 Prints `file:line: what is wrong` and exits with 1 if anything is. `--rooms` prints the counts of each directory
-instead. In tests the check refuses private names of other modules, fixed sleeps (a loop may poll, and time in
-`tests/sim` is virtual), and assertions on how long something took.
+instead, and `--add-license` writes the licence's line into files that lack it. In tests the check refuses private
+names of other modules, fixed sleeps (a loop may poll, and time in `tests/sim` is virtual), and assertions on how
+long something took.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = ("pagoda", "benchmarks", "csrc", "tests", "tools")
 SUFFIXES = {".c", ".cpp", ".css", ".h", ".html", ".js", ".py", ".pyi"}
+
+LICENSE_IS_CHECKED = False
+"""Every source file with content begins with the line of its licence."""
+LICENSE = "SPDX-License-Identifier: Apache-2.0"
+COMMENTS = {".py": "# {}", ".pyi": "# {}", ".css": "/* {} */", ".html": "<!-- {} -->"}
+"""Comments by suffix; others are `// ...`."""
+FIRST = ("#!", "<!doctype")
+"""Beginnings of lines that must stay the first one of a file."""
 
 MAX_LINES = 600
 LONGER = {
@@ -48,9 +57,40 @@ class Offence(NamedTuple):
 
 
 def check_size(path: Path, name: str) -> Iterator[Offence]:
-    lines = path.read_text(encoding="utf-8").count("\n")
+    text = path.read_text(encoding="utf-8")
+    lines = text.count("\n") - has_license(path, text)
     if lines > MAX_LINES and name not in LONGER:
         yield Offence("size", MAX_LINES + 1, f"{lines} lines, {MAX_LINES} allowed: split the file")
+
+
+def license_line(path: Path) -> str:
+    return COMMENTS.get(path.suffix, "// {}").format(LICENSE) + "\n"
+
+
+def _place_of_license(text: str) -> int:
+    """The offset of the first line, or of the second behind one that must be the first."""
+    return text.find("\n") + 1 if text.lower().startswith(FIRST) else 0
+
+
+def has_license(path: Path, text: str) -> bool:
+    return text.startswith(license_line(path), _place_of_license(text))
+
+
+def check_license(path: Path) -> Iterator[Offence]:
+    text = path.read_text(encoding="utf-8")
+    if text.strip() and not has_license(path, text):
+        wanted = license_line(path).strip()
+        yield Offence("license", 1, f"`{wanted}` is not the first line: --add-license writes it")
+
+
+def add_license(path: Path) -> bool:
+    """Writes the licence's line into a file that lacks it; returns whether it did."""
+    if not any(check_license(path)):
+        return False
+    text = path.read_text(encoding="utf-8")
+    place = _place_of_license(text)
+    path.write_text(text[:place] + license_line(path) + text[place:], encoding="utf-8")
+    return True
 
 
 def check_name(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[Offence]:
@@ -175,6 +215,8 @@ def _reads_clock(expression: ast.expr, readings: set[str]) -> bool:
 def check_file(path: Path) -> Iterator[Offence]:
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
     yield from check_size(path, name)
+    if LICENSE_IS_CHECKED:
+        yield from check_license(path)
     if path.suffix != ".py" or not name.startswith("tests/"):
         return
     tree = ast.parse(path.read_text(encoding="utf-8"), name)
@@ -206,8 +248,12 @@ def files_below(paths: Sequence[Path]) -> list[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     by_room = "--rooms" in arguments
-    names = [argument for argument in arguments if argument != "--rooms"]
+    names = [argument for argument in arguments if not argument.startswith("--")]
     paths = [Path(name).resolve() for name in names] or [ROOT / name for name in CHECKED]
+    if "--add-license" in arguments:
+        added = sum(map(add_license, files_below(paths)))
+        print(f"{added} files have got the line of the licence")
+        return 0
     rooms: defaultdict[Path, Counter[str]] = defaultdict(Counter)
     for file in files_below(paths):
         for offence in sorted(check_file(file), key=lambda offence: offence.line):

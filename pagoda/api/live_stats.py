@@ -1,6 +1,7 @@
-"""Live statistics of a server: snapshots for all open pages, and no work while no page is open.
+"""Live statistics of a server: snapshots for all open pages, and for those that will be opened.
 
-There is one a second, and one in three seconds once a server has had nothing to do for `WINDOW_S`.
+There is one a second. Once a server has had nothing to do for `WINDOW_S`, there is one in three seconds for open
+pages, and none without one until something goes on.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pagoda.api.live_history import LiveHistory
 from pagoda.errors import EngineDeadError
-from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.messages.frontend import StepBin, StepStatistics
@@ -35,6 +36,8 @@ WINDOW_S = 10
 MAX_ANSWERS = 200
 """Answers listed one by one: the oldest."""
 MAX_REPLICAS = 256
+MAX_UNWATCHED_REPLICAS = 64
+"""Replicas or hosts of which snapshots are made without an open page: each is asked for every one."""
 MAX_STEP_BINS = 1024
 """Step bins in one snapshot, for all replicas together."""
 
@@ -42,7 +45,7 @@ LiveSnapshot = dict[str, Any]
 
 
 class LiveStats:
-    """Makes snapshots while somebody watches. Belongs to one event loop."""
+    """Makes snapshots while somebody watches or something goes on. Belongs to one event loop."""
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
@@ -50,24 +53,30 @@ class LiveStats:
         self._feed: _Feed | None = None
         self._closed = False
 
+    def begin(self, endpoint: Endpoint) -> None:
+        """Keeps figures of `endpoint` from now on, also while nobody watches."""
+        self._feed = _Feed(endpoint, self._tracker, self._progress)
+
     async def watch(self, endpoint: Endpoint) -> AsyncGenerator[LiveSnapshot, None]:
         """Yields snapshots until `close` is called or `endpoint` has ended; a slow watcher misses some.
 
-        The first watcher gets its first snapshot at once.
+        The first one comes at once, with the steps of the last minute, and with `history`, the points of charts
+        before it.
         """
         if self._closed:
             return
-        feed = self._feed = self._feed or _Feed(endpoint, self._tracker, self._progress)
+        if self._feed is None or self._feed.task.done():
+            self.begin(endpoint)
+        feed = self._feed
+        assert feed is not None
         feed.num_watchers += 1
         try:
-            while (snapshot := await asyncio.shield(feed.next)) is not None:
+            if (snapshot := await feed.first()) is not None:
                 yield snapshot
+                while (snapshot := await asyncio.shield(feed.next)) is not None:
+                    yield snapshot
         finally:
             feed.num_watchers -= 1
-            if feed.num_watchers == 0:
-                if self._feed is feed:
-                    self._feed = None
-                await cancel_all([feed.task])
 
     def close(self) -> None:
         self._closed = True
@@ -100,7 +109,10 @@ class _Feed:
         self._num_idle = 0
         """Snapshots in a row of an endpoint with nothing to do."""
         self._stirred = asyncio.Event()
-        """Set when an answer begins or steps end."""
+        """Set when an answer begins, steps end or somebody begins to watch."""
+        self._history = LiveHistory(self._began)
+        self._latest: LiveSnapshot | None = None
+        """The last snapshot, unless none has been made for a while."""
         self._growths: deque[Growth] = deque(maxlen=num_windows)
         self._unsubscribe = endpoint.subscribe_steps(self._on_steps)
         self._forget_starts = tracker.subscribe(on_start=lambda _: self._stirred.set())
@@ -116,19 +128,47 @@ class _Feed:
         self.next.set_result(None)
 
     async def _sample(self) -> None:
-        due = self._clock()
         with contextlib.suppress(EngineDeadError):  # the server ends, and says why
+            await self._pause()
+            due = self._clock()
             while True:
                 self._stirred.clear()
-                snapshot = await self._snapshot()
+                snapshot = self._latest = await self._snapshot()
                 told, self.next = self.next, asyncio.get_running_loop().create_future()
                 told.set_result(snapshot)
                 due = max(due + INTERVAL_S, self._clock())
-                if self._num_idle > round(
-                    WINDOW_S / INTERVAL_S
-                ):  # nothing that is shown can change
+                is_at_rest = self._num_idle > round(WINDOW_S / INTERVAL_S)
+                if not self.num_watchers and (is_at_rest or self._is_large):
+                    if is_at_rest:
+                        self._history.rest(self._clock())
+                    self._latest = None
+                    await self._pause()
+                elif is_at_rest:  # nothing that is shown can change
                     await self._rest(due + (IDLE_SNAPSHOTS - 1) * INTERVAL_S)
                 await asyncio.sleep(due - self._clock())
+
+    @property
+    def _is_large(self) -> bool:
+        return self._report is not None and len(self._report.replicas) > MAX_UNWATCHED_REPLICAS
+
+    async def _pause(self) -> None:
+        """Returns when something is to be done, or somebody watches: there is no timer meanwhile."""
+        self._report_age = IDLE_SNAPSHOTS
+        while not self.num_watchers:
+            await self._stirred.wait()  # what came during the last snapshot counts
+            if not self._is_large:
+                return
+            self._stirred.clear()
+
+    async def first(self) -> LiveSnapshot | None:
+        """The first snapshot of somebody who begins to watch; None if there is none any more."""
+        self._stirred.set()
+        snapshot = self._latest or await asyncio.shield(self.next)
+        if snapshot is None:
+            return None
+        now = self._clock()
+        points = self._history.points(now)
+        return {**snapshot, "steps": self._history.steps(now), "history": points[:-1]}
 
     async def _rest(self, until: float) -> None:
         """Returns at a time of the loop's clock, or before that when something is to be done."""
@@ -193,7 +233,8 @@ class _Feed:
         num_prompt_tokens = sum(one.num_prompt_tokens for one in self._growths)
         num_hits = sum(one.num_prefix_hit_tokens for one in self._growths)
         ttft, itl = self._latencies.next_window()
-        return {
+        steps = self._drain_steps()
+        snapshot = {
             "prompt_tokens_per_s": prompt_rate,
             "output_tokens_per_s": output_rate,
             "ttft_ms": ttft,
@@ -209,8 +250,10 @@ class _Feed:
             "tiers": _tiers(report),
             "num_replicas": len(report.replicas),
             "replicas": [_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
-            "steps": self._drain_steps(),
+            "steps": steps,
         }
+        self._history.add(now, snapshot, steps)
+        return snapshot
 
 
 def live_answers(running: Mapping[str, RequestStatistics], now_ns: int) -> list[dict[str, Any]]:

@@ -118,6 +118,7 @@ async def serve(
         telling.cancel()
         service.generator = loading.result()
         service.has_settled.set()
+        service.live_stats.begin(dispatcher)
         if service.batches is not None:
             service.batches.start()
         on_ready(url, dispatcher.limits)

@@ -179,7 +179,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _reason(hub: ModuleType, name: str, error: Exception) -> str:
-    """Why the hub did not give a model."""
+    """The reason for which the hub did not give a model."""
     if isinstance(error, hub.errors.GatedRepoError):
         return f"the hub gives {name} to those alone whom its makers let in: set HF_TOKEN to a token of theirs"
     if isinstance(error, hub.errors.RepositoryNotFoundError):

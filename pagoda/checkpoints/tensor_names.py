@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 TEXT_PARTS = ("language_model.", "text_model.")
-"""What stands before the names of a decoder that is part of a model that sees or hears, or behind `model.`."""
+"""Prefixes of the names of a decoder that is part of a model that sees or hears, also behind `model.`."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class StepRecorder:
             step = msgspec.structs.replace(step, age_s=taken, step_time_s=result.step_time_s)
             index = int(taken / BIN_S)
             before = self._bins.get(index)
-            self._bins[index] = step if before is None else _together(before, step)
+            self._bins[index] = step if before is None else before.joined(step)
             if len(self._bins) > MAX_BINS:  # nobody has asked for a while
                 del self._bins[next(iter(self._bins))]
 
@@ -143,18 +143,6 @@ class StepRecorder:
         """The instant at which `drain` returns a message or a report is due; None if no step has ended."""
         instants = (self._next_at if self._bins else None, self._report_at)
         return min((at for at in instants if at is not None), default=None)
-
-
-def _together(before: StepBin, step: StepBin) -> StepBin:
-    return StepBin(
-        step.age_s,
-        step.step,
-        before.num_steps + step.num_steps,
-        max(before.step_time_s, step.step_time_s),
-        before.num_prefill_tokens + step.num_prefill_tokens,
-        before.num_decode_tokens + step.num_decode_tokens,
-        max(before.num_seqs, step.num_seqs),
-    )
 
 
 class CacheReporter:

@@ -9,7 +9,7 @@ _STORED = ("awq", "gptq", "compressed-tensors", "mxfp4", "gguf", "bitsandbytes",
 
 
 def hint(flag: str, value: object) -> str:
-    """What to write instead, to be put behind the error about `value`; empty where nothing is near."""
+    """The flag to write instead, to be told behind the error about `value`; empty where nothing is near."""
     if flag == "--dtype" and value in _ROUNDED:
         return f" Weights are rounded by --quantization {value}."
     if flag == "--quantization" and value in _NUMBERS:

@@ -204,7 +204,7 @@ class TextGenerator:
             )
 
     def _more_context(self) -> str:
-        """What to raise, where the server takes shorter sequences than the model can; empty where it does not."""
+        """The flag to raise where the server takes shorter sequences than the model can; else empty."""
         longest = self.text.longest
         if longest <= self.endpoint.limits.max_model_len:
             return ""

@@ -327,6 +327,18 @@ class StepBin(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of all steps that requests were given one by one."""
     num_seqs: Count
 
+    def joined(self, later: StepBin) -> StepBin:
+        """The steps of both in one bin."""
+        return StepBin(
+            later.age_s,
+            later.step,
+            self.num_steps + later.num_steps,
+            max(self.step_time_s, later.step_time_s),
+            self.num_prefill_tokens + later.num_prefill_tokens,
+            self.num_decode_tokens + later.num_decode_tokens,
+            max(self.num_seqs, later.num_seqs),
+        )
+
 
 class StepStatistics(msgspec.Struct, frozen=True, tag="step_news"):
     """Steps that have ended since the last such message, oldest first; a bounded number."""

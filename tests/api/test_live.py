@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from linked_hosts import until
 
-from pagoda.api import live_stats
+from pagoda.api import live_history, live_stats
 from pagoda.api.keys import ApiKeys
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
@@ -98,8 +98,10 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     report = await api.endpoint.load()
     prompt_tokens = iter([1000, 1100, 1300, 40, 40])
     last = 40
+    wanted = asyncio.Semaphore(0)  # a watcher that is slow for once would miss a snapshot
 
     async def load() -> LoadReport:
+        await wanted.acquire()
         number = next(prompt_tokens, last)
         return msgspec.structs.replace(
             report,
@@ -110,7 +112,10 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
 
     monkeypatch.setattr(api.endpoint, "load", load)
     async with watching(api) as snapshots:
-        told = [await anext(snapshots) for _ in range(4)]
+        told = []
+        for _ in range(4):
+            wanted.release()
+            told.append(await anext(snapshots))
     assert told[0]["prompt_tokens_per_s"] is None
     assert told[1]["prompt_tokens_per_s"] > 0
     assert told[1]["prefix_hit_rate"] == 0.5
@@ -254,7 +259,7 @@ async def test_steps_are_told_once_with_their_age_and_bounded(api, monkeypatch) 
 # ---- who looks on
 
 
-async def test_all_pages_share_one_observation_and_none_is_made_without_a_page(api) -> None:
+async def test_all_pages_share_one_observation(api) -> None:
     tracker = api.service.tracker
     others = tracker.num_listeners
     async with watching(api) as one:
@@ -264,9 +269,144 @@ async def test_all_pages_share_one_observation_and_none_is_made_without_a_page(a
             assert await anext(other)
             assert len(api.endpoint.step_listeners) == 1
             assert tracker.num_listeners == watched > others
-    await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     async with watching(api) as again:
         assert await anext(again)
+        assert (len(api.endpoint.step_listeners), tracker.num_listeners) == (1, watched)
+    api.service.live_stats.close()
+    await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
+
+
+async def test_the_last_minutes_are_there_when_a_page_is_opened(api, monkeypatch) -> None:
+    api.service.live_stats.begin(api.endpoint)
+    api.endpoint.report = msgspec.structs.replace(await api.endpoint.load(), num_running=1)
+    await api.complete(max_tokens=3, ignore_eos=True)
+    [listener] = api.endpoint.step_listeners
+    listener(StepStatistics([StepBin(0.25, 7, 1, 0.01, 5, 2, 3)], replica="0"))
+    made = 0
+
+    def tiers(_report: LoadReport) -> list[dict[str, Any]]:
+        nonlocal made
+        made += 1
+        return []
+
+    monkeypatch.setattr(live_stats, "_tiers", tiers)
+    await until(lambda: made >= 5)
+    for _ in range(2):  # one page after the other
+        async with watching(api) as snapshots:
+            first, second = await anext(snapshots), await anext(snapshots)
+        points = first["history"]
+        assert len(points) >= 4
+        assert [point["age_s"] for point in points] == sorted(
+            (point["age_s"] for point in points), reverse=True
+        )
+        assert max(point["ttft_ms"]["count"] for point in points if point["ttft_ms"]) == 1
+        assert points[-1]["num_running"] == 1
+        [(age_s, *others)] = first["steps"]["0"]
+        assert age_s >= 0.25
+        assert others == [7, 1, 0.01, 5, 2, 3]
+        assert (second.get("history"), second["steps"]) == (None, {})
+
+
+@pytest.fixture
+def rested(monkeypatch) -> asyncio.Event:
+    """Set when nothing goes on and nobody watches any more; that is soon."""
+    event, rest = asyncio.Event(), live_history.LiveHistory.rest
+
+    def noted(history: live_history.LiveHistory, now: float) -> None:
+        rest(history, now)
+        event.set()
+
+    monkeypatch.setattr(live_stats, "WINDOW_S", 0.05)
+    monkeypatch.setattr(live_stats, "IDLE_SNAPSHOTS", 1)
+    monkeypatch.setattr(live_history.LiveHistory, "rest", noted)
+    return event
+
+
+async def answer_and_rest(api: Any, rested: asyncio.Event) -> None:
+    rested.clear()
+    await api.complete(max_tokens=3, ignore_eos=True)
+    async with asyncio.timeout(20):
+        await rested.wait()
+
+
+async def test_a_server_at_rest_that_nobody_watches_sets_no_timer(
+    api, monkeypatch, rested: asyncio.Event
+) -> None:
+    """Nor asks its engines, until a request comes; the time in between is known to have been one of rest."""
+    loop, timers, asked = asyncio.get_running_loop(), [], []
+    idle, call_at = msgspec.structs.replace(await api.endpoint.load(), num_running=0), loop.call_at
+
+    async def load() -> LoadReport:
+        asked.append(loop.time())
+        return idle
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    api.service.live_stats.begin(api.endpoint)
+    await asyncio.sleep(0)
+    assert not asked, "nothing has gone on yet"
+    for _ in range(2):
+        await answer_and_rest(api, rested)
+        before = len(asked)
+        with monkeypatch.context() as watched:
+            watched.setattr(loop, "call_at", lambda *a, **k: timers.append(a) or call_at(*a, **k))
+            for _ in range(100):
+                await asyncio.sleep(0)
+        assert (len(asked), timers) == (before, [])
+    async with watching(api) as snapshots:
+        history = (await anext(snapshots))["history"]
+    assert len(history) > 10
+    assert history[0]["num_running"] == 0
+
+
+async def test_a_request_during_the_last_snapshot_before_a_rest_is_not_missed(
+    api, monkeypatch, rested: asyncio.Event
+) -> None:
+    idle = msgspec.structs.replace(await api.endpoint.load(), num_running=0)
+    asked, ask_at = 0, -1
+
+    async def load() -> LoadReport:
+        nonlocal asked
+        asked += 1
+        if asked == ask_at:
+            await api.complete(max_tokens=3, ignore_eos=True)
+        return idle
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    api.service.live_stats.begin(api.endpoint)
+    counts = []
+    for _ in range(2):  # a first answer takes other snapshots than a later one
+        await answer_and_rest(api, rested)
+        counts.append(asked)
+    ask_at = 2 * counts[1] - counts[0]  # as the last before the next rest
+    await answer_and_rest(api, rested)
+    assert asked == ask_at
+    await until(lambda: asked > ask_at)
+
+
+async def test_a_large_fleet_is_asked_for_open_pages_alone(api, monkeypatch) -> None:
+    monkeypatch.setattr(live_stats, "MAX_UNWATCHED_REPLICAS", 1)
+    replicas = [
+        ReplicaLoad(name=name, state="starting", num_requests=0, weighed_tokens=0) for name in "ab"
+    ]
+    report = msgspec.structs.replace(
+        await api.endpoint.load(), replicas=tuple(replicas), num_running=1
+    )
+    asked = 0
+
+    async def load() -> LoadReport:
+        nonlocal asked
+        asked += 1
+        return report
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    api.service.live_stats.begin(api.endpoint)
+    for _ in range(5):
+        await api.complete(max_tokens=3, ignore_eos=True)
+    assert asked == 1
+    async with watching(api) as snapshots:
+        for _ in range(3):
+            await anext(snapshots)
+    assert asked >= 3
 
 
 async def test_streams_end_with_the_server(api) -> None:

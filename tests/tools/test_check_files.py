@@ -29,6 +29,48 @@ def test_a_long_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert check_files.main([str(tmp_path / "short.js")]) == 0
 
 
+SOURCES = {
+    "a.py": ('"""A."""\n', '# SPDX-License-Identifier: Apache-2.0\n"""A."""\n'),
+    "a.pyi": ("a: int\n", "# SPDX-License-Identifier: Apache-2.0\na: int\n"),
+    "run.py": ("#!/bin/x\npass\n", "#!/bin/x\n# SPDX-License-Identifier: Apache-2.0\npass\n"),
+    "a.css": ("a {}\n", "/* SPDX-License-Identifier: Apache-2.0 */\na {}\n"),
+    "a.h": ("// A.\n", "// SPDX-License-Identifier: Apache-2.0\n// A.\n"),
+    "a.html": (
+        "<!DOCTYPE html>\n<p>\n",
+        "<!DOCTYPE html>\n<!-- SPDX-License-Identifier: Apache-2.0 -->\n<p>\n",
+    ),
+    "__init__.py": ("", ""),
+}
+"""Files without the line of the licence, and with it."""
+
+
+def test_files_begin_with_their_licence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_files, "LICENSE_IS_CHECKED", True)
+    for name, (before, _) in SOURCES.items():
+        (tmp_path / name).write_text(before)
+    assert check_files.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(SOURCES) - 1
+    for line in said:
+        assert "SPDX-License-Identifier: Apache-2.0" in line
+        assert line.endswith("is not the first line: --add-license writes it")
+    for added in (6, 0):
+        assert check_files.main(["--add-license", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.startswith(f"{added} files ")
+    for name, (_, after) in SOURCES.items():
+        assert (tmp_path / name).read_text() == after
+    assert check_files.main([str(tmp_path)]) == 0
+
+
+def test_the_line_of_the_licence_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "long.py"
+    path.write_text("pass\n" * MAX_LINES)
+    assert check_files.add_license(path)
+    assert check_files.main([str(path)]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "source", "refused"),
     [

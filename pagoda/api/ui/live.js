@@ -69,8 +69,9 @@ export function startLive() {
 
   function take(snapshot, isNew) {
     const now = performance.now() / 1000;
-    if (isNew) steps.clear();
-    history.push({ ...snapshot, t: now, steps: null, answers: null, replicas: null });
+    if (isNew || snapshot.history) steps.clear();
+    if (snapshot.history) history.splice(0, Infinity, ...snapshot.history.map((point) => ({ ...point, t: now - point.age_s })));
+    history.push({ ...snapshot, t: now, history: null, steps: null, answers: null, replicas: null });
     while (history[0].t < now - KEPT_S) history.shift();
     steps.add(snapshot.steps, now);
     last = snapshot;
