@@ -198,7 +198,7 @@ _ARGUMENTS: Mapping[str, _Arguments] = MappingProxyType(
     }
 )
 _BARE_CALL = r"[ \t\r\n]*(\[\s*[A-Za-z0-9_.\-]+\(|(\[\s*)?\{\s*\"(name|function|type|arguments|parameters)\")"
-"""Where a line begins so, a model calls without a tag."""
+"""Beginning of a line with which a model calls without a tag."""
 _FIELD = re.compile(r"(\{arguments\}|\{index\})")
 
 
