@@ -360,7 +360,7 @@ def models() -> dict[str, Model]:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES, max_size=2), st.booleans())
+@given(st.sampled_from(NAMES), st.dictionaries(KEYS, TEXTS | VALUES, max_size=2), st.booleans())
 def test_what_a_grammar_admits_is_read_as_it_was_meant(
     models: dict[str, Model], name: Any, arguments: dict[str, Any], must_call: bool
 ) -> None:
