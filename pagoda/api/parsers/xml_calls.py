@@ -27,9 +27,9 @@ class _Ending:
     def __init__(
         self, key: str, key_end: str, closer: str, followers: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """`closer` is the tag of its own, with a line break in front that belongs to it; models leave it out. `key`
-        and `key_end` are around the name of the next argument. `followers` are the tags that may follow a tag that
-        ends a value; so may the end of the text."""
+        """`closer` is the tag of its own, with a line break in front that belongs to it; models leave it out.
+        `key` and `key_end` are around the name of the next argument. `followers` are the tags that may follow a tag
+        that ends a value; so may the end of the text."""
         self.key, self.closer = key, closer.lstrip()
         self.key_ends = Tags(key_end)
         others = (key, *followers)
