@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pagoda.frontend.answer_formats import HARMONY, ReasoningFormat
 from pagoda.frontend.text_source import Steps, Tags, TextSource
 
-_START = "<|start|>"
-_HEADERS, _HEADER_END = Tags(_START, "<|channel|>"), Tags("<|message|>")
-_BODY_ENDS = Tags(_START, "<|end|>", "<|call|>", "<|return|>")
+_START, _CHANNEL = "<|start|>", "<|channel|>"
+_HEADERS, _HEADER_END = Tags(_START, _CHANNEL), Tags("<|message|>")
+_BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS = 1024
 
 
@@ -58,7 +58,7 @@ class BorderFinder:
 
     def __init__(self, border: ReasoningBorder) -> None:
         self._source = TextSource()
-        self._untold = ""
+        self._untold: list[str] = []
         """Text of which is not told yet what it is."""
         self._num_told = 0
         self._parts: list[tuple[str, bool]] = []
@@ -67,7 +67,7 @@ class BorderFinder:
 
     def push(self, text: str) -> list[tuple[str, bool]]:
         """The parts of the text that are certain now; True with those in which stop strings count."""
-        self._untold += text
+        self._untold.append(text)
         self._source.feed(text)
         next(self._steps)
         return self._drain()
@@ -88,8 +88,9 @@ class BorderFinder:
         """Tells what the text is that has been read by now."""
         length = self._source.num_read - self._num_told
         if length:
-            self._parts.append((self._untold[:length], counts))
-            self._untold = self._untold[length:]
+            untold = "".join(self._untold)
+            self._parts.append((untold[:length], counts))
+            self._untold = [untold[length:]]
             self._num_told += length
 
     def _inside(self, text: str) -> None:
@@ -113,7 +114,7 @@ class BorderFinder:
         source = self._source
         tag: str | None = None
         while True:
-            if tag != _START:
+            if tag not in (_START, _CHANNEL):
                 tag = yield from source.until(_HEADERS, self._outside)
             header, end = yield from source.collect(_HEADER_END, limit=_MAX_HEADER_CHARS)
             self._tell(counts=False)

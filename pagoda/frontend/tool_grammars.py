@@ -186,19 +186,19 @@ _ARGUMENTS: Mapping[str, _Arguments] = MappingProxyType(
     {
         "qwen3_coder": _TaggedArguments(
             *("<parameter=", ">\n", "\n</parameter>\n"),
-            r"</parameter>\s*(<parameter=|</function>|</tool_call>)|<parameter=\s*({names})\s*>"
+            r"</parameter>\s*(<parameter=|</?function|</?tool_call>)|<parameter=\s*({names})\s*>"
             r"|</function>\s*(</tool_call>|<tool_call>|<function=)|</tool_call>\s*<tool_call>",
         ),
         "glm45": _TaggedArguments(
             *("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-            r"</arg_value>\s*(<arg_key>|</tool_call>)|<arg_key>\s*({names})\s*</arg_key>"
+            r"</arg_value>\s*(<arg_key>|</?tool_call>)|<arg_key>\s*({names})\s*</arg_key>"
             r"|</tool_call>\s*<tool_call>",
         ),
         "pythonic": _python_arguments,
     }
 )
 _BARE_CALL = r"[ \t\r\n]*(\[\s*[A-Za-z0-9_.\-]+\(|(\[\s*)?\{\s*\"(name|function|type|arguments|parameters)\")"
-"""Where a line begins so, a model calls without a tag."""
+"""Beginning of a line with which a model calls without a tag."""
 _FIELD = re.compile(r"(\{arguments\}|\{index\})")
 
 

@@ -270,6 +270,7 @@ HARMONIES = (
     ),
     ("<|channel|>commentary<|message|>I call.<|end|>", "I call.", "", 0),
     (" to=functions.f<|channel|>commentary json<|message|>{}", "", "", 1),
+    ("<|channel|>analysis<|message|>why<|channel|>final<|message|>so", "so", "why", 0),
     ("no header", "no header", "", 0),
     ("<|channel|>fin", "", "", 0),
     ("<|channel|>" + "x" * 2000, "<|channel|>" + "x" * 2000, "", 0),

@@ -257,6 +257,12 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
     ("glm45", "<tool_call>g", [("g", {})], ""),
     (
         "glm45",
+        "<tool_call>f<arg_key>s</arg_key><arg_value>\n\n</arg_value></tool_call>",
+        [("f", {"s": "\n\n"})],
+        "",
+    ),
+    (
+        "glm45",
         "<tool_call>f<arg_key>a<arg_value>1</arg_value><tool_call>g</tool_call>",
         [("f", {"a": 1}), ("g", {})],
         "",

@@ -144,10 +144,7 @@ def test_an_answer_survives_its_worker_in_every_step() -> None:
         (Grammar("regex", "(a"), "unclosed group"),
         (Grammar("json_schema", '{"not": {"type": "string"}}'), "not supported: not"),
         (Grammar("json_schema", '{"type": "foo"}'), "Invalid type: foo"),
-        (
-            Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'),
-            "JSON schema has oneOf with schemas of which more than one may hold; anyOf can be held",
-        ),
+        (Grammar("json_schema", '{"oneOf": [{}, {"type": "number"}]}'), "anyOf can be held"),
         (Grammar("lark", 'start: "a" b\nb: foo'), "line 2, column 4"),
         (Grammar("lark", "start: start"), "allows no answer"),
         (Grammar("lark", ""), "Empty grammar"),
@@ -162,9 +159,8 @@ def test_a_wrong_grammar_is_refused_in_one_sentence(grammar: Grammar, error: str
     assert harness.core.add(constrained("r", grammar)) == []
     harness.step()
     (refusal,) = harness.core.drain_refusals()
-    assert refusal.request_id == "r"
+    assert (refusal.request_id, refusal.error[-1]) == ("r", ".")
     assert error in refusal.error
-    assert refusal.error.endswith(".")
     assert len(refusal.error) < 500
     assert isinstance(harness.core.add(constrained("r", grammar)), RequestRefused)
     harness.check_nothing_left()

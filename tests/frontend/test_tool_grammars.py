@@ -111,6 +111,17 @@ def tags_of(name: str) -> tuple[str, ...]:
     return formats_of(name).tokens(calls_tools=True)
 
 
+def grammar_of(model: Model, name: Any, tools: list[CallableTool], *, must_call: bool) -> str:
+    rules = CallRules(tools, must_call=must_call, is_single=False)
+    return answer_grammar(
+        model.tokenizer.added_token_id,
+        formats_of(name),
+        calls=rules,
+        tool_format=name,
+        reasoning=None,
+    ).text
+
+
 def parsed(answer: str, name: Any, **options: Any) -> AnswerDelta:
     parser = OutputParser(tool_format=name, tools=OFFERED, **options)
     return AnswerDelta.joined((parser.push(answer), parser.flush()))
@@ -360,24 +371,17 @@ def models() -> dict[str, Model]:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES, max_size=2), st.booleans())
+@given(st.sampled_from(NAMES), st.dictionaries(KEYS, TEXTS | VALUES, max_size=2), st.booleans())
 def test_what_a_grammar_admits_is_read_as_it_was_meant(
     models: dict[str, Model], name: Any, arguments: dict[str, Any], must_call: bool
 ) -> None:
     types = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
     schema = {"type": "object", "properties": types, "additionalProperties": False}
     tool = CallableTool("t-o", schema, is_strict=False)
-    rules = CallRules([tool], must_call=must_call, is_single=False)
-    grammar = answer_grammar(
-        models[name].tokenizer.added_token_id,
-        formats_of(name),
-        calls=rules,
-        tool_format=name,
-        reasoning=None,
-    )
+    grammar = grammar_of(models[name], name, [tool], must_call=must_call)
     answer = spelled(name, arguments)
     offered = [{"type": "function", "function": {"name": "t-o", "parameters": schema}}]
-    is_admitted = models[name].accepts(grammar.text, answer)
+    is_admitted = models[name].accepts(grammar, answer)
     tags = ("<",) if name in ("qwen3_coder", "glm45") else tags_of(name)
     assert is_admitted or any(tag in str(arguments) for tag in tags)
     if is_admitted:
@@ -392,27 +396,14 @@ def test_arguments_that_no_schema_names_are_free(
     models: dict[str, Model], name: Any, must_call: bool
 ) -> None:
     tool = CallableTool("t-o", {"type": "object"}, is_strict=False)
-    grammar = answer_grammar(
-        models[name].tokenizer.added_token_id,
-        formats_of(name),
-        calls=CallRules([tool], must_call=must_call, is_single=False),
-        tool_format=name,
-        reasoning=None,
-    )
+    grammar = grammar_of(models[name], name, [tool], must_call=must_call)
     for arguments in ({}, {"x": "a b", "y": [1]}):
-        assert models[name].accepts(grammar.text, spelled(name, arguments))
+        assert models[name].accepts(grammar, spelled(name, arguments))
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
 def test_text_that_begins_like_a_call_is_free(models: dict[str, Model], name: Any) -> None:
-    rules = CallRules(TOOLS, must_call=False, is_single=False)
-    grammar = answer_grammar(
-        models[name].tokenizer.added_token_id,
-        formats_of(name),
-        calls=rules,
-        tool_format=name,
-        reasoning=None,
-    ).text
+    grammar = grammar_of(models[name], name, TOOLS, must_call=False)
     for free in ('{"city": "Oslo"}', "\n\nSo", "[text](url)", "[1, 2]", "```json\n[1]\n```", ""):
         assert models[name].accepts(grammar, free)
     for call in ('{"name": "sub"', "[sub(", 'So:\n{"name": "add", "parameters": {"a": 99}}'):

@@ -6,13 +6,12 @@ block. So both are read wherever a line begins with one; what is no call of a to
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 
 from pagoda.api.parsers.deltas import AnswerBuilder
 from pagoda.api.parsers.json_calls import FENCE, read_calls, read_closers, read_fence
-from pagoda.api.parsers.json_text import dumped, mended
+from pagoda.api.parsers.json_text import dumped
+from pagoda.api.parsers.literals import read_literal
 from pagoda.api.parsers.schemas import ToolSchemas
 from pagoda.frontend.text_source import Steps, Tags, TextSource
 
@@ -21,8 +20,6 @@ _BEGINNINGS = Tags(*_CALL_TAGS, "\n{", "\n[", "\n" + FENCE)
 _END = "<|python_end|>"
 _NAME = re.compile(r"[\w.\-]*")
 _KEYWORD = re.compile(r"[^\"'()\[\]{}*]+")
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-_FAULTS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
 def read_bare(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
@@ -116,7 +113,7 @@ class _Scanner:
 
     def __init__(self) -> None:
         self.commas: list[int] = []
-        """Their indexes in the whole text."""
+        """Indexes of the commas in the whole text."""
         self._num_scanned = 0
         self._depth = 1
         self._quote = ""
@@ -156,30 +153,7 @@ def _parse_arguments(keywords: list[str]) -> str | None:
             name, _, value = keyword.partition("=")
             if not _KEYWORD.fullmatch(name.strip()):
                 return None
-            arguments[name.strip()] = _value(value)
+            arguments[name.strip()] = read_literal(value)
         return dumped(arguments)
-    except _FAULTS:
+    except ValueError:
         return None
-
-
-def _value(text: str) -> object:
-    """The value of a literal of JSON or Python. Raises an error of `_FAULTS`: it is none."""
-    try:
-        [value] = json.loads(mended(f"[{text}]") or "")
-        return value
-    except _FAULTS:
-        return _node_value(ast.parse(text.strip(), mode="eval").body)
-
-
-def _node_value(node: ast.expr) -> object:
-    """The value of a literal, the names of JSON among them. Raises ValueError: it is no literal."""
-    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_node_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [None if key is None else _node_value(key) for key in node.keys]
-        if not all(isinstance(key, str) for key in keys):
-            raise ValueError("a key is not a string")
-        return dict(zip(keys, map(_node_value, node.values), strict=True))
-    return ast.literal_eval(node)

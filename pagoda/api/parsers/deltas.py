@@ -84,7 +84,7 @@ class AnswerBuilder:
 
     @property
     def holds_space(self) -> bool:
-        """What comes next decides whether white space is part of the content."""
+        """True if what comes next decides whether white space is part of the content."""
         return self.skips_space or bool(self._space)
 
     def release_space(self) -> None:

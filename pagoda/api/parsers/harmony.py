@@ -17,7 +17,7 @@ from pagoda.frontend.text_source import Emit, Steps, Tags, TextSource
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADER = Tags(_START, _CHANNEL, "<|end|>")
 _HEADER_END = Tags(_MESSAGE)
-_BODY_ENDS = Tags(_START, "<|end|>", "<|call|>", "<|return|>")
+_BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS = 1024
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
@@ -43,7 +43,7 @@ def read_harmony(
             tag = None
             continue
         tag = yield from _read_message(source, answer, header, tools)
-        if tag != _START:
+        if tag not in (_START, _CHANNEL):
             tag = None
 
 

@@ -200,7 +200,7 @@ def read_fence(source: TextSource) -> Steps[str]:
 
 
 def closers_behind(taken: str) -> tuple[str, ...]:
-    """What may close an object: a brace too many, and the code block that began in the text in front of it."""
+    """Closers of an object: a brace too many, and the end of a code block that begins in `taken`, before it."""
     return ("}", FENCE) if FENCE in taken else ("}",)
 
 

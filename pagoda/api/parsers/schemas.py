@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagoda.api.parsers.json_text import dumped, mended
+from pagoda.api.parsers.json_text import dumped
+from pagoda.api.parsers.literals import read_literal
 from pagoda.frontend.schema_types import type_name, types_of
 
 _STRING, _INTEGER = frozenset({"string"}), frozenset({"integer"})
@@ -47,18 +47,15 @@ class ToolSchemas:
         types = self._types(tool, argument)
         if types == _STRING:
             return quoted(text)
-        for read in (json.loads, ast.literal_eval, _read_mended):
-            try:
-                value = read(text.strip())
-                if types == _INTEGER and isinstance(value, float) and value.is_integer():
-                    value = int(value)
-                name = type_name(value)
-                fits = not types or name in types or (name == "integer" and "number" in types)
-                if fits:
-                    return dumped(value)
-            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-                continue
-        return quoted(text)
+        try:
+            value = read_literal(text)
+            if types == _INTEGER and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            name = type_name(value)
+            fits = not types or name in types or (name == "integer" and "number" in types)
+            return dumped(value) if fits else quoted(text)
+        except (ValueError, TypeError, RecursionError):
+            return quoted(text)
 
     def _types(self, tool: str, argument: str) -> frozenset[str]:
         """Types that the argument may have; empty if its schema does not say."""
@@ -66,10 +63,6 @@ class ToolSchemas:
         properties = parameters.get("properties")
         schema = properties.get(argument) if isinstance(properties, dict) else None
         return _STRING if schema is None else types_of(schema, parameters)
-
-
-def _read_mended(text: str) -> object:
-    return json.loads(mended(text) or "")
 
 
 def quoted(text: str) -> str:

@@ -27,14 +27,15 @@ class _Ending:
     def __init__(
         self, key: str, key_end: str, closer: str, followers: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """`closer` is the tag of its own; models leave it out. `key` and `key_end` are around the name of the next
-        argument. `followers` are the tags that may follow a tag that ends a value; so may the end of the text."""
-        self.key, self.closer = key, closer
+        """`closer` is the tag of its own, with a line break in front that belongs to it; models leave it out.
+        `key` and `key_end` are around the name of the next argument. `followers` are the tags that may follow a tag
+        that ends a value; so may the end of the text."""
+        self.key, self.closer = key, closer.lstrip()
         self.key_ends = Tags(key_end)
-        tags = (closer, key, *followers)
-        self.tags = Tags(*tags, *(f"\n{tag}" for tag in tags))
-        self.next = Tags(*(tag for tag in tags if tag != closer))
-        self.followers = {closer: (key, *followers), **followers}
+        others = (key, *followers)
+        self.tags = Tags(closer, self.closer, *others, *(f"\n{tag}" for tag in others))
+        self.next = Tags(*others)
+        self.followers = {self.closer: others, **followers}
 
     def ends_at(self, source: TextSource, tag: str, tools: ToolSchemas, tool: str) -> Steps[bool]:
         """True if `tag` ends a value."""
@@ -55,7 +56,7 @@ class _Ending:
 _QWEN_ENDING = _Ending(
     "<parameter=",
     ">",
-    "</parameter>",
+    "\n</parameter>",
     {
         _FUNCTION_END: (_CALL_END, _CALL, _FUNCTION),
         _CALL_END: (_CALL,),
