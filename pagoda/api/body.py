@@ -222,8 +222,9 @@ def _check_duplicates(body: bytes) -> None:
             escaped = key.replace(b"\x01", rb"\\").replace(b"\x02", rb"\"")
             key = msgspec.json.decode(b'"%b"' % escaped, type=str).encode()
         if key in open_objects[-1]:
-            message = f"{key.decode()!r} is given twice in one object."
-            raise InvalidRequestError(message, param=key.decode(), kind="duplicate_field")
+            name = key.decode()[:_MAX_QUOTED_CHARS]
+            message = f"{name!r} is given twice in one object."
+            raise InvalidRequestError(message, param=name, kind="duplicate_field")
         open_objects[-1].add(key)
 
 

@@ -76,15 +76,13 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-LONG_TEXT_CHARS = 16384
-"""Characters of all texts of a body that are tokenized, rendered and made into grammars on the event loop. Beyond
-them this is done in a thread: other streams go on meanwhile."""
+LONG_TEXT_CHARS = 8192
+"""Characters of all texts of a body that are tokenized, rendered and made into grammars on the event loop, and of
+the texts of all bodies in one turn of it. Beyond them this is done in threads: other streams go on meanwhile."""
 _SHORT_TEXT_CHARS = 256
 """Work on so short a text takes less time than a thread does to begin it."""
 _ITEM_CHARS = 32
 """Counted for each piece of work beside its text."""
-_TURN_CHARS = 1024
-"""Characters of short texts that are worked on in each turn of the event loop beyond the budget."""
 
 
 class LoopBudget:
@@ -92,23 +90,13 @@ class LoopBudget:
 
     def __init__(self) -> None:
         self._left = LONG_TEXT_CHARS
-        self._left_of_turn = 0
 
-    def take(self, size: int) -> bool:
-        """True if there was room for one more piece of work on a text of `size` characters, which is counted."""
-        cost = size + _ITEM_CHARS
+    def take(self, cost: int) -> bool:
+        """True if there was room for so much more, which is counted."""
         if cost > self._left:
             return False
         self._left -= cost
         return True
-
-    async def wait_for_turn(self, size: int) -> None:
-        """Waits for a turn of the event loop that has room for short work beyond the budget."""
-        cost = size + _ITEM_CHARS
-        if cost > self._left_of_turn:
-            await asyncio.sleep(0)
-            self._left_of_turn = _TURN_CHARS
-        self._left_of_turn -= cost
 
 
 class LongWork:
@@ -122,18 +110,37 @@ class LongWork:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="long-work")
         self._num_free = num_threads
         self._waiting: Turns[asyncio.Future[None]] = Turns()
+        self._turn = LoopBudget()
+        """Work that may still be done in this turn of the event loop, for all bodies together."""
+        self._turn_of: asyncio.AbstractEventLoop | None = None
+        """The event loop that has begun to spend it, and gives a new budget to its next turn."""
 
     async def run_sized(
         self, work: Callable[[], T], size: int, budget: LoopBudget, tenant: str = ""
     ) -> T:
         """The result of work that takes as long as a text of `size` characters: done on the event loop while the
-        `budget` of its body lasts, then in a thread, or in a later turn of the event loop if it is short."""
-        if budget.take(size):
-            return work()
-        if size <= _SHORT_TEXT_CHARS:
-            await budget.wait_for_turn(size)
-            return work()
-        return await self.run(work, tenant)
+        `budget` of its body and that of the turn last, else in a thread, or in a later turn if it is short."""
+        cost = size + _ITEM_CHARS
+        is_short = size <= _SHORT_TEXT_CHARS
+        if not budget.take(cost) and not is_short:
+            return await self.run(work, tenant)
+        while not self._budget_of_turn().take(cost):
+            if not is_short:
+                return await self.run(work, tenant)
+            await asyncio.sleep(0)
+        return work()
+
+    def _budget_of_turn(self) -> LoopBudget:
+        loop = asyncio.get_running_loop()
+        if self._turn_of is not loop:
+            self._begin_turn()
+            self._turn_of = loop
+            loop.call_soon(self._begin_turn)
+        return self._turn
+
+    def _begin_turn(self) -> None:
+        self._turn = LoopBudget()
+        self._turn_of = None
 
     async def run(self, work: Callable[[], T], tenant: str = "") -> T:
         """The result of `work`; `tenant` is the name of the client's API key."""

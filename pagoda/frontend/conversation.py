@@ -29,7 +29,7 @@ _MAX_NAME_CHARS = 64
 """Characters of a property's name in an error."""
 _MESSAGE_CHARS = 32
 """Counted for the role and the borders of a message, and for each of its parts and calls."""
-_PAIR_CHARS = 2
+_PAIR_CHARS = 1
 """Counted for each pair of messages and calls: a template that looks from each at all others takes as long."""
 
 

@@ -1,12 +1,20 @@
-"""Works that are done at the same time."""
+"""Works that are done at the same time, and work that takes long."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from functools import partial
 
 import pytest
 
-from pagoda.frontend.async_utils import MAX_BEGINNINGS, gather_all
+from pagoda.frontend.async_utils import (
+    LONG_TEXT_CHARS,
+    MAX_BEGINNINGS,
+    LongWork,
+    LoopBudget,
+    gather_all,
+)
 
 
 async def test_many_works_begin_in_turns_and_end_in_order() -> None:
@@ -43,3 +51,38 @@ async def test_a_cancelled_crowd_begins_no_more_and_leaves_nothing() -> None:
         await running
     assert len(begun) < len(works)
     assert all(work.cr_frame is None for work in works)  # closed, or ended
+
+
+# ---- the budget of the event loop
+
+
+async def test_a_body_has_one_budget_however_it_is_cut() -> None:
+    threads, here = LongWork(1), threading.get_ident()
+    for size in (100, 1000, LONG_TEXT_CHARS // 2, LONG_TEXT_CHARS, 10**6):
+        await asyncio.sleep(0)  # in a turn of its own
+        budget, done = LoopBudget(), list[int]()
+        for _ in range(20):
+            where = await threads.run_sized(threading.get_ident, size, budget)
+            done.append(size * (where == here))
+        assert sum(done) <= (LONG_TEXT_CHARS if size > 256 else 20 * size)
+        assert done[0] == (size if size < LONG_TEXT_CHARS else 0)
+
+
+async def test_all_bodies_of_a_turn_have_one_budget() -> None:
+    loop = asyncio.get_running_loop()
+    threads, here = LongWork(1), threading.get_ident()
+    done = [0]
+    """Characters that were worked on in each turn of the loop."""
+
+    def work(size: int) -> None:
+        if threading.get_ident() == here:
+            if not done[-1]:
+                loop.call_soon(done.append, 0)
+            done[-1] += size
+
+    for size in (50, 250, 1000, LONG_TEXT_CHARS // 2):
+        works = (partial(work, size) for _ in range(300))
+        await asyncio.gather(*(threads.run_sized(one, size, LoopBudget()) for one in works))
+        await asyncio.sleep(0)
+    assert max(done) <= LONG_TEXT_CHARS
+    assert sum(done) >= 300 * (50 + 250)  # short work is never worth a thread
