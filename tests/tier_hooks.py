@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from case_tiers import (
     read_pinned,
     write_durations,
 )
+from kept_answers import ANSWERS
 
 TESTS = Path(__file__).parent
 CHANGE = pytest.StashKey[Change]()
@@ -56,6 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="keep what the cases took in tests/durations.json",
     )
     parser.addoption(
+        "--update-answers",
+        action="store_true",
+        help="ask transformers anew, and keep what it answers in tests/answers.json",
+    )
+    parser.addoption(
         "--pin-failures",
         action="store_true",
         help="add the cases that fail to tests/pinned.txt, whose cases run in every tier",
@@ -63,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ANSWERS.anew = config.getoption("update_answers")
     told = getattr(config, "workerinput", {}).get("change")
     config.stash[CHANGE] = Change(told[0], frozenset(told[1])) if told else find_change()
     if told is None and (config.getoption("update_durations") or config.getoption("pin_failures")):
@@ -163,42 +171,46 @@ def _group(item: pytest.Item) -> str | None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[SUMMARY] = getattr(node, "workeroutput", {}).get("summary", "")
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["summary"] = session.config.stash.get(SUMMARY, "")
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    terminalreporter.write_line(config.stash.get(SUMMARY, ""))
+    """A process of xdist tells its controller."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["summary"] = session.config.stash.get(SUMMARY, "")
+        output["answers"] = ANSWERS.added
 
 
 class _Records:
-    """What a run leaves in the repository: how long its cases took, and which failed."""
+    """What a run says in the end, and what it leaves in the repository."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: dict[str, float] = defaultdict(float)
         self._failed: set[str] = set()
+        self._answers: dict[str, list[int]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = str(dict(report.user_properties)[NAMED])
-        self._seconds[key(name)] += report.duration
+        self._seconds[name] += report.duration
         if report.failed:
             self._failed.add(name)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        output = getattr(node, "workeroutput", {})
+        self._config.stash[SUMMARY] = output.get("summary", "")
+        self._answers |= output.get("answers", {})
+
     def pytest_sessionfinish(self) -> None:
         if self._config.getoption("update_durations"):
-            kept = read_durations()
-            failed = set(map(key, self._failed))
-            write_durations(
-                kept | {it: took for it, took in self._seconds.items() if it not in failed}
-            )
+            took = {
+                key(it): seconds for it, seconds in self._seconds.items() if it not in self._failed
+            }
+            write_durations(read_durations() | took)
         if self._config.getoption("pin_failures"):
             pin(self._failed)
+        answers = self._answers | ANSWERS.added
+        if answers:
+            ANSWERS.keep(version("transformers"), answers)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(self._config.stash.get(SUMMARY, ""))
