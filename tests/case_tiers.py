@@ -32,6 +32,8 @@ ROTATED = {
     "tests/fuzz/": ("benchmarks/chaos/fuzz/", "csrc/", "pagoda/checkpoints/", "pagoda/ipc/"),
 }
 """Tests of which a tenth runs unless the sources that they are for have changed."""
+OF_OTHER_KERNELS = {"tests/backend/": ("csrc/", "CMakeLists.txt")}
+"""The same for runs with kernels that were built apart, as `make test-native` does."""
 WITHOUT_TORCH = {
     *("admission", "api", "cli", "docs", "engine", "executor", "faults", "frontend", "ipc", "kv"),
     *("messages", "pd", "sim", "telemetry", "tools", "tests"),
@@ -62,7 +64,7 @@ class Tier(NamedTuple):
 
 TIERS = {
     "quick": Tier(0.5, 1, 0, 40, 1, 0.05, 0.1, 0.3),
-    "check": Tier(3.5, 1, 4, 20, 1, 0.5, 2.0, 5.0),
+    "check": Tier(3.5, 1, 4, 20, 1, 0.5, 8.0, 5.0),
     "test": Tier(13, 2, 0, 5, 2, 4.0, 30.0, 60.0),
     "all": Tier(60, 0, 0, 1, 99, 1e9, 1e9, 1e9),
 }
@@ -181,6 +183,7 @@ def choose(
     change: Change,
     durations: Mapping[str, float],
     pinned: Iterable[str] = (),
+    rotated: Mapping[str, tuple[str, ...]] = ROTATED,
 ) -> set[str]:
     """Names of the cases that run in `tier`; cases that nobody has measured always do."""
     functions: dict[str, list[Case]] = defaultdict(list)
@@ -190,14 +193,14 @@ def choose(
     for function, those in functions.items():
         file = function.partition("::")[0]
         rules = TIERS[NEXT.get(tier, tier) if change.touches(file) else tier]
-        if tier != "all" and not _sources_changed(file, change):
+        if tier != "all" and not _sources_changed(file, change, rotated):
             those = [case for case in those if change.draw(case.name) % 10 == 0]
         chosen |= _of_function(those, rules, change, durations)
     return chosen & {case.name for case in cases}
 
 
-def _sources_changed(file: str, change: Change) -> bool:
-    for room, sources in ROTATED.items():
+def _sources_changed(file: str, change: Change, rotated: Mapping[str, tuple[str, ...]]) -> bool:
+    for room, sources in rotated.items():
         if file.startswith(room):
             return any(path.startswith((room, *sources)) for path in change.files)
     return True

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from case_tiers import (
+    OF_OTHER_KERNELS,
+    ROTATED,
     TIERS,
     UNMEASURED,
     WITHOUT_TORCH,
@@ -26,6 +28,8 @@ from kept_answers import ANSWERS
 
 TESTS = Path(__file__).parent
 CHANGE = pytest.StashKey[Change]()
+CASES = pytest.StashKey[list[Case]]()
+"""All cases that were collected, chosen or not."""
 SUMMARY = pytest.StashKey[str]()
 NAMED = "case"
 """Property of reports: the node id of a case, to which xdist adds a group."""
@@ -99,8 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keeps the cases of the tier; those that share a fixture stay together, and what takes longest is first."""
     durations, change, tier = read_durations(), config.stash[CHANGE], config.getoption("tier")
     numbers: dict[int, int] = {}
-    cases = [_case(item, numbers) for item in items]
-    chosen = choose(cases, tier, change, durations, read_pinned())
+    cases = config.stash[CASES] = [_case(item, numbers) for item in items]
+    rotated = OF_OTHER_KERNELS if config.getoption("kernels") else ROTATED
+    chosen = choose(cases, tier, change, durations, read_pinned(), rotated)
 
     def seconds(of: list[pytest.Item]) -> float:
         return sum(durations.get(key(item.nodeid), UNMEASURED) for item in of)
@@ -189,7 +194,9 @@ class _Records:
         self._answers: dict[str, list[int]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = str(dict(report.user_properties)[NAMED])
+        name = dict(report.user_properties).get(NAMED)
+        if not isinstance(name, str):  # a process that ended during the case tells nothing of it
+            return
         self._seconds[name] += report.duration
         if report.failed:
             self._failed.add(name)
