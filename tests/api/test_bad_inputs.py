@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operations import assert_linear
 from scripted_endpoint import TEXT
+from tables import each_row
 
 from pagoda.api.body import parse_body
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
@@ -79,7 +80,7 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         *(({name: value}, name) for name, values in BAD_VALUES.items() for value in values),

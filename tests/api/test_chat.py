@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from tables import each_row
 from template_texts import CALL, QWEN, prompt_of, text
 
 from pagoda.executor.sim import sim_logprob
@@ -189,7 +190,7 @@ async def test_what_a_template_cannot_do(
     assert sentence in answer.error()["message"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({"messages": []}, "messages"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from linked_hosts import until
+from tables import each_row
 
 from pagoda.api.errors import INTERNAL_ERROR
 from pagoda.api.openai.logprobs import TokenSpelling
@@ -202,7 +203,7 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(
         assert threads == {"long-work"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({"prompt_logprobs": 1, "n": 8, "stream": True}, "prompt_logprobs"),
@@ -258,7 +259,7 @@ async def test_beam_search(api) -> None:
     assert len(chat.choices()) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({"best_of": 1, "n": 2}, "best_of"),

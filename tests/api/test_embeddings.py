@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from scripted_endpoint import TEXT
+from tables import each_row
 
 from pagoda.api.llamacpp.embedding import normalized
 from pagoda.executor.sim import sim_embedding, sim_logprob
@@ -134,7 +135,7 @@ async def test_labels_are_scored_behind_items(api, item_first: bool) -> None:
     assert whole["data"][0]["score"] == pytest.approx(math.exp(sim_logprob(ord("b"), 10)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("route", "body", "param"),
     [
         ("/generative_scoring", {"query": "q", "items": ["a"]}, "label_token_ids"),

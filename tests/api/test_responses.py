@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from tables import each_row
 from template_texts import CALL, QWEN, prompt_of, text
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
@@ -222,7 +223,7 @@ async def test_reasoning_of_an_earlier_turn_reaches_the_template(serve_api) -> N
     assert "[assistant]R[{" in prompt_of(api)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({"input": None}, "input"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import each_row
 
 from pagoda.executor.sim import sim_logprob
 
@@ -120,7 +121,7 @@ async def test_a_prompt_can_be_scored_alone(api) -> None:
     assert got["meta_info"]["input_token_logprobs"][1][0] == pytest.approx(sim_logprob(1, 2))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({}, "text"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from scripted_endpoint import TEXT
+from tables import each_row
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
@@ -327,7 +328,7 @@ async def test_a_budget_for_reasoning_needs_a_token(serve_api) -> None:
     assert grammar_of(unthinking) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_row
 
 from pagoda.errors import ConfigError
 from pagoda.kv import objects
@@ -62,7 +63,7 @@ def test_objects_are_headers_and_payloads_in_units() -> None:
     assert object_bytes(4096 - HEADER_BYTES + 1) == 8192
 
 
-@pytest.mark.parametrize("offset", range(HEADER_BYTES + PAYLOAD_BYTES))
+@each_row("offset", range(HEADER_BYTES + PAYLOAD_BYTES))
 def test_any_flipped_bit_of_header_or_payload_is_found(offset: int) -> None:
     buffer = sealed()
     buffer[offset] ^= 1 << offset % 8
