@@ -379,7 +379,7 @@ class EngineCore:
             self.executor.submit_transfers(transfers)
 
     def _problem_with(self, result: StepResult) -> str | None:
-        """As `Scheduler.problem_with`."""
+        """Clause that says why the result cannot be; see `Scheduler.problem_with`."""
         if self.parts is None:
             return "a worker answered a step before it was ready"
         so_far, now = self._expert_tokens, result.expert_tokens

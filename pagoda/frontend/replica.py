@@ -464,9 +464,9 @@ class Replica:
         for wire_id, answer in list(self._answers.items()):
             self._forget(wire_id)
             answer.stream.fail(EngineLostError(reason))
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(EngineLostError(reason))
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(EngineLostError(reason))
 
 
 def _trouble(report: LoadReport) -> str | None:
