@@ -142,13 +142,14 @@ class Service:
             self.fleet.dispatcher.check_room(client_request.key_name, client_request.weight)
 
     def check_model(self, model: str | None) -> None:
-        """Raises ApiError: 404, the model is not served here."""
+        """Raises ApiError: 404, the model is not served here; 503, it may be an adapter, of which nothing is known
+        while the model loads."""
         served = self.config.served_model_name
         if model is None or model == served or model in self.config.model_aliases:
             return
         if self.config.any_model_name:
             return
-        if self.generator is None or self.generator.adapters.find(model) is None:
+        if self.ready_generator().adapters.find(model) is None:
             raise ApiError(
                 404,
                 f"The model {model[:200]!r} is not served here; it is {served!r}.",

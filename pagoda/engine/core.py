@@ -490,6 +490,11 @@ class EngineCore:
         if self.parts is not None:
             self.parts.cache_reporter.follow()
 
+    def unfollow_cache(self) -> None:
+        self._follows_cache = False
+        if self.parts is not None:
+            self.parts.cache_reporter.unfollow()
+
     def drain_updates(self) -> list[PrefixCacheUpdate | StepStatistics]:
         """Messages that are due to frontends which have subscribed."""
         cache = None if self.parts is None else self.parts.cache_reporter.drain()
