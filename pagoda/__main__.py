@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.cli.main import main
+from pagoda.cli.start import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -26,6 +26,7 @@ from pagoda.messages.frontend import (
     SubscribeSteps,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
     UnsubscribeSteps,
 )
 from pagoda.messages.load import LoadReport
@@ -101,6 +102,8 @@ class SimEngine:
             case SubscribeCache():
                 self._core.follow_cache()
                 self._news.set()
+            case UnsubscribeCache():
+                self._core.unfollow_cache()
             case SubscribeSteps():
                 self._core.steps.follow()
             case UnsubscribeSteps():

@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class KeyShares:
-    """How much each API key has of something. Each call costs O(log n) for n keys."""
+    """Amounts of something that API keys have. Each call costs O(log n) for n keys."""
 
     def __init__(self) -> None:
         self.total = 0
         self._of: dict[str, int] = {}
-        """By the name of the key; none is 0."""
+        """Amounts by the name of the key; none is 0."""
         self._heap: list[tuple[int, str]] = []
         """Negative amounts and names, the largest amount first; an entry counts if the key has so much now."""
 
@@ -59,7 +59,7 @@ class LruByKey(Generic[T]):
 
     def __init__(self) -> None:
         self._of: dict[str, OrderedDict[str, tuple[T, int]]] = {}
-        """By the name of the key; the least recently used object first."""
+        """Objects by the name of the key; the least recently used ones first."""
         self.bytes, self._counts = KeyShares(), KeyShares()
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from pagoda.api.listener import Listener
 from pagoda.api.service import ApiConfig, Service
 from pagoda.api.service_manager import ServiceManager
 from pagoda.errors import ConfigError
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.request_spans import RequestSpans
@@ -115,7 +116,7 @@ async def serve(
         loading = asyncio.ensure_future(start_generator(fleet, load_text, service.tracker))
         if not await signals.before(loading):
             return
-        telling.cancel()
+        await cancel_all([telling])
         service.generator = loading.result()
         service.has_settled.set()
         service.live_stats.begin(dispatcher)
@@ -146,7 +147,7 @@ async def serve(
         if tracing.session is not None:
             await signals.hurried(tracing.stop())
         await fleet.close()
-        telling.cancel()
+        await cancel_all([telling])
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -22,6 +23,9 @@ _LOADING_INTERVAL_S = 5.0
 _LOADING_EXTENSION_S = 30.0
 _FEEDS = 3
 """Times that the watchdog is fed within its time-out."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class ServiceManager:
@@ -71,13 +75,22 @@ class ServiceManager:
             return
         ready_at = clock()
         while True:
-            state = await health()
+            state = await _told(health)
             if state.ready:
                 ready_at = clock()
             if clock() - ready_at < RECOVERY_S:
                 status = "serving" if state.ready else state.reason
                 self.tell("WATCHDOG=1", f"STATUS={status}")
             await asyncio.sleep(self.watchdog_s / _FEEDS)
+
+
+async def _told(health: Callable[[], Awaitable[Health]]) -> Health:
+    """The state that `health` tells; where that fails, one from which the server may recover."""
+    try:
+        return await health()
+    except Exception:
+        _log.exception("the health of the server cannot be told")
+        return Health(False, "the health of the server cannot be told")
 
 
 def _extension(seconds: float) -> str:

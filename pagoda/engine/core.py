@@ -379,7 +379,7 @@ class EngineCore:
             self.executor.submit_transfers(transfers)
 
     def _problem_with(self, result: StepResult) -> str | None:
-        """As `Scheduler.problem_with`."""
+        """Clause that says why the result cannot be; see `Scheduler.problem_with`."""
         if self.parts is None:
             return "a worker answered a step before it was ready"
         so_far, now = self._expert_tokens, result.expert_tokens
@@ -489,6 +489,11 @@ class EngineCore:
         self._follows_cache = True
         if self.parts is not None:
             self.parts.cache_reporter.follow()
+
+    def unfollow_cache(self) -> None:
+        self._follows_cache = False
+        if self.parts is not None:
+            self.parts.cache_reporter.unfollow()
 
     def drain_updates(self) -> list[PrefixCacheUpdate | StepStatistics]:
         """Messages that are due to frontends which have subscribed."""

@@ -55,6 +55,7 @@ from pagoda.messages.frontend import (
     SubscribeSteps,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
     UnsubscribeSteps,
 )
 from pagoda.messages.tracing import StartTrace, StopTrace
@@ -253,6 +254,10 @@ class EngineProcess:
             case SubscribeCache():
                 self._followers[PrefixCacheUpdate].add(frontend)
                 self._core.follow_cache()
+            case UnsubscribeCache():
+                self._followers[PrefixCacheUpdate].discard(frontend)
+                if not self._followers[PrefixCacheUpdate]:
+                    self._core.unfollow_cache()
             case SubscribeSteps():
                 self._followers[StepStatistics].add(frontend)
                 self._core.steps.follow()

@@ -164,6 +164,9 @@ class CacheReporter:
         self._recorder.changed = dict.fromkeys(chain(*(pool.keys() for pool in self._pools)))
         self._starts_anew = True
 
+    def unfollow(self) -> None:
+        self._recorder.changed, self._starts_anew = None, False
+
     def drain(self) -> PrefixCacheUpdate | None:
         """The update that is due now, if any."""
         changed, now = self._recorder.changed, self._clock.now()

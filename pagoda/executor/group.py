@@ -376,7 +376,6 @@ class _Group:
         heartbeat_ms = max(1, round(worker_timeout_s * 1000 / _HEARTBEATS))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, (_HEARTBEATS - 1) * heartbeat_ms)
-        self._door = Door()
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(Door.EVENTS)
         """Becomes readable when a connection has begun or ended."""
         if keys is not None:
@@ -394,8 +393,8 @@ class _Group:
         self._rooms: dict[int, WorkerRoom] = {}
         self._readies: dict[int, WorkerReady] = {}
         """Hellos, rooms and readies are keyed by rank in the replica."""
-        self._heard: set[bytes] = set()
-        """Connections on which something has come."""
+        self._door, self._heard = Door(), set[bytes]()
+        """`_heard` are connections on which something has come."""
         self._linked: set[int] = set()
         """Ranks whose connections for transfers are there."""
         self._received: list[tuple[int, WorkerMessage | TransferMessage]] = []
@@ -476,8 +475,8 @@ class _Group:
     def look_for_gone(self, now: float) -> None:
         """Finds who it is that hung up, or was silent for too long, if any has: the socket does not name it."""
         with contextlib.suppress(zmq.Again):
-            while True:
-                if self._door.take(self.monitor.recv_multipart(zmq.NOBLOCK)):
+            while event := self.monitor.recv_multipart(zmq.NOBLOCK):
+                if self._door.take(event):
                     self.deadlines["parting"] = now + _PARTING_S
         if now >= self.deadlines.get("parting", math.inf):
             del self.deadlines["parting"]

@@ -21,7 +21,7 @@ class PeerError(Exception):
 
 
 class AnswerCheck:
-    """What may still come of one answer. Costs a glance at each chunk, in proportion to its length."""
+    """Bounds of what may still come of one answer. Costs a glance at each chunk, in proportion to its length."""
 
     __slots__ = ("_is_pooled", "_num_left", "_num_prompt", "_num_top", "_scores", "_vocab_size")
 

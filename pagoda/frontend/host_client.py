@@ -58,6 +58,7 @@ class HostClient:
         self._tracer = tracer or Tracer("router")
         self._hello_timeout_s = hello_timeout_s
         self._trace: FetchedTrace | None = None
+        self._has_spoken = False
         self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         self._socket = sockets.client(self._receive, lambda: self._lose("hung up"))
@@ -92,6 +93,8 @@ class HostClient:
                 "--cluster-key-file, or a firewall is in between."
             ) from None
         except EngineLostError as loss:
+            if self._has_spoken:
+                raise EngineDeadError(str(loss)) from None
             raise EngineDeadError(
                 f"{str(loss).removesuffix('.')} before it said anything; it has another "
                 "--cluster-key-file, or is no host."
@@ -118,6 +121,7 @@ class HostClient:
     def _receive(self, frames: list[bytes]) -> None:
         if self.replica.state is ReplicaState.FAILED:
             return
+        self._has_spoken = True
         try:
             message = self._decode(b"".join(frames))
         except msgspec.DecodeError as error:

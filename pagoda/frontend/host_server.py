@@ -44,6 +44,7 @@ from pagoda.messages.frontend import (
     SubscribeCache,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.ranges import MAX_ITEMS
@@ -229,9 +230,10 @@ class HostServer:
                     if task is not None:
                         task.cancel()
             case SubscribeCache():
-                if router.unsubscribe is not None:
-                    router.unsubscribe()
+                self._unsubscribe(router)
                 router.unsubscribe = self._endpoint.subscribe_cache(partial(self._send, router))
+            case UnsubscribeCache():
+                self._unsubscribe(router)
             case LoadQuery():
                 self._report(router, message.query_id)
             case StartTrace() | StopTrace() | FetchFragment() if router.is_welcome:
@@ -241,6 +243,12 @@ class HostServer:
                 clocks = router.clocks
                 if clocks and clocks.pong(message.number, message.uid, message.now_ns):
                     self._ask_for_time(router, clocks)
+
+    @staticmethod
+    def _unsubscribe(router: _Router) -> None:
+        if router.unsubscribe is not None:
+            router.unsubscribe()
+            router.unsubscribe = None
 
     def _welcome(self, router: _Router, hello: Hello) -> None:
         problem = self._refusal_of(hello)
@@ -379,9 +387,7 @@ class HostServer:
     def _drop(self, router: _Router) -> None:
         """The router has gone: what it asked for ends. May be called twice."""
         self._routers.pop(router.identity, None)
-        if router.unsubscribe is not None:
-            router.unsubscribe()
-            router.unsubscribe = None
+        self._unsubscribe(router)
         if router.trace is not None:
             self._later(router.trace.answer(StopTrace()))
         for task in router.requests.values():

@@ -37,6 +37,7 @@ from pagoda.messages.frontend import (
     SubscribeSteps,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
     UnsubscribeSteps,
 )
 from pagoda.messages.hosts import HostLeave
@@ -283,7 +284,13 @@ class Replica:
         """See `Endpoint.subscribe_cache`. Listeners that are subscribed already get everything anew as well."""
         self._tell(SubscribeCache())
         self._cache_listeners.append(listener)
-        return partial(self._cache_listeners.remove, listener)
+
+        def end() -> None:
+            self._cache_listeners.remove(listener)
+            if not self._cache_listeners:
+                self._tell(UnsubscribeCache())
+
+        return end
 
     def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
         """See `Endpoint.subscribe_steps`. Hosts are not asked: a router may have thousands of them."""
@@ -464,9 +471,9 @@ class Replica:
         for wire_id, answer in list(self._answers.items()):
             self._forget(wire_id)
             answer.stream.fail(EngineLostError(reason))
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(EngineLostError(reason))
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(EngineLostError(reason))
 
 
 def _trouble(report: LoadReport) -> str | None:

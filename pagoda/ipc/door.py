@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -25,8 +25,10 @@ _PIECE_BYTES = 2**15
 MAX_STRANGERS = 256
 HANDSHAKE_S = 10.0
 
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 
-def pieces(payload: bytes | memoryview) -> list[bytes | memoryview]:
+
+def pieces(payload: _Bytes) -> list[_Bytes]:
     """The frames in which a message goes to a door; the receiver joins them."""
     if len(payload) <= _PIECE_BYTES:
         return [payload]
@@ -49,9 +51,9 @@ class Door:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._strangers: dict[int, _Stranger] = {}
-        """By file descriptor, oldest first."""
+        """Connections by file descriptor, oldest first."""
         self._passed: deque[float] = deque()
-        """When connections have passed the handshake."""
+        """Times at which connections have passed the handshake."""
 
     @staticmethod
     def limit(socket: zmq.Socket[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -42,9 +43,7 @@ class EventSocket:
         try:
             if on_disconnect is not None:
                 door, events = Door(), socket.get_monitor_socket(Door.EVENTS)
-                self._monitor = EventSocket(
-                    events, lambda event: door.take(event) and on_disconnect()
-                )
+                self._monitor = EventSocket(events, partial(_watch, door, on_disconnect))
         except zmq.ZMQError:
             socket.close()
             raise
@@ -105,6 +104,11 @@ class EventSocket:
             self._read_later()
             raise
         self._read_later()
+
+
+def _watch(door: Door, on_disconnect: Callable[[], None], event: list[bytes]) -> None:
+    if door.take(event):
+        on_disconnect()
 
 
 def host_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -275,7 +275,8 @@ class DiskTier:
         for it in good:
             self._recorder.store(it.key, it.parent, it.token_ids, Medium.DISK, it.group)
         if failed:
-            pause_s = self._backoff.failed()
+            # A disk that took some is not full: what failed is in the way of single objects.
+            pause_s = None if good else self._backoff.failed()
             if pause_s is not None:
                 logger.warning(
                     "KV blocks cannot be written to %s (%s); the next try is in %g s.",

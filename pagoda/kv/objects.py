@@ -50,6 +50,7 @@ HEADER_BYTES = 64
 KEY_BYTES = 32
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
+_ASIDE_PREFIX = "aside-"
 """Files that are being written, or that a killed writer left."""
 
 OPEN_TIMEOUT_S = 30.0
@@ -274,6 +275,12 @@ def temporary_name() -> str:
     return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
+def _put_aside(path: Path) -> None:
+    """Gives what nobody can use another name, under which nobody looks for objects; it may be somebody's."""
+    with contextlib.suppress(FileNotFoundError):  # another thread was quicker
+        os.rename(path, path.with_name(f"{_ASIDE_PREFIX}{secrets.token_hex(8)}"))
+
+
 def _check_owner(directory: Path) -> None:
     """Makes sure that nobody else can have put objects there: a checksum tells damage, not forgery.
 
@@ -368,7 +375,8 @@ class ObjectFiles:
         self._move(os.preadv, descriptor, buffer)
 
     def write(self, key: bytes, buffer: memoryview) -> None:
-        """Makes an object of `key` of the payload in `buffer`; replaces one that is there.
+        """Makes an object of `key` of the payload in `buffer`; replaces one that is there. A directory in its way,
+        or a file above, gets another name.
 
         Raises ObjectError if the object was not written; nothing is left of it.
         """
@@ -377,7 +385,11 @@ class ObjectFiles:
         try:
             try:
                 self._write(path, buffer)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+                if isinstance(error, NotADirectoryError):
+                    _put_aside(path.parent)
+                elif isinstance(error, IsADirectoryError):
+                    _put_aside(path)
                 # The first object of its fan-out directory, or somebody removed the directories.
                 make_directory(self.directory, self.manifest)
                 path.parent.mkdir(mode=0o700, exist_ok=True)

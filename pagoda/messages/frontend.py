@@ -166,7 +166,12 @@ class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
 
 
 class SubscribeCache(msgspec.Struct, frozen=True, tag="subscribe_cache"):
-    """Asks for `PrefixCacheUpdate`s, the first with all that is cached; so again when asked again."""
+    """Asks for `PrefixCacheUpdate`s until `UnsubscribeCache`, the first with all that is cached; so again when
+    asked again."""
+
+
+class UnsubscribeCache(msgspec.Struct, frozen=True, tag="unfollow_cache"):
+    """Enough of `PrefixCacheUpdate`s; one may be on its way."""
 
 
 class SubscribeSteps(msgspec.Struct, frozen=True, tag="subscribe_steps"):
@@ -401,6 +406,7 @@ FrontendMessage = (
     | AbortRequests
     | LoadQuery
     | SubscribeCache
+    | UnsubscribeCache
     | SubscribeSteps
     | UnsubscribeSteps
     | Shutdown

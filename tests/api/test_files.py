@@ -306,14 +306,13 @@ async def test_files_are_private_also_in_a_directory_for_all(
 
 
 async def test_a_key_leaves_others_room_for_files_and_batches(
-    serve_api, attach: Attach, monkeypatch: pytest.MonkeyPatch
+    serve_api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.api.batches.files.MAX_FILES", 4)
     monkeypatch.setattr("pagoda.api.batches.runner.MAX_BATCHES", 4)
     api = await serve_api(api_keys=ApiKeys(["a:=one", "b:=two"]))
-    runner = await attach(api)
-    await runner.close()
-    api.service.files._max_bytes = 1000
+    api.service.files = FileStore(tmp_path / "files", max_bytes=1000)
+    api.service.batches = BatchRunner(api.service, api.service.files)
     mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     assert (await upload(api, b"x" * 501, headers=mine)).status == 400
     made = [await upload(api, jsonl(request("a")), headers=mine) for _ in range(4)]

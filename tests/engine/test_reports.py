@@ -413,3 +413,17 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
         assert first.num_subscribers == 0
     finally:
         await dispatcher.close()
+
+
+def test_who_has_enough_of_the_cache_costs_nothing_more() -> None:
+    clock, recorder = VirtualClock(), CacheRecorder(keeps_events=False)
+    pool = BlockPool(4)
+    told = CacheReporter([pool], recorder, clock)
+    told.follow()
+    assert told.drain() is not None
+    told.unfollow()
+    recorder.store(b"k" * 32, None, [1])
+    assert recorder.changed is None
+    clock.advance_to(10.0)
+    assert told.drain() is None
+    assert told.next_event_at() is None

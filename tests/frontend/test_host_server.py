@@ -27,6 +27,7 @@ from pagoda.messages.frontend import (
     SubscribeCache,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
 )
 from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
@@ -158,6 +159,10 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
         await door.say(request("r"))
         await endpoint.paused.wait()
         assert door.door.num_subscriptions == 1
+        await door.say(UnsubscribeCache())
+        await until(lambda: door.door.num_subscriptions == 0)
+        await door.say(SubscribeCache())
+        await until(lambda: door.door.num_subscriptions == 1)
         door.socket.close()
         await until(lambda: endpoint.aborted == ["r"])
         assert door.door.num_subscriptions == 0

@@ -18,6 +18,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefix_index import short_keys_in
 from pagoda.ipc.codec import Codec
 from pagoda.messages.adapters import AdapterLoaded
 from pagoda.messages.frontend import (
@@ -134,10 +135,17 @@ class Fleet:
             name: HostClient(wire, f"tcp://{name}:1", ROUTER)  # type: ignore[arg-type]
             for name, wire in self.wires.items()
         }
-        self.router = Dispatcher([], POLICIES["prefix-affinity"])
-        self.router.subscribe_cache(lambda _: None)
         self.encode = Codec[HostMessage](HostMessage).encode
         self.decode = Codec[HostMessage](HostMessage).decode
+        self.router = Dispatcher([], POLICIES["prefix-affinity"])
+        self.told: set[int] = set()
+        """Blocks that a router above knows of."""
+        self.router.subscribe_cache(self._hear)
+
+    def _hear(self, update: PrefixCacheUpdate) -> None:
+        self.check_what_is_told(update)
+        self.told -= set(short_keys_in(update.removed))
+        self.told |= set(short_keys_in(update.stored))
 
     async def begin(self) -> asyncio.Task[list[int]]:
         """A request that is with the liar."""
@@ -195,7 +203,7 @@ async def test_a_router_survives_every_lie_and_serves_with_the_others(
             assert all(token < LIMITS.vocab_size for token in tokens)
         fleet.router.remove(lied)
         assert fleet.router.limits == LIMITS
-        assert not fleet.router.slots._cache.told
+        assert fleet.told == set()
         assert await fleet.ask() == [9] * 4
         fleet.check_what_is_told(await fleet.router.load())
         await fleet.close()

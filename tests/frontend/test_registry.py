@@ -13,7 +13,7 @@ import pytest
 import zmq.asyncio
 from linked_hosts import KEYS, Closing, Host, Router, ScriptedHost, until, until_refused
 from operations import assert_linear
-from scripted_endpoint import ScriptedEndpoint
+from scripted_endpoint import LIMITS, ScriptedEndpoint
 
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend.discovery.base import Discovery, HostListener
@@ -341,3 +341,56 @@ async def test_a_host_with_other_blocks_than_the_others_is_refused(
         await until(lambda: problem in caplog.text)
         assert len(router.dispatcher.replicas) == 1
     await other.close()
+
+
+class LyingHost(Closing):
+    """Joins a router, and answers each of its messages with limits that cannot be."""
+
+    def __init__(self, router: Router, **lies: object) -> None:
+        self.context = zmq.Context()
+        start_authenticator(self.context, KEYS)
+        self.socket = zmq.asyncio.Socket(self.context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        encrypt_server(self.socket, KEYS)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        record = HostRecord(host_id="liar", address=f"tcp://127.0.0.1:{port}")
+        ready = msgspec.structs.replace(LIMITS, host_id="liar")
+        self._lie = msgspec.msgpack.encode(msgspec.to_builtins(ready) | {"type": "ready"} | lies)
+        self._membership = Membership(self.context, router.address, KEYS, record)
+        self._answering = asyncio.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        while True:
+            peer, *_ = await self.socket.recv_multipart()
+            await self.socket.send_multipart([peer, self._lie])
+
+    async def close(self) -> None:
+        self._answering.cancel()
+        await self._membership.close()
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.mark.parametrize(
+    ("lies", "field"),
+    [({"num_blocks": -1}, "num_blocks"), ({"max_model_len": -5}, "max_model_len")],
+)
+async def test_limits_that_cannot_be_are_refused_and_never_hold(
+    lies: dict[str, object], field: str
+) -> None:
+    async with Router() as router:
+        host = ScriptedHost(router)
+        await router.until_hosts(1)
+        async with LyingHost(router, **lies):
+            reports = await until_refused(router)
+            [reason] = [report.reason for report in reports if report.reason]
+            assert reason.endswith(
+                f"sent what is not a message (Expected `int` >= 1 - at `$.{field}`)."
+            )
+            assert await router.ask("r1") == ("ok", FinishReason.STOP)
+        assert msgspec.structs.replace(router.dispatcher.limits, routers=()) == LIMITS
+        await host.close()
+        await router.until_hosts(0)
+        async with ScriptedHost(router):
+            await router.until_hosts(1)
+            assert await router.ask("r2") == ("ok", FinishReason.STOP)

@@ -25,6 +25,7 @@ from pagoda.messages.frontend import (
     SubscribeCache,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
 )
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.telemetry.tracer import Tracer
@@ -226,9 +227,11 @@ async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> N
     assert peer.sent == [SubscribeCache()]
     update = PrefixCacheUpdate(b"", b"")
     peer.replica.receive(update)
+    peer.sent.clear()
     end()
     peer.replica.receive(update)
     assert heard == [update]
+    assert peer.sent == [UnsubscribeCache()]
 
 
 @virtual

@@ -44,6 +44,7 @@ from pagoda.messages.frontend import (
     SubscribeSteps,
     TokenChunk,
     TokenChunks,
+    UnsubscribeCache,
     UnsubscribeSteps,
 )
 from pagoda.messages.transfers import Transfer
@@ -391,6 +392,8 @@ class LateEngine:
                 self._say(msgspec.structs.replace(core.load(), query_id=query_id))
             case SubscribeCache():
                 core.follow_cache()
+            case UnsubscribeCache():
+                core.unfollow_cache()
             case SubscribeSteps():
                 core.steps.follow()
             case UnsubscribeSteps():

@@ -122,7 +122,7 @@ class FileStore:
                 for path in directory.glob(pattern):
                     path.unlink()
             self._bytes, self._counts = KeyShares(), KeyShares()
-            """Of all files, and of uploads that are under way."""
+            """Sizes and numbers of all files, and of uploads that are under way."""
             for record in self._records.values():
                 self._bytes.change(record.key_name, record.bytes)
                 self._counts.change(record.key_name, 1)

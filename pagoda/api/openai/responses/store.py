@@ -74,9 +74,9 @@ class ResponseStore:
         """`max_bytes` bounds their memory; 0 keeps none."""
         self.max_bytes = max_bytes
         self._kept: LruByKey[StoredResponse] = LruByKey()
-        """Those that do not run."""
+        """Responses that do not run."""
         self._running: dict[tuple[str, str], StoredResponse] = {}
-        """By the names of key and response."""
+        """Responses that run, by the names of key and response."""
         self._running_of, self._running_bytes = KeyShares(), KeyShares()
         self._item_owners: dict[tuple[str, str], str] = {}
         """Id of the last response that has an item, by the names of key and item."""
