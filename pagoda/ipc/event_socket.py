@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import zmq
 
+from pagoda.ipc.addresses import allow_ipv6
+
 MAX_MESSAGE_BYTES = 64 * 2**20
 """A longer message from another host closes the connection that brings it."""
 _MAX_MESSAGES_PER_TURN = 256
@@ -59,9 +61,11 @@ class EventSocket:
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def bind(self, address: str) -> None:
+        allow_ipv6(self._socket, address)
         self._socket.bind(address)
 
     def connect(self, address: str) -> None:
+        allow_ipv6(self._socket, address)
         self._socket.connect(address)
 
     def send(self, *frames: bytes) -> None:

@@ -14,6 +14,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.messages.worker import StepPlan
 from pagoda.messages.worker_config import CurveKeys
@@ -51,6 +52,7 @@ class StageInput:
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_server(self.socket, keys)
+        allow_ipv6(self.socket, address)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -82,6 +84,7 @@ class StageOutput:
         self._socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_client(self._socket, keys)
+        allow_ipv6(self._socket, address)
         self._socket.connect(address)
 
     def send(self, step: int, state: StageState) -> None:
