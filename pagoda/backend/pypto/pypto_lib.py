@@ -161,7 +161,7 @@ class PyptoLib:
     def open_worker(self, programs: Sequence[object], chips: Sequence[int]) -> DistributedWorker:
         from pypto.runtime import DistributedWorker as Worker  # type: ignore[import-not-found]
 
-        return _Worker(Worker(list(programs)), chips)  # type: ignore[return-value]
+        return _Worker(Worker(list(programs)), chips)
 
     def stack(self, shards: Sequence[DeviceTensor]) -> object:
         raise RuntimeError(f"the programs of pypto-lib run on one chip, not on {len(shards)}")
