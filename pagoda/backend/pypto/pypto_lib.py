@@ -30,7 +30,7 @@ _READ_MEMORY = (
 )
 """Asks CANN in a process of its own: a process that has a context of a chip must not fork workers."""
 _RINGS = {"ring_task_window": 1 << 17, "ring_heap": 1 << 29, "ring_dep_pool": 1 << 17}
-"""Those with which pypto-serving runs the model."""
+"""Rings with which pypto-serving runs the model."""
 
 _Field = tuple[str, str, str, Mapping[str, object]]
 _WEIGHTS: dict[str, _Field] = {
@@ -91,7 +91,7 @@ _PROGRAMS: dict[str, tuple[str, str, dict[str, _Field]]] = {
         },
     ),
 }
-"""Of each program: its file, its HOST function, and by name the dtype, shape and meaning of its arguments."""
+"""Programs: for each its file, its HOST function, and by name the dtype, shape and meaning of its arguments."""
 
 
 class PyptoLib:

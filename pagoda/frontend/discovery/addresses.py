@@ -42,7 +42,7 @@ class Advertised:
 
     @classmethod
     def parse(cls, address: str | None, join: str | None = None) -> Advertised:
-        """What `--advertise` says. A host that it leaves open, as in `:5601`, is the address from which this
+        """The meaning of `--advertise`. A host that it leaves open, as in `:5601`, is the address from which this
         machine reaches the router or etcd of `--join`, or else most others; None is the same, or else loopback.
 
         Raises ConfigError if `address` is neither HOST, HOST:PORT nor :PORT, or the machine's own is not known.
