@@ -33,6 +33,8 @@ class BackendEntry:
     """Kind of device, such as `cpu` in `cpu:0`."""
     max_devices: int = 1
     """Devices that one rank may drive."""
+    shares_ranks: bool = True
+    """False where each replica is one rank, which drives all devices of the replica."""
 
 
 CPU = BackendEntry("pagoda.backend.cpu.backend", HOST_KIND)
@@ -157,14 +159,23 @@ def check_devices(devices: Sequence[str]) -> None:
         raise ConfigError("--devices gives some ranks more devices than others; give all as many.")
 
 
-def check_backend(wanted: str, devices: Sequence[str]) -> None:
-    """Checks that a value of `--backend` names an installed backend that computes on `--devices`.
+def check_backend(wanted: str, devices: Sequence[str], num_ranks: int = 1) -> None:
+    """Checks that a value of `--backend` names an installed backend that computes on `--devices`, with so many
+    ranks for each replica.
 
     `auto` without devices needs no look at what is installed. Raises ConfigError.
     """
     if wanted == AUTO and not devices:
         return
     entries = {name: find_backend(name) for name in candidates(wanted)}
+    for name, entry in entries.items():
+        if num_ranks > 1 and not entry.shares_ranks:
+            kind = entry.device_kind
+            raise ConfigError(
+                f"--backend {name} shares a model out over the devices of one rank, not over ranks: leave out "
+                "--tensor-parallel-size and --pipeline-parallel-size, and name devices as in "
+                f"--devices {kind}:0+{kind}:1."
+            )
     for each in devices:
         for name, entry in entries.items():
             check_drives(name, entry, DeviceSet.parse(each))

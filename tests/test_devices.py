@@ -20,6 +20,7 @@ from pagoda.devices import (
 )
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import ParallelOptions
+from pagoda.frontend.llm_arguments import configure
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
 
@@ -120,6 +121,19 @@ def test_bare_numbers_are_of_the_kind_of_the_backend(npu: str) -> None:
             check_devices(with_kind([given], npu))
     parallel = ParallelOptions(devices="12,13", tensor_parallel_size=2)
     assert parallel.config(npu).devices == ("npu:12", "npu:13")
+
+
+def test_a_backend_of_whole_replicas_takes_no_further_ranks() -> None:
+    check_backend("pypto", ["npu:0+npu:1"], 1)
+    check_backend("cpu", [], 2)
+    with pytest.raises(
+        ConfigError, match=r"^--backend pypto shares a model out .* npu:0\+npu:1\.$"
+    ):
+        check_backend("pypto", [], 2)
+    options = {"backend": "pypto", "load_format": "dummy"}
+    for size in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="leave out --tensor-parallel-size"):
+            configure("qwen3-0.6b", {**options, **size})
 
 
 def test_devices_by_rank() -> None:

@@ -55,8 +55,11 @@ async def ask(
     path: str,
     body: Mapping[str, object],
     on_choice: Callable[[Choice], object] = lambda _: None,
+    *,
+    stream: bool = True,
 ) -> Outcome:
-    """Streams one answer; `on_choice` is called with each piece that has output.
+    """Asks for one answer; `on_choice` is called with each piece that has output. An answer that is no `stream`
+    comes in one piece, and nobody knows when its tokens were there.
 
     Raises ServerError if the server refuses the request, reports an error or hangs up early, ConfigError if it
     cannot be reached.
@@ -64,6 +67,17 @@ async def ask(
     times: list[float] = []
     usage: Usage | None = None
     sent = time.perf_counter()
+    if not stream:
+        whole = await client.post(path, {**body, "stream": False})
+        for choice in whole.choices:
+            on_choice(choice)
+        used = whole.usage or Usage()
+        return Outcome(
+            sent,
+            time.perf_counter(),
+            prompt_tokens=used.prompt_tokens,
+            output_tokens=used.completion_tokens,
+        )
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async for now, answers in client.stream(path, streamed):
         for answer in answers:

@@ -286,13 +286,19 @@ class JoinOptions:
     """A PEM file with the certificate to show to etcd (mutual TLS)."""
     etcd_key: Path | None = None
     """The PEM file of its key, if that is not in the same file."""
-    advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
-    """The address of this machine at which routers reach it; without a port a free one is taken."""
+    advertise: Annotated[str | None, Parameter(metavar="[HOST][:PORT]")] = None
+    """The address of this machine at which routers reach it; without a port a free one is taken, without a host
+    the address from which it reaches the router or etcd of --join."""
+
+    @property
+    def advertised(self) -> Advertised:
+        """Raises ConfigError for a bad --advertise."""
+        return Advertised.parse(self.advertise, self.join)
 
     @property
     def is_used(self) -> bool:
         """True if any router is served. Raises ConfigError for a bad --advertise."""
-        return self.join is not None or Advertised.parse(self.advertise).port is not None
+        return self.join is not None or self.advertised.port is not None
 
     def config(self, files: ModelFiles, spans: RequestSpans | None) -> JoinConfig | None:
         """None if no router is served. `spans` are made of the answers to routers.
@@ -309,7 +315,7 @@ class JoinOptions:
         return JoinConfig(
             register=registering(self.join, keys, self.etcd_files),
             keys=keys,
-            advertised=Advertised.parse(self.advertise),
+            advertised=self.advertised,
             model=files.served_name,
             model_digest=model_digest(files),
             tracker=tracker,
@@ -377,7 +383,7 @@ def serve(
     files = executor.resolve(engine, model, parallel)
     handed = handoff.config(
         cluster_key_file=join.cluster_key_file,
-        advertise=Advertised.parse(join.advertise).host,
+        advertise="" if handoff.role == "none" else join.advertised.host,
         num_replicas=parallel.data_parallel_size,
     )
     config = executor.engine_config(engine, files.model, parallel, handed)

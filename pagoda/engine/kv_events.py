@@ -17,6 +17,7 @@ import zmq
 
 from pagoda.engine.config import KVEventsConfig
 from pagoda.errors import ConfigError
+from pagoda.ipc.addresses import allow_ipv6
 from pagoda.kv.events import AllBlocksCleared, KVEvent, KVEventBatch
 
 TOPIC = b"kv-events"
@@ -126,7 +127,7 @@ def _bound(
     socket.setsockopt(zmq.SNDHWM, most_unsent)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-    socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+    allow_ipv6(socket, host)
     try:
         socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:

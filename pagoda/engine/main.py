@@ -30,6 +30,7 @@ from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.executor.sim_faults import with_faults
 from pagoda.faults.injector import Faults
+from pagoda.ipc.addresses import bracketed
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.heap import settle_heap
@@ -357,7 +358,7 @@ def _make_executor(
             config.worker.num_threads,
             was_there=config.worker.kept_blocks is not None,
         )
-        address = f"tcp://{launcher.node_address}"
+        address = f"tcp://{bracketed(launcher.node_address)}"
     else:
         launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
     return GroupExecutor(

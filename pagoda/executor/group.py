@@ -25,6 +25,7 @@ from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.executor.standstill import Standstill
 from pagoda.faults.injector import Faults, instance
+from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
@@ -381,6 +382,7 @@ class _Group:
         if keys is not None:
             start_authenticator(self._context, keys)
             encrypt_server(self.socket, keys)
+        allow_ipv6(self.socket, address)
         self.socket.bind(address)
         ranks = range(len(configs))
         self.ranks = [b"%d" % rank for rank in ranks]

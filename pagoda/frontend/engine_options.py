@@ -366,7 +366,7 @@ class ExecutorOptions:
         config = msgspec.structs.replace(config, executor=self.executor, worker=worker)
         if self.executor == "sim":
             return msgspec.structs.replace(config, sim=self._sim_config(engine))
-        check_backend(worker.backend, topology.devices)
+        check_backend(worker.backend, topology.devices, topology.replica_size)
         check_topology(model, engine.load_format, topology)
         if self.executor == "local":
             return msgspec.structs.replace(config, worker=_on_this_host(worker))

@@ -93,7 +93,7 @@ class Fleet:
         self._order: StartTrace | None = None
         """The trace under way."""
         self.tracing: TraceOwner | None = None
-        """By which routers above trace this server; set before the start."""
+        """Tracing of this server for routers above; set before the start."""
         self.id = new_id()
         self.is_router = not isinstance(members, Dispatcher)
         self.registry: Registry | None = None

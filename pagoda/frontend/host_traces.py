@@ -59,7 +59,7 @@ class HostTrace:
     """The host's end: a trace of this server for one router."""
 
     def __init__(self, owner: TraceOwner | None) -> None:
-        """Without an `owner` nothing can be traced."""
+        """Nothing can be traced without an `owner`."""
         self._owner = owner
         self._is_on = False
         self._problems: Sequence[str] = ("This host cannot be traced.",)

@@ -94,7 +94,7 @@ class Registry:
         self._order: StartTrace | None = None
         """The trace under way."""
         self._traces: dict[str, FetchedTrace] = {}
-        """Those of hosts, by address."""
+        """Traces of hosts, by address."""
         self._first = asyncio.Event()
         self._is_closed = False
         self._block_sizes: Counter[int] = Counter()

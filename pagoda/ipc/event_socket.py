@@ -8,6 +8,7 @@ from functools import partial
 
 import zmq
 
+from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.door import Door
 
 _MAX_MESSAGES_PER_TURN = 256
@@ -60,9 +61,11 @@ class EventSocket:
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def bind(self, address: str) -> None:
+        allow_ipv6(self._socket, address)
         self._socket.bind(address)
 
     def connect(self, address: str) -> None:
+        allow_ipv6(self._socket, address)
         self._socket.connect(address)
 
     def send(self, *frames: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -16,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
+from pagoda.ipc.addresses import allow_ipv6, numeric
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server, start_authenticator
 from pagoda.ipc.door import guard, pieces
@@ -138,6 +138,7 @@ class SocketListener:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         encrypt_server(self._socket, keys)
+        allow_ipv6(self._socket, host)
         try:
             guard(self._socket)
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -179,13 +180,10 @@ class SocketListener:
 
 def _numeric(host: str) -> str:
     """Returns the numeric address of `host`. Raises ConfigError if `host` has no address."""
-    if host.startswith("["):
-        return host
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        return numeric(host)
     except OSError as error:
         raise ConfigError(f"--advertise: {host} has no address ({error.strerror}).") from None
-    return str(found[0][4][0])
 
 
 class _Connection:
@@ -201,6 +199,7 @@ class _Connection:
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         encrypt_client(self.socket, keys)
         self.monitor = self.socket.get_monitor_socket(sum(_LOSSES))
+        allow_ipv6(self.socket, address)
         try:
             self.socket.connect(address)
         except zmq.ZMQError:

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from pagoda.faults.injector import Faults
+from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.door import pieces
@@ -188,5 +189,6 @@ def connect(
     socket.setsockopt_string(zmq.IDENTITY, identity)
     if config.curve is not None:
         encrypt_client(socket, config.curve)
+    allow_ipv6(socket, address)
     socket.connect(address)
     return socket

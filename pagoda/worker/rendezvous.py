@@ -17,6 +17,7 @@ from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
+from pagoda.ipc.addresses import bracketed
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.worker import WorkerHello, WorkerPeers
 from pagoda.messages.worker_config import WorkerConfig
@@ -52,7 +53,7 @@ class Rendezvous:
         if place.pp > 0:
             own = f"{address}-{parallel.rank_in_replica(place)}"
             if config.curve is not None:
-                own = f"tcp://{config.bind_host}:*"
+                own = f"tcp://{bracketed(config.bind_host)}:*"
             self.source = StageInput(context, own, config.curve, hidden_size=hidden_size)
         self._memory: SharedMemory | None = None
         self._store: GroupStore | None = None

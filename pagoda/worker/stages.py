@@ -14,6 +14,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.door import guard, pieces
 from pagoda.messages.worker import StepPlan
@@ -52,6 +53,7 @@ class StageInput:
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_server(self.socket, keys)
+        allow_ipv6(self.socket, address)
             guard(self.socket)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -86,6 +88,7 @@ class StageOutput:
         self._socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_client(self._socket, keys)
+        allow_ipv6(self._socket, address)
         self._is_between_hosts = keys is not None
         self._socket.connect(address)
 

@@ -140,6 +140,21 @@ def test_bench_serve_measures_a_server(sim_server: ServerProcess, tmp_path: Path
     assert set(report["ttft_ms"]) == {"mean", "median", "p90", "p99"}
 
 
+def test_bench_serve_without_streams(sim_server: ServerProcess, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = f"bench serve --base-url {sim_server.base_url} --num-prompts 5 --no-stream"
+    done = _pagoda(f"{command} --random-output-len 9 --goodput e2el:60000 --output", figures)
+    assert "5 completed, 0 failed" in done.stdout
+    report = json.loads(figures.read_text())["report"]
+    assert (report["output_tokens"], report["output_events"]) == (45, 0)
+    assert report["prompt_tokens"] == 5 * 256
+    assert report["goodput"] == pytest.approx(report["request_rate"])
+    assert report["ttft_ms"]["mean"] is None
+    assert report["e2e_ms"]["mean"] > 0
+    done = _pagoda(f"{command} --goodput ttft:5", code=2)
+    assert "--goodput takes e2el alone with --no-stream" in done.stderr
+
+
 def test_bench_serve_asks_chat_questions_at_a_rate(
     sim_server: ServerProcess, tmp_path: Path
 ) -> None:

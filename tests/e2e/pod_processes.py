@@ -16,6 +16,7 @@ import aiohttp
 from streams import bodies
 
 from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.ipc.addresses import bracketed, family
 
 HOST = ["--dtype", "float32", "--threads", "1", "--num-kv-blocks", "2048", "--block-size", "16"]
 LEASE_S = 5
@@ -29,14 +30,14 @@ class PodProcesses:
         self._stack = stack
         self._key = directory / "key"
         self._key.write_text(secrets.token_hex())
-        with socket.socket() as free:
+        with socket.socket(family(address)) as free:
             free.bind((address, 0))
-            self._join = f"{address}:{free.getsockname()[1]}"
+            self._join = f"{bracketed(address)}:{free.getsockname()[1]}"
 
-    def host(self, role: str, *flags: str, advertise: str = "127.0.0.1") -> ServerProcess:
+    def host(self, role: str, *flags: str, advertise: str | None = None) -> ServerProcess:
         lease = [] if role == "none" else ["--role", role, "--kv-lease", str(LEASE_S)]
         join = ["--join", self._join, "--cluster-key-file", str(self._key)]
-        own = [*lease, "--advertise", advertise, *flags]
+        own = [*lease, *([] if advertise is None else ["--advertise", advertise]), *flags]
         return self._stack.enter_context(server_process([*HOST, *join, *QUIET, *own]))
 
     def route(self, *flags: str) -> ServerProcess:

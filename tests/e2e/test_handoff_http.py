@@ -354,14 +354,19 @@ async def test_a_trace_of_the_pod_from_one_command(pod: Pod, level: str) -> None
 
 
 async def test_hosts_that_do_both_hand_over_to_each_other(tmp_path: Path) -> None:
-    """The router, whose policy is round-robin, sends the second request to the host without its beginning."""
+    """The router, whose policy is round-robin, sends the second request to the host without its beginning. All
+    addresses are of IPv6; one host finds its own."""
+    flags = "--kv-transports", "tcp"
     with ExitStack() as stack:
-        processes = PodProcesses(tmp_path, stack)
-        hosts = [processes.host("both").base_url for _ in range(2)]
+        processes = PodProcesses(tmp_path, stack, "::1")
+        hosts = [processes.host("both", *flags, advertise=own).base_url for own in ("::1", None)]
         router = processes.route().base_url
         await until_hosts(router, 2)
         async with aiohttp.ClientSession() as session:
             pod = Pod(*hosts, router, tmp_path, session)
+            async with session.get(f"{router}/v1/hosts") as response:
+                known = (await response.json())["data"]
+            assert all(host["address"].startswith("[::1]:") for host in known)
             answers = []
             for _ in range(4):
                 answers.append(tokens_of(await pod.ask(router, COMPLETION)))

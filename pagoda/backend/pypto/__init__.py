@@ -2,4 +2,4 @@
 
 from pagoda.devices import BackendEntry
 
-PYPTO = BackendEntry("pagoda.backend.pypto.backend", "npu", max_devices=16)
+PYPTO = BackendEntry("pagoda.backend.pypto.backend", "npu", max_devices=16, shares_ranks=False)

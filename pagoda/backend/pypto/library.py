@@ -7,6 +7,7 @@ A package brings a library by an entry point of the group `pagoda.pypto_kernels`
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -17,6 +18,10 @@ from pagoda.backend.pypto.contract import Manifest, Topology, read_manifest
 from pagoda.devices import BackendUnavailableError, DeviceSet
 
 ENTRY_POINTS = "pagoda.pypto_kernels"
+ROOT_ENV = "PYPTO_LIB_ROOT"
+"""Environment variable with a checkout of pypto-lib, whose kernels are taken where no package brings others."""
+OWN_POINT = "pypto-lib"
+"""Name of Pagoda's own entry point (`pagoda.backend.pypto.pypto_lib`)."""
 
 
 class DeviceTensor(Protocol):
@@ -111,10 +116,13 @@ def open_library(devices: DeviceSet) -> tuple[KernelLibrary, Manifest]:
 
     Raises BackendUnavailableError, whose text is one sentence without its full stop.
     """
-    points = list(importlib.metadata.entry_points(group=ENTRY_POINTS))
+    found = list(importlib.metadata.entry_points(group=ENTRY_POINTS))
+    own = [point for point in found if point.name == OWN_POINT and os.environ.get(ROOT_ENV)]
+    points = [point for point in found if point.name != OWN_POINT] or own
     if not points:
         raise BackendUnavailableError(
-            f"no installed package brings PyPTO kernels (an entry point of the group {ENTRY_POINTS})"
+            f"no installed package brings PyPTO kernels (an entry point of the group {ENTRY_POINTS}), and "
+            f"{ROOT_ENV} names no checkout of pypto-lib"
         )
     if len({point.value for point in points}) > 1:
         values = " and ".join(sorted({point.value for point in points}))

@@ -38,6 +38,8 @@ class LoadOptions:
         Count | None, Parameter(name=["--max-concurrency", "--concurrency"])
     ] = None
     """The most requests under way (closed loop)."""
+    stream: bool = True
+    """Take answers as streams; --no-stream takes each in one piece, of which only the time to its end is known."""
     num_warmups: Length = 1
     """Requests sent before the clock starts."""
     goodput: Annotated[
@@ -66,7 +68,7 @@ async def run_load(
             await asyncio.sleep(started + arrival - time.perf_counter())
             sent = time.perf_counter()
             try:
-                outcome = await ask_sample(client, sample, common)
+                outcome = await ask_sample(client, sample, common, stream=load.stream)
             except PagodaError as error:
                 outcome = Outcome(sent, time.perf_counter(), error=str(error))
         on_done()
@@ -76,9 +78,11 @@ async def run_load(
     return outcomes, time.perf_counter() - started
 
 
-async def ask_sample(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
+async def ask_sample(
+    client: OpenAIClient, sample: Sample, common: Mapping[str, object], *, stream: bool = True
+) -> Outcome:
     """Raises what `ask` raises."""
-    return await ask(client, PATHS[sample.endpoint], {**common, **sample.fields})
+    return await ask(client, PATHS[sample.endpoint], {**common, **sample.fields}, stream=stream)
 
 
 def arrival_times(count: int, load: LoadOptions) -> list[float]:

@@ -80,7 +80,7 @@ def parse_goal(words: Sequence[str]) -> Goal | None:
 
 def _is_met(goal: Goal, outcome: Outcome) -> bool:
     """An answer without a token misses every goal; one of a single token has no TPOT to miss."""
-    if not outcome.event_times_s:
+    if not (outcome.event_times_s or outcome.output_tokens):
         return False
     values = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s, "e2e": outcome.e2e_s}
     return all(

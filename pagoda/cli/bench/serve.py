@@ -108,6 +108,10 @@ def serve(
     """
     general.apply()
     goal = parse_goal(load.goodput)
+    if not load.stream and goal is not None and goal.keys() != {"e2e"}:
+        raise ConfigError(
+            "--goodput takes e2el alone with --no-stream, which shows no single tokens."
+        )
     samples = sampling.apply(requests.samples(load.seed))
     client = OpenAIClient(base_url, api_key, trust.context)
     report = event_loop.run(_measure(client, model, samples, requests, load, goal))
@@ -137,7 +141,7 @@ async def _measure(
     async with connection as client:
         common = {"model": model or await client.first_model(), **requests.common_fields()}
         for _ in range(load.num_warmups):
-            await ask_sample(client, samples[0], common)
+            await ask_sample(client, samples[0], common, stream=load.stream)
         with output.progress("requests", len(samples)) as advance:
             measured = await run_load(client, samples, common, load, advance)
     return summarize(*measured, goal)

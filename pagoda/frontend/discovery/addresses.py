@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.ipc.addresses import is_host, is_ipv6, own_address
 from pagoda.ipc.tls import TlsFiles, client_context
 
+LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737): the way there is that to most others."""
 _ETCD_SCHEME = "etcd://"
 _ETCD_TLS_SCHEME = "etcds://"
 _ETCD_FLAGS = ("--etcd-cert", "--etcd-key", "--etcd-cacert")
@@ -22,10 +26,10 @@ def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
     """
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
-    if not is_port or not _is_host(host) or (fixed and int(port) == 0):
+    if not is_port or not is_host(host) or (fixed and int(port) == 0):
         raise ConfigError(
-            f"{flag} must be HOST:PORT, a name or an IPv4 address and a port, such as 10.0.0.1:5600, "
-            f"got {address!r}."
+            f"{flag} must be HOST:PORT, a name or an address and a port, such as 10.0.0.1:5600 or "
+            f"[fd00::1]:5600, got {address!r}."
         )
     return f"{host}:{'*' if int(port) == 0 else int(port)}"
 
@@ -37,17 +41,40 @@ class Advertised:
     """None takes a free one."""
 
     @classmethod
-    def parse(cls, address: str) -> Advertised:
-        """Raises ConfigError if `address` is neither HOST nor HOST:PORT."""
-        if address.count(":") == 1:
-            host, _, port = parse_address(address, "--advertise", fixed=True).rpartition(":")
-            return cls(host, int(port))
-        if not _is_host(address):
+    def parse(cls, address: str | None, join: str | None = None) -> Advertised:
+        """The meaning of `--advertise`. A host that it leaves open, as in `:5601`, is the address from which this
+        machine reaches the router or etcd of `--join`, or else most others; None is the same, or else loopback.
+
+        Raises ConfigError if `address` is neither HOST, HOST:PORT nor :PORT, or the machine's own is not known.
+        """
+        if address is None:
+            return cls(LOOPBACK if join is None else _own_host(join), None)
+        if is_ipv6(address):
+            return cls(f"[{address}]", None)
+        if is_host(address):
+            return cls(address, None)
+        whole = f"{LOOPBACK}{address}" if address.startswith(":") else address
+        try:
+            host, _, port = parse_address(whole, "--advertise", fixed=True).rpartition(":")
+        except ConfigError:
             raise ConfigError(
-                "--advertise must be HOST or HOST:PORT, a name or an IPv4 address, such as 10.0.0.2 or "
-                f"10.0.0.2:5601, got {address!r}."
-            )
-        return cls(address, None)
+                "--advertise must be HOST, HOST:PORT or :PORT, where HOST is a name or an address, such as "
+                f"10.0.0.2, 10.0.0.2:5601 or [fd00::2]:5601, got {address!r}."
+            ) from None
+        return cls(_own_host(join) if address.startswith(":") else host, int(port))
+
+
+def _own_host(join: str | None) -> str:
+    """The address from which this machine reaches the first of the addresses in `--join`, or else most others."""
+    first = (join or "").removeprefix(_ETCD_SCHEME).removeprefix(_ETCD_TLS_SCHEME)
+    towards = first.partition("/")[0].partition(",")[0].rpartition(":")[0] or _ELSEWHERE
+    try:
+        return own_address(towards)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"--advertise must name an address of this machine: there is no way from here to {towards} ({reason})."
+        ) from None
 
 
 def etcd_files(certificate: Path | None, key: Path | None, authorities: Path | None) -> TlsFiles:
@@ -89,7 +116,3 @@ class EtcdPlace:
 
 def is_etcd(url: str) -> bool:
     return url.startswith((_ETCD_SCHEME, _ETCD_TLS_SCHEME))
-
-
-def _is_host(host: str) -> bool:
-    return bool(host) and not any(sign in host for sign in ":/@#, ")

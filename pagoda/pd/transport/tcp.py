@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from pagoda.ipc.addresses import bracketed, family
 from pagoda.pd.transport.base import (
     Access,
     DeviceMemory,
@@ -99,15 +100,16 @@ class TcpListener(StreamServer):
         self._encrypts = access.encrypts
         self._tls = {wish: tls_context(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
         self.prover = Prover(access.secret)
-        listener = socket.socket()
+        host = access.host.strip("[]")
+        listener = socket.socket(family(host))
         try:
-            listener.bind((access.host, 0))
+            listener.bind((host, 0))
         except OSError as error:
             listener.close()
             raise TransportError(f"{access.host} is no address of this host: {error}") from None
         port: int = listener.getsockname()[1]
         self.descriptor = msgspec.msgpack.encode(
-            TcpDescriptor(access.host, port, self.prover.export_id, access.encrypts)
+            TcpDescriptor(host, port, self.prover.export_id, access.encrypts)
         )
         super().__init__(listener, "kv-tcp-export")
 
@@ -278,7 +280,7 @@ class TcpLink:
         return channel
 
     def _clause(self, error: Exception) -> str:
-        return f"{self._remote.host}:{self._remote.port}: {error}"
+        return f"{bracketed(self._remote.host)}:{self._remote.port}: {error}"
 
     def _put_back(self, stream: socket.socket) -> None:
         with self._lock:

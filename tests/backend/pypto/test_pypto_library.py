@@ -19,7 +19,7 @@ def test_without_the_package() -> None:
         choose_backend("pypto")
     assert str(caught.value) == (
         "--backend pypto is not available: no installed package brings PyPTO kernels (an entry point of the group "
-        "pagoda.pypto_kernels)."
+        "pagoda.pypto_kernels), and PYPTO_LIB_ROOT names no checkout of pypto-lib."
     )
 
 
