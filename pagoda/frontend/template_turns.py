@@ -57,7 +57,10 @@ def fitted_tools(
     if not traits.whole_tools:
         return list(tools)
     whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
-    return [{**tool, "function": whole | tool["function"]} for tool in tools]
+    # The fields of the client come first, in its order, which templates may write out.
+    return [
+        {**tool, "function": {**tool["function"], **whole, **tool["function"]}} for tool in tools
+    ]
 
 
 def _with_calls(
