@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -43,6 +43,9 @@ _CHATML = """\
 """
 
 
+SpecialTokensInText = Literal["allow", "reject"]
+
+
 @dataclass(frozen=True)
 class ModelText:
     tokenizer: Tokenizer
@@ -52,6 +55,8 @@ class ModelText:
     """Values that the model's authors prefer, for fields that a request leaves open."""
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     parsers: ParserChoice = field(default_factory=ParserChoice)
+    special_tokens_in_text: SpecialTokensInText = "allow"
+    """Texts of conversations may hold special tokens, which then are what they are in the template; or not."""
 
     @cached_property
     def formats(self) -> AnswerFormats:
@@ -104,11 +109,15 @@ def load_text(
     chat_template: Path | None,
     parsers: ParserChoice | None = None,
     switches: Mapping[str, object] | None = None,
+    special_tokens_in_text: SpecialTokensInText = "allow",
 ) -> ModelText:
     """The text side of a model; that of a simulated engine does not depend on files. `switches` are values of the
     template's switches that requests leave out.
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should; a switch is wrong."""
-    text = _load_text(files, simulated=simulated, chat_template=chat_template)
+    text = replace(
+        _load_text(files, simulated=simulated, chat_template=chat_template),
+        special_tokens_in_text=special_tokens_in_text,
+    )
     if parsers is not None:
         text = replace(text, parsers=parsers)
     if switches and text.chat_template is not None:

@@ -163,7 +163,11 @@ class _Calls:
     def message(self, count: int, arguments: str | None = None) -> Turn:
         """A message with `count` calls."""
         given: Any = arguments or ({_KEY: _VALUE} if self.arguments == "object" else _BROKEN + '"}')
-        contents = {"text": {"content": ""}, "null": {"content": None}, "absent": {}}
+        contents: Mapping[str, Turn] = {
+            "text": {"content": ""},
+            "null": {"content": None},
+            "absent": {},
+        }
         calls = [
             {
                 "id": self._id(index),

@@ -7,6 +7,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pagoda.frontend.answer_formats import ToolFormatName
@@ -21,6 +22,9 @@ from pagoda.frontend.template_traits import SHORT_ID_CHARS, TemplateTraits
 
 Turn = dict[str, Any]
 
+_NO_CONTENT: Mapping[str, Turn] = MappingProxyType(
+    {"text": {"content": ""}, "null": {"content": None}, "absent": {}}
+)
 _SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{SHORT_ID_CHARS}}}")
 
 
@@ -95,9 +99,7 @@ def _call_turns(turn: Turn, traits: TemplateTraits) -> list[Turn]:
     calls = [_fitted_call(call, traits) for call in turn["tool_calls"]]
     turn = {**turn, "tool_calls": calls}
     content = turn.pop("content")
-    empty: Turn = {"text": {"content": ""}, "null": {"content": None}, "absent": {}}[
-        traits.no_content
-    ]
+    empty = _NO_CONTENT[traits.no_content]
     if not content:
         return [{**turn, **empty}]
     if traits.calls_beside_content:
