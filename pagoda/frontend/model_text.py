@@ -69,7 +69,7 @@ class ModelText:
 
     @property
     def template_traits(self) -> str:
-        """What the chat template takes, in words, for the log and for operators."""
+        """Traits of the chat template in words, for the log and for operators."""
         if self.chat_template is None:
             return "none"
         prompt = "; tools by a prompt in Hermes' form"

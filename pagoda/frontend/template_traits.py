@@ -1,4 +1,4 @@
-"""What a chat template wants of a conversation, found out by rendering probes.
+"""Traits of chat templates: the forms of a conversation that they want, found out by rendering probes.
 
 Templates differ in what they can take: arguments of calls as objects or as text, contents as texts or as parts, a
 system message anywhere or only first. A probe is a conversation of words that no template has; what the template
