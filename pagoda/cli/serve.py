@@ -108,8 +108,8 @@ class ServerOptions:
     """The format of the model's reasoning, such as qwen3 or deepseek_r1; auto finds it in the chat template, none
     leaves reasoning in the text."""
     special_tokens_in_text: SpecialTokensInText = "allow"
-    """Special tokens in the texts of conversations: taken as such, as by other servers, or refused, so that no user
-    can end its message with them and speak for the system."""
+    """Special tokens in the texts of conversations: taken as such, as by other servers, or refused, so that no
+    user can end its message with them and speak for the system."""
     otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     request_timeout: Timeout | None = None
