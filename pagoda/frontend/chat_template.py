@@ -8,6 +8,7 @@ sandbox with the same extras as in Hugging Face transformers, and what one rende
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +42,8 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _ROLE = re.compile(r"[A-Za-z0-9_.-]+")
 _NAMED_ROLES = frozenset({"user", "system"})
 """Roles whose several participants names tell apart. Calls name their functions; an assistant knows itself."""
-_END_MARK = "end-of-the-beginning"
-"""Word behind the content that the model continues. Where it is rendered, the prompt ends."""
+_END_MARK = f"end{secrets.token_hex(8)}"
+"""Word that no client knows, behind the content that the model continues: where it is rendered, the prompt ends."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
