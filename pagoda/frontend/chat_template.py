@@ -43,7 +43,7 @@ _ROLE = re.compile(r"[A-Za-z0-9_.-]+")
 _NAMED_ROLES = frozenset({"user", "system"})
 """Roles whose several participants names tell apart. Calls name their functions; an assistant knows itself."""
 _END_MARK = f"end{secrets.token_hex(8)}"
-"""Word that no client knows, behind the content that the model continues: where it is rendered, the prompt ends."""
+"""Word that no client knows, behind the content that the model continues: there the prompt is cut."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -128,6 +128,7 @@ class ChatTemplate:
         self._tool_use = self._plain if tool_use is None else _Source(tool_use)
         self._check_switches(self._defaults)
         self._knows_developer = "developer" in source
+        self._tool_format = recognise_tool_format(self.marks)
         self.traits, self.tool_traits = self._probed()
 
     @property
@@ -194,9 +195,7 @@ class ChatTemplate:
         turns = [self._known(message, traits) for message in messages]
         if continue_final_message:
             turns[-1] = _marked(turns[-1])
-        turns = fitted_turns(
-            turns, traits, tools=tools, tool_format=recognise_tool_format(self.marks)
-        )
+        turns = fitted_turns(turns, traits, tools=tools, tool_format=self._tool_format)
         is_shown = bool(tools) and traits.tools == "shown"
         source = self._tool_use if is_shown else self._plain
         try:

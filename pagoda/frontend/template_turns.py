@@ -224,7 +224,7 @@ def _one_call_a_turn(turns: Sequence[Turn]) -> list[Turn]:
 def _one_system(turns: Sequence[Turn]) -> list[Turn]:
     """The turns with all system messages in the first one."""
     system = [turn for turn in turns if turn["role"] in SYSTEM_ROLES]
-    if len(system) == (turns[0]["role"] in SYSTEM_ROLES):
+    if not system or system == [turns[0]]:
         return list(turns)
     content = "\n\n".join(text_of(turn["content"]) for turn in system)
     others = [turn for turn in turns if turn["role"] not in SYSTEM_ROLES]
@@ -234,7 +234,7 @@ def _one_system(turns: Sequence[Turn]) -> list[Turn]:
 def _tools_in_system(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """The turns with the functions, as JSON, in a field of the system message."""
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    has_system = turns[0]["role"] == "system"
+    has_system = bool(turns) and turns[0]["role"] == "system"
     system = turns[0] if has_system else {"role": "system", "content": ""}
     return [{**system, "tools": text}, *(turns[1:] if has_system else turns)]
 
