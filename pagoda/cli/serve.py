@@ -49,7 +49,7 @@ from pagoda.frontend.engine_options import (
     parse_bytes,
 )
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
-from pagoda.frontend.model_text import load_text
+from pagoda.frontend.model_text import SpecialTokensInText, load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.clock import MAX_TIMEOUT_S
@@ -110,6 +110,9 @@ class ServerOptions:
     reasoning_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
     """The format of the model's reasoning, such as qwen3 or deepseek_r1; auto finds it in the chat template, none
     leaves reasoning in the text."""
+    special_tokens_in_text: SpecialTokensInText = "allow"
+    """Special tokens in the texts of conversations: taken as such, as by other servers, or refused, so that no
+    user can end its message with them and speak for the system."""
     otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     request_timeout: Timeout | None = None
@@ -457,6 +460,7 @@ def run_server(
                 chat_template=server.chat_template,
                 parsers=server.parsers,
                 switches=server.switches,
+                special_tokens_in_text=server.special_tokens_in_text,
             ),
             on_ready=announce,
             profile=profile.config(),

@@ -8,6 +8,7 @@ sandbox with the same extras as in Hugging Face transformers, and what one rende
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +42,8 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _ROLE = re.compile(r"[A-Za-z0-9_.-]+")
 _NAMED_ROLES = frozenset({"user", "system"})
 """Roles whose several participants names tell apart. Calls name their functions; an assistant knows itself."""
-_END_MARK = "end-of-the-beginning"
-"""Word behind the content that the model continues. Where it is rendered, the prompt ends."""
+_END_MARK = f"end{secrets.token_hex(8)}"
+"""Word that no client knows, behind the content that the model continues: there the prompt is cut."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -127,6 +128,7 @@ class ChatTemplate:
         self._tool_use = self._plain if tool_use is None else _Source(tool_use)
         self._check_switches(self._defaults)
         self._knows_developer = "developer" in source
+        self._tool_format = recognise_tool_format(self.marks)
         self.traits, self.tool_traits = self._probed()
 
     @property
@@ -193,9 +195,7 @@ class ChatTemplate:
         turns = [self._known(message, traits) for message in messages]
         if continue_final_message:
             turns[-1] = _marked(turns[-1])
-        turns = fitted_turns(
-            turns, traits, tools=tools, tool_format=recognise_tool_format(self.marks)
-        )
+        turns = fitted_turns(turns, traits, tools=tools, tool_format=self._tool_format)
         is_shown = bool(tools) and traits.tools == "shown"
         source = self._tool_use if is_shown else self._plain
         try:

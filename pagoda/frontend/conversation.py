@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -96,6 +97,27 @@ def render_conversation(
     return template.render(template_messages(messages), tools=tools, **options)
 
 
+def texts_of(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+) -> Iterator[tuple[str, str]]:
+    """The client's texts in a conversation, each with its name for errors."""
+    for i, message in enumerate(messages):
+        content = message.content or message.refusal or ""
+        parts = [content] if isinstance(content, str) else [part.text for part in content]
+        calls = [*(message.tool_calls or ())]
+        calls += [] if message.function_call is None else [ToolCall(message.function_call)]
+        yield from ((f"messages[{i}].content", part) for part in parts)
+        yield f"messages[{i}].name", message.name or ""
+        yield f"messages[{i}].tool_call_id", message.tool_call_id or ""
+        yield f"messages[{i}].reasoning_content", message.reasoning_content or ""
+        yield f"messages[{i}].reasoning", message.reasoning or ""
+        for call in calls:
+            for text in (call.id or "", call.function.name, call.function.arguments):
+                yield f"messages[{i}].tool_calls", text
+    for i, tool in enumerate(tools or ()):
+        yield f"tools[{i}]", json.dumps(tool, ensure_ascii=False)
+
+
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
     """Characters of a text that takes as long as a template with a conversation, roughly: n messages and calls may
     be n² steps. What is beyond a long text is not counted."""
@@ -138,9 +160,10 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         refuse(where_calls, "is only for the role assistant")
     if message.name is not None and _NO_NAME.search(message.name):
         refuse(f"{where}.name", "must be without line breaks and any of <, >, |, [ and ]")
-    content = message.content or message.refusal or ""
-    if not isinstance(content, str):
-        content = [{"type": "text", "text": part.text} for part in content]
+    given = message.content or message.refusal or ""
+    content: str | list[dict[str, str]] = (
+        given if isinstance(given, str) else [msgspec.structs.asdict(part) for part in given]
+    )
     role = "tool" if message.role == "function" else message.role
     turn: dict[str, Any] = {"role": role, "content": content}
     reasoning = (

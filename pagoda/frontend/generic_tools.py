@@ -67,19 +67,18 @@ def write_results(turns: Sequence[Turn]) -> list[Turn]:
     """The turns with results of calls in messages of the user: those of one answer are in one message, with what
     the user says to them."""
     written: list[Turn] = []
-    is_open = False
+    results: list[str] = []
     for turn in turns:
-        is_result = turn["role"] == "tool"
-        if is_result:
-            text = f"<tool_response>\n{text_of(turn['content'])}\n</tool_response>"
-            turn = {"role": "user", "content": text}
-        if is_open and turn["role"] == "user":
-            texts = (written[-1]["content"], text_of(turn["content"]))
-            written[-1] = {**turn, "content": "\n".join(texts)}
-        else:
-            written.append(turn)
-        is_open = is_result
-    return written
+        if turn["role"] == "tool":
+            results.append(f"<tool_response>\n{text_of(turn['content'])}\n</tool_response>")
+            continue
+        if results and turn["role"] == "user":
+            turn = {**turn, "content": "\n".join([*results, text_of(turn["content"])])}
+        elif results:
+            written.append({"role": "user", "content": "\n".join(results)})
+        results.clear()
+        written.append(turn)
+    return [*written, {"role": "user", "content": "\n".join(results)}] if results else written
 
 
 def _with_text(turn: Turn, write: Callable[[Sequence[Turn]], str]) -> Turn:

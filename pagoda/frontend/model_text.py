@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,6 +45,9 @@ _CHATML = """\
 """
 
 
+SpecialTokensInText = Literal["allow", "reject"]
+
+
 @dataclass(frozen=True)
 class ModelText:
     tokenizer: Tokenizer
@@ -56,6 +59,8 @@ class ModelText:
     parsers: ParserChoice = field(default_factory=ParserChoice)
     longest: int = 0
     """Tokens of the longest sequence that the model can take, whatever the server does; 0 if it is not known."""
+    special_tokens_in_text: SpecialTokensInText = "allow"
+    """Texts of conversations may hold special tokens, which then are what they are in the template; or not."""
 
     @cached_property
     def formats(self) -> AnswerFormats:
@@ -68,7 +73,7 @@ class ModelText:
 
     @property
     def template_traits(self) -> str:
-        """What the chat template takes, in words, for the log and for operators."""
+        """Traits of the chat template in words, for the log and for operators."""
         if self.chat_template is None:
             return "none"
         prompt = "; tools by a prompt in Hermes' form"
@@ -108,12 +113,16 @@ def load_text(
     chat_template: Path | None,
     parsers: ParserChoice | None = None,
     switches: Mapping[str, object] | None = None,
+    special_tokens_in_text: SpecialTokensInText = "allow",
 ) -> ModelText:
     """The text side of a model; that of a simulated engine does not depend on files. `switches` are values of the
     template's switches that requests leave out.
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should; a switch is wrong."""
-    text = _load_text(files, simulated=simulated, chat_template=chat_template)
-    text = replace(text, longest=0 if simulated else _longest(files))
+    text = replace(
+        _load_text(files, simulated=simulated, chat_template=chat_template),
+        special_tokens_in_text=special_tokens_in_text,
+        longest=0 if simulated else _longest(files),
+    )
     if parsers is not None:
         text = replace(text, parsers=parsers)
     if switches and text.chat_template is not None:

@@ -1,4 +1,4 @@
-"""What a chat template wants of a conversation, found out by rendering probes.
+"""Traits of chat templates: the forms of a conversation that they want, found out by rendering probes.
 
 Templates differ in what they can take: arguments of calls as objects or as text, contents as texts or as parts, a
 system message anywhere or only first. A probe is a conversation of words that no template has; what the template
@@ -163,7 +163,11 @@ class _Calls:
     def message(self, count: int, arguments: str | None = None) -> Turn:
         """A message with `count` calls."""
         given: Any = arguments or ({_KEY: _VALUE} if self.arguments == "object" else _BROKEN + '"}')
-        contents = {"text": {"content": ""}, "null": {"content": None}, "absent": {}}
+        contents: Mapping[str, Turn] = {
+            "text": {"content": ""},
+            "null": {"content": None},
+            "absent": {},
+        }
         calls = [
             {
                 "id": self._id(index),

@@ -7,6 +7,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pagoda.frontend.answer_formats import ToolFormatName
@@ -21,6 +22,9 @@ from pagoda.frontend.template_traits import SHORT_ID_CHARS, TemplateTraits
 
 Turn = dict[str, Any]
 
+_NO_CONTENT: Mapping[str, Turn] = MappingProxyType(
+    {"text": {"content": ""}, "null": {"content": None}, "absent": {}}
+)
 _SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{SHORT_ID_CHARS}}}")
 
 
@@ -57,7 +61,10 @@ def fitted_tools(
     if not traits.whole_tools:
         return list(tools)
     whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
-    return [{**tool, "function": whole | tool["function"]} for tool in tools]
+    # The fields of the client come first, in its order, which templates may write out.
+    return [
+        {**tool, "function": {**tool["function"], **whole, **tool["function"]}} for tool in tools
+    ]
 
 
 def _with_calls(
@@ -92,9 +99,7 @@ def _call_turns(turn: Turn, traits: TemplateTraits) -> list[Turn]:
     calls = [_fitted_call(call, traits) for call in turn["tool_calls"]]
     turn = {**turn, "tool_calls": calls}
     content = turn.pop("content")
-    empty: Turn = {"text": {"content": ""}, "null": {"content": None}, "absent": {}}[
-        traits.no_content
-    ]
+    empty = _NO_CONTENT[traits.no_content]
     if not content:
         return [{**turn, **empty}]
     if traits.calls_beside_content:
@@ -219,7 +224,7 @@ def _one_call_a_turn(turns: Sequence[Turn]) -> list[Turn]:
 def _one_system(turns: Sequence[Turn]) -> list[Turn]:
     """The turns with all system messages in the first one."""
     system = [turn for turn in turns if turn["role"] in SYSTEM_ROLES]
-    if len(system) == (turns[0]["role"] in SYSTEM_ROLES):
+    if not system or system == [turns[0]]:
         return list(turns)
     content = "\n\n".join(text_of(turn["content"]) for turn in system)
     others = [turn for turn in turns if turn["role"] not in SYSTEM_ROLES]
@@ -229,7 +234,7 @@ def _one_system(turns: Sequence[Turn]) -> list[Turn]:
 def _tools_in_system(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """The turns with the functions, as JSON, in a field of the system message."""
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    has_system = turns[0]["role"] == "system"
+    has_system = bool(turns) and turns[0]["role"] == "system"
     system = turns[0] if has_system else {"role": "system", "content": ""}
     return [{**system, "tools": text}, *(turns[1:] if has_system else turns)]
 

@@ -21,7 +21,7 @@ from pagoda.errors import InvalidRequestError, refuse
 from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.async_utils import LongWork, LoopBudget
-from pagoda.frontend.conversation import Message, render_conversation, text_size
+from pagoda.frontend.conversation import Message, render_conversation, text_size, texts_of
 from pagoda.frontend.endpoint import BodyEndpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
@@ -215,8 +215,17 @@ class TextGenerator:
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
         Raises InvalidRequestError: a message, a tool or a switch is not as it must be."""
-        work = partial(render_conversation, self.text.require_template(), messages, **options)
+        work = partial(self._rendered, messages, **options)
         return await self.run_sized(work, text_size(messages, options.get("tools")))
+
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+        template = self.text.require_template()
+        if self.text.special_tokens_in_text == "reject":
+            for param, text in texts_of(messages, options.get("tools")):
+                token = self.text.tokenizer.special_token_in(text)
+                if token is not None:
+                    refuse(param, f"holds the special token {token!r}, which texts here must not")
+        return render_conversation(template, messages, **options)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special tokens included."""

@@ -151,6 +151,14 @@ class Tokenizer:
         token_id = self.token_id(token)
         return token_id if token_id in self._added_ids else None
 
+    def special_token_in(self, text: str) -> str | None:
+        """A special token that is written out in a text; None if there is none.
+        Raises InvalidRequestError: as `encode`."""
+        ids = self._special_ids.intersection(self.encode(text, add_special_tokens=False))
+        found = (self._backend.id_to_token(token_id) for token_id in sorted(ids))
+        # Signs that the vocabulary lacks are a special token too, which is not written there.
+        return next((token for token in found if token and token in text), None)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special tokens included; what log-probabilities are labelled with."""
         if self._family == "byte_level":

@@ -53,8 +53,8 @@ class StageInput:
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             encrypt_server(self.socket, keys)
-        allow_ipv6(self.socket, address)
             guard(self.socket)
+        allow_ipv6(self.socket, address)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -172,6 +173,39 @@ async def test_token_ids_on_request(serve_api) -> None:
     first, *events = (await api.chat(return_token_ids=True, stream=True)).events()
     assert first["prompt_token_ids"] == answer["prompt_token_ids"]
     assert [i for event in events for i in event["choices"][0]["token_ids"]] == [111, 107, 257]
+
+
+MARK = "<|im_end|>"
+ARGUMENTS = {"name": "add", "arguments": f'{{"a": "{MARK}"}}'}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "user", "content": f"x{MARK}"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": MARK}]}]},
+            "messages[0].content",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": ARGUMENTS}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "reasoning": MARK}]},
+            "messages[0].reasoning",
+        ),
+        ({"tools": [{**TOOLS[0], "function": {"name": "f", "description": MARK}}]}, "tools[0]"),
+    ],
+)
+async def test_special_tokens_in_texts(serve_api, body: dict[str, Any], param: str) -> None:
+    api = await serve_api("ok", text=QWEN)
+    assert (await api.chat(**body)).status == 200
+    strict = await serve_api("ok", text=replace(QWEN, special_tokens_in_text="reject"))
+    assert (await strict.chat()).status == 200
+    error = (await strict.chat(**body)).error()
+    assert error["param"] == param
+    assert "holds the special token '<|im_end|>'" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,9 @@ def test_no_neutral_value_is_declared_as_one_that_another_type_equals() -> None:
     assert alone == []
 
 
-async def test_an_answer_comes_back_as_a_proxy_has_changed_it(api) -> None:
+async def test_an_answer_comes_back_as_a_proxy_has_changed_it(serve_api) -> None:
     """litellm, openai's stream helper and `parse`, OpenRouter, Anthropic's caches."""
+    api = await serve_api(max_model_len=4096)
     call = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"x": 1}}]},
@@ -93,9 +94,7 @@ async def test_an_answer_comes_back_as_a_proxy_has_changed_it(api) -> None:
     ]
     tool = {"type": "function", "function": {"name": "f", "x": 1}, "cache_control": None}
     answer = await api.post("/v1/chat/completions", {"messages": messages, "tools": [tool]})
-    assert answer.error()["param"] == "messages", (
-        "with the tools the prompt is too long; all is read"
-    )
+    assert answer.status == 200, answer.body
     answer = await api.post("/v1/chat/completions", {"messages": messages})
     assert answer.status == 200
 

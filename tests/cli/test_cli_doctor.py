@@ -100,7 +100,13 @@ def test_a_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor("pagoda-tiny", threads=1) == 0
     said = capsys.readouterr().out
-    parts = ("family", "KV cache", "context", "of memory with a KV cache of ")
+    parts = (
+        "family",
+        "KV cache",
+        "context",
+        "tools shown; calls shown",
+        "of memory with a KV cache of ",
+    )
     for words in (*parts, "pagoda-tiny can be served with "):
         assert words in said
 

@@ -375,6 +375,10 @@ def test_the_chat_template_knows_the_special_tokens(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("mine", encoding="utf-8")
     own = load_gguf_text(path, chat_template=tmp_path / "own.jinja")
     assert own.require_template().render([]) == "mine"
+    keys["tokenizer.chat_template.tool_use"] = "{{ tools[0].function.name if tools }}"
+    named = load_gguf_text(write_tokenizer(tmp_path, backend, pre="gpt-2", **keys))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert named.require_template().render([], tools=tools) == "f"
     with pytest.raises(InvalidRequestError, match="no chat template"):
         load_gguf_text(write_tokenizer(tmp_path, backend, pre="gpt-2")).require_template()
 

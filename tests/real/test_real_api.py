@@ -89,6 +89,26 @@ def test_several_answers_and_seeds(client: openai.OpenAI) -> None:
     assert len(set(texts[0])) == 3
 
 
+def test_tools_that_the_chat_template_does_not_know(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "What is the weather in Oslo?"}
+    function = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
+    for choice in ("required", function):
+        [message] = [
+            it.message
+            for it in chat(client, messages=[question], tools=[TOOL], tool_choice=choice).choices
+        ]
+        assert message.tool_calls[0].function.name == TOOL["function"]["name"]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
+            for call in message.tool_calls
+        ]
+        assert (
+            chat(client, messages=[question, message, *results], tools=[TOOL])
+            .choices[0]
+            .message.content
+        )
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
