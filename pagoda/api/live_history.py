@@ -13,8 +13,8 @@ from pagoda.messages.frontend import StepBin
 KEPT_S = 300
 """Seconds of figures that are kept."""
 STEPS_KEPT_S = 60
-STEPS_BIN_S = 0.15
-"""Seconds whose steps share a bin: a bar of the page's timeline."""
+STEPS_BIN_S = 0.1
+"""Seconds whose steps share a bin: less than a bar of the timeline takes on a wide page."""
 MAX_STEPS = 8192
 """Step bins that are kept, of all replicas together: the latest."""
 _REST_S = 3.0

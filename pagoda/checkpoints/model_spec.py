@@ -238,13 +238,14 @@ class ModelSpec:
         return self.layers[0].attention.latent
 
     @property
-    def long_rotary(self) -> bool:
-        """True if factors for long contexts rotate keys: then keys are other ones than in a short context."""
-        tables = (table.scaling for table in self.rotary.values())
-        return any(
-            isinstance(scaling, LongRopeScaling) and scaling.is_long(self.max_position_embeddings)
-            for scaling in tables
-        )
+    def short_context(self) -> int | None:
+        """The longest context whose keys are other ones than this model's, as factors for long contexts rotate
+        these; None where they do not."""
+        for table in self.rotary.values():
+            scaling, longest = table.scaling, self.max_position_embeddings
+            if isinstance(scaling, LongRopeScaling) and scaling.is_long(longest):
+                return scaling.original_max_position_embeddings
+        return None
 
     @property
     def embedding(self) -> LinearSpec:

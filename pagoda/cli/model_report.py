@@ -75,7 +75,11 @@ def model_facts(spec: ModelSpec, dtype: str) -> Iterator[tuple[str, str]]:
     yield "layers", ", ".join(_layers(spec))
     yield "weights", ", ".join(_weights(spec, dtype))
     yield "KV cache", "; ".join(_kv_cache(spec))
-    yield "context", f"{spec.max_position_embeddings:,} tokens"
+    short = spec.short_context
+    others = (
+        f"; above --max-model-len {short} frequencies of all prompts are others" if short else ""
+    )
+    yield "context", f"{spec.max_position_embeddings:,} tokens{others}"
 
 
 def _gives(spec: ModelSpec) -> str:

@@ -111,11 +111,12 @@ class SamplingOptions:
     temperature: float | None = None
     """0 takes the most likely token, as benchmarks do by default."""
     top_p: float | None = None
-    """Sample from the smallest set of tokens whose probabilities add up to this."""
+    """Sample from the smallest set of tokens, of those that min-p and top-k leave, whose probabilities add up to
+    this."""
     top_k: int | None = None
     """Sample from this many most likely tokens."""
     min_p: float | None = None
-    """Leave out tokens less likely than this times the most likely one."""
+    """Leave out tokens less likely than this times the most likely one, before top-k and top-p."""
     typical_p: float | None = None
     """Sample from the tokens of the most typical information whose probabilities add up to this."""
     presence_penalty: float | None = None

@@ -258,7 +258,7 @@ class ParallelOptions:
     """Policy that chooses a replica for each request: the soonest first token, with cached prompts considered; the
     fewest tokens to compute; the better of two at random; the replica of the session; each in turn."""
     tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
-    """Devices that share every layer of a replica."""
+    """Devices that share every layer of a replica; answers are close to those of one, not always the same bits."""
     pipeline_parallel_size: Annotated[
         Count, Parameter(name=["--pipeline-parallel-size", "--pp"])
     ] = 1

@@ -50,6 +50,7 @@ from pagoda.model.sharding import (
 )
 from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, HostGroup
+from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
@@ -228,6 +229,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     shape = replace(shape, max_position_embeddings=max_model_len)
     kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
     block_size = _block_size(config, shape, kv_dtype_name, capabilities)
+    _tell_of_long_factors(shape, config)
     plan = WorkerPlan(
         config=config,
         shard=shard_of(shape, config.parallel, config.place),
@@ -490,6 +492,17 @@ def _block_size(
         )
         raise ConfigError(f"--block-size must be {listed}{last}, got {wanted}.")
     return wanted
+
+
+def _tell_of_long_factors(shape: ModelSpec, config: WorkerConfig) -> None:
+    """Logs that answers to short prompts are others, once for all ranks."""
+    if shape.short_context is not None and config.place == RankPlace():
+        _log.warning(
+            "frequencies are those for long contexts (LongRoPE), which change answers to short prompts too, as up "
+            "to %d tokens are taken; --max-model-len %d takes the model's own for prompts up to that length",
+            shape.max_position_embeddings,
+            shape.short_context,
+        )
 
 
 def _kv_groups(

@@ -58,3 +58,19 @@ def test_the_licence_is_whole() -> None:
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_every_package_is_in_the_table_of_packages() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `pagoda/(\w+)/` \|", text, re.MULTILINE))
+    assert told == {path.parent.name for path in ROOT.glob("pagoda/*/__init__.py")}
+
+
+def test_what_the_recipes_look_for_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    searches = re.findall(r"`git grep -l (\w+) -- ([\w/ ]+)`", text)
+    assert searches
+    for word, places in searches:
+        for place in places.split():
+            files = [path for path in (ROOT / place).rglob("*") if path.suffix in (".py", ".h")]
+            assert any(word in path.read_text(encoding="utf-8") for path in files), (word, place)

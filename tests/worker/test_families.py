@@ -131,3 +131,15 @@ def test_frequencies_for_long_contexts(tmp_path: Path) -> None:
     oracle = save_oracle(tmp_path, model, [list(range(100, 200))], LENGTH)
     engine = InProcessEngine(tmp_path, max_model_len=CONTEXT)
     assert engine.answer(oracle.requests) == oracle.expected
+
+
+def test_frequencies_for_long_contexts_are_told_with_the_flag_that_avoids_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("phi3-longrope", original_max_position_embeddings=64).save_pretrained(tmp_path)
+    for length, told in ((64, []), (65, ["--max-model-len 64 takes the model's own"])):
+        caplog.clear()
+        load(tmp_path, max_model_len=length)
+        said = [record.getMessage() for record in caplog.records if "LongRoPE" in record.msg]
+        assert len(said) == len(told)
+        assert all(part in message for part, message in zip(told, said, strict=True))

@@ -65,7 +65,7 @@ def _kv_groups(plan: WorkerPlan) -> tuple[KVGroup, ...]:
 def _model_digest(plan: WorkerPlan) -> str:
     config = plan.config
     digest = weights_digest(config.model, config.load_format, config.seed)
-    if not plan.shard.config.long_rotary:
+    if plan.shard.config.short_context is None:
         return digest
     return hashlib.sha256(f"{digest} long".encode()).hexdigest()
 

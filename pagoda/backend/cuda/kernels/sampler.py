@@ -17,7 +17,7 @@ from pagoda.backend.sampling_table import COLUMNS, SamplingTable
 
 _DTYPES = {"b": torch.int8, "f": torch.int32, "q": torch.int64, "Q": torch.int64}
 """Dtypes that columns are read as, by typecode: floats as their bits."""
-_PACKED = (
+PACKED = (
     "greedy", "scale", "lowest_power", "top_k", "top_p", "typical_p", "seed", "position", "masked",
     "num_stops", "repetition", "frequency", "presence", "logprobs",
 )  # fmt: skip
@@ -125,7 +125,7 @@ def pack_rows(table: SamplingTable, slots: Sequence[int]) -> PackedRows:
     """
     chosen = torch.tensor(slots, dtype=torch.int64)
     rows = [table.row(slot) for slot in slots]
-    numbers = torch.stack([_column(table, name)[chosen].long() for name in _PACKED], dim=1)
+    numbers = torch.stack([_column(table, name)[chosen].long() for name in PACKED], dim=1)
     masked = numbers[:, kernels.MASKED] > 0
     numbers[:, kernels.FORBIDS] = ((numbers[:, kernels.FORBIDS] > 0) | masked).long()
     held = [(i, row.rules.stops) for i, row in enumerate(rows) if row.holds_back_stops]
