@@ -13,7 +13,8 @@ from pagoda.frontend.answer_formats import HARMONY, ReasoningFormat
 from pagoda.frontend.text_source import Steps, Tags, TextSource
 
 _START, _CHANNEL = "<|start|>", "<|channel|>"
-_HEADERS, _HEADER_END = Tags(_START, _CHANNEL), Tags("<|message|>")
+_MESSAGE = "<|message|>"
+_HEADERS, _HEADER_END = Tags(_START, _CHANNEL), Tags(_MESSAGE, _START, "<|end|>")
 _BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS = 1024
 
@@ -118,10 +119,10 @@ class BorderFinder:
                 tag = yield from source.until(_HEADERS, self._outside)
             header, end = yield from source.collect(_HEADER_END, limit=_MAX_HEADER_CHARS)
             self._tell(counts=False)
-            if end is None:
-                if source.ended:
+            if end != _MESSAGE:
+                if end is None and source.ended:
                     return
-                tag = None
+                tag = end
                 continue
             is_reasoning = "analysis" in header and "to=" not in header
             emit = self._inside if is_reasoning else self._outside

@@ -104,6 +104,32 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "",
     ),
     ("openai", f"<|channel|>commentary to=python<|message|>{A}<|call|>", [], A),
+    (
+        "openai",
+        f"<|channel|>commentary?<|channel|>commentary to=f<|message|>{A}",
+        [("f", {"a": 1})],
+        "",
+    ),
+    ("openai", "<|channel|>??<|end|><|start|>assistant<|channel|>final<|message|>so", [], "so"),
+    (
+        "openai",
+        "<|channel|>Well<|end|><|start|>assistant<|channel|>final<|message|> so",
+        [],
+        "Wellso",
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_call_begin|>functions_f_12<|tool_call_argument_begin|>{A}",
+        [("f", {"a": 1})],
+        "",
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_call_begin|>functionsf5<|tool_call_argument_begin|>{A}",
+        [("f", {"a": 1})],
+        "",
+    ),
+    ("hermes", '<tool_call>{"name": "f", "a": 1}</tool_call>', [("f", {"a": 1})], ""),
     # Code blocks and text around calls.
     ("hermes", f"<tool_call>\n```json\n{F}\n```\n</tool_call>", [("f", {"a": 1})], ""),
     (
@@ -255,6 +281,16 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "",
     ),
     ("glm45", "<tool_call>g", [("g", {})], ""),
+    ("glm45", "<tool_call>f<arg_key>s</arg_key>X</arg_value></tool_call>", [("f", {"s": "X"})], ""),
+    ("qwen3_coder", "<function=f\n<parameter=a\n1\n</parameter></function>", [("f", {"a": 1})], ""),
+    ("qwen3_coder", '<function="f"><parameter="a">1</parameter></function>', [("f", {"a": 1})], ""),
+    ("qwen3_coder", "<function=f><parameter=a: 1\n</parameter></function>", [("f", {"a": 1})], ""),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=\n1</parameter></function> so",
+        [("f", {})],
+        "<parameter=\n1</parameter> so",
+    ),
     (
         "glm45",
         "<tool_call>f<arg_key>s</arg_key><arg_value>\n\n</arg_value></tool_call>",
@@ -346,12 +382,14 @@ def test_text_around_calls_is_content_to_the_byte(
         before, text = f"<|channel|>final<|message|>{before}", f"<|end|><|start|>assistant{text}"
         behind = f"<|start|>assistant<|channel|>final<|message|>{behind}"
     separator = "\n" if name in ("llama3_json", "pythonic", "bare_list") else ""
-    parts = parse([before, separator, text, separator, behind], tool_format=name, tools=TOOLS)
+    space = "" if name == "openai" else " "
+    said = [before, space, separator, text, separator, space, behind]
+    parts = parse(said, tool_format=name, tools=TOOLS)
     assert [(called, json.loads(arguments)) for called, arguments in parts.calls] == [
         ("f", VALUES),
         ("g", {}),
     ]
     begin, end = (part.rpartition("<|message|>")[2] for part in (before, behind))
-    assert parts.content.startswith(begin)
-    assert parts.content.endswith(end)
+    assert parts.content.startswith(begin + space)
+    assert parts.content.endswith(space + end)
     assert not parts.content.removeprefix(begin).removesuffix(end).strip()

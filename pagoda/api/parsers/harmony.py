@@ -16,10 +16,12 @@ from pagoda.frontend.text_source import Emit, Steps, Tags, TextSource
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADER = Tags(_START, _CHANNEL, "<|end|>")
-_HEADER_END = Tags(_MESSAGE)
+_HEADER_END = Tags(_MESSAGE, _START, "<|end|>")
 _BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS = 1024
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_NAMES = re.compile(r"(<\|start\|>\w*)?(<\|channel\|>(analysis|commentary|final|[\W\d])*)?")
+"""Beginning of a header that says nothing by itself."""
 _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 
 
@@ -37,10 +39,12 @@ def read_harmony(
                 return
         header, end = yield from source.collect(_HEADER_END, limit=_MAX_HEADER_CHARS)
         header = (tag or "") + header
-        if end is None:
-            # A header that the text ends in says nothing; another is no header.
-            answer.add_content("" if source.ended else header)
-            tag = None
+        if end != _MESSAGE:
+            # A header that the text ends in says nothing; of another, what is no header is content.
+            if end is not None:
+                header = _NAMES.sub("", header, count=1)
+            answer.add_content("" if source.ended and end is None else header)
+            tag = end
             continue
         tag = yield from _read_message(source, answer, header, tools)
         if tag not in (_START, _CHANNEL):
@@ -50,13 +54,13 @@ def read_harmony(
 def _read_message(
     source: TextSource, answer: AnswerBuilder, header: str, tools: ToolSchemas | None
 ) -> Steps[str | None]:
-    channel = _NAME.search(header)
+    channels = _NAME.findall(header)
     name = _called(header, tools)
     emit: Emit = answer.add_content
     answer.end_part()
     if name is not None:
         return (yield from _read_call(source, answer, name))
-    if channel is not None and channel.group(1) == "analysis":
+    if channels and channels[-1] == "analysis":
         answer.in_reasoning = True
         emit = answer.add_reasoning
     tag = yield from source.until(_BODY_ENDS, emit)

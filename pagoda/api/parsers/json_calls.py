@@ -73,6 +73,14 @@ def read_phi4_mini(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas
         yield from read_calls(source, answer, tools, tag, _PHI_END)
 
 
+def _numbered_name(name: str, tools: ToolSchemas) -> str:
+    """The tool that a name means: Kimi K2 numbers its calls, and takes ids that it has seen as its pattern."""
+    if not _NAME.fullmatch(name):
+        return ""
+    names = re.sub(r":\d+$", "", name), re.sub(r"^functions[._]?|[:_]?\d+$", "", name)
+    return tools.meant(next(filter(tools.offers, names), names[0]))
+
+
 class TokenFormat:
     """Calls between tokens of their own: a name, then the arguments (DeepSeek, Kimi K2)."""
 
@@ -122,8 +130,7 @@ class TokenFormat:
         if end is not None and end != self._arguments:
             source.put_back(end)
             taken = taken.removesuffix(end)
-        name = re.sub(r":\d+$", "", name.strip())  # Kimi K2 numbers its calls
-        known = tools.meant(name) if end is not None else ""
+        known = _numbered_name(name.strip(), tools) if end is not None else ""
         return (yield from read_arguments(source, answer, known, taken, end=self._call_end))
 
 
@@ -285,7 +292,7 @@ def _read_object(
                 return None
     if end is None:
         parts.append(mender.finish(is_cut=source.is_cut))
-    call = _parse_call("".join(parts))
+    call = _parse_call("".join(parts), tools)
     if call is None or not _is_name(call[0], tools, is_known=is_known):
         return "".join(held)
     answer.begin_call(tools.meant(call[0]))
@@ -317,7 +324,7 @@ def _skip_rest(source: TextSource) -> Steps[None]:
     source.put_back(taken)
 
 
-def _parse_call(body: str) -> tuple[str, str] | None:
+def _parse_call(body: str, tools: ToolSchemas) -> tuple[str, str] | None:
     """Name and arguments (as JSON text) of a call in any order of keys; None if it is none."""
     try:
         call = json.loads(body)
@@ -329,10 +336,13 @@ def _parse_call(body: str) -> tuple[str, str] | None:
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
             arguments = json.loads(mended(arguments.strip()) or "") if arguments.strip() else {}
-        elif arguments is None and call.keys() - _KEYS - _ADDED_KEYS:
-            return None
         if not isinstance(name, str) or not isinstance(arguments or {}, dict):
             return None
+        others = call.keys() - _KEYS - _ADDED_KEYS
+        if not arguments and others:  # arguments beside the name
+            if not all(tools.takes(tools.meant(name), key) for key in others):
+                return None
+            arguments = {key: value for key, value in call.items() if key in others}
         return name, dumped(arguments or {})
     except (ValueError, RecursionError):
         return None

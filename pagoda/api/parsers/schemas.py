@@ -34,8 +34,8 @@ class ToolSchemas:
         return self.meant(name) in self._parameters
 
     def takes(self, tool: str, argument: str) -> bool:
-        """The tool declares the argument, or does not say which it has."""
-        properties = self._parameters.get(tool, {}).get("properties")
+        """The tool is one that was offered, and declares the argument or does not say which it has."""
+        properties = self._parameters.get(tool, {"properties": {}}).get("properties")
         return not isinstance(properties, dict) or argument in properties
 
     def is_string(self, tool: str, argument: str) -> bool:

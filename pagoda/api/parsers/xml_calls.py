@@ -5,11 +5,12 @@ Values may hold what looks like a tag: a tag ends a value only where what follow
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagoda.api.parsers.deltas import AnswerBuilder
-from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS, read_calls
+from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS, read_calls, read_closers
 from pagoda.api.parsers.json_text import read_json
 from pagoda.api.parsers.schemas import ToolSchemas, quoted
 from pagoda.frontend.text_source import Steps, Tags, TextSource, ignore
@@ -19,6 +20,8 @@ _HERMES = Tags(_CALL)
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _QWEN = Tags(_CALL, _FUNCTION)
 _NAME_END = Tags(">")
+_NAME = re.compile(r"[ \t\"']*([^\s<\"':=]+)[\"':=]*")
+"""A name as models misspell it, with quotes around it or a colon behind."""
 
 
 class _Ending:
@@ -28,7 +31,7 @@ class _Ending:
         self, key: str, key_end: str, closer: str, followers: Mapping[str, tuple[str, ...]]
     ) -> None:
         """`closer` is the tag of its own, with a line break in front that belongs to it; models leave it out.
-        `key` and `key_end` are around the name of the next argument. `followers` are the tags that may follow a tag
+        `key` and `key_end` are around the name of the next argument. `followers` are tags that may follow a tag
         that ends a value; so may the end of the text."""
         self.key, self.closer = key, closer.lstrip()
         self.key_ends = Tags(key_end)
@@ -67,7 +70,6 @@ _QWEN_ENDING = _Ending(
 _GLM_ENDING = _Ending("<arg_key>", "</arg_key>", "</arg_value>", {_CALL_END: (_CALL,), _CALL: ()})
 _GLM_VALUE = "<arg_value>"
 _GLM_KEY_ENDS = Tags("</arg_key>", _GLM_VALUE)
-_GLM_VALUE_BEGINS = Tags(_GLM_VALUE, "<arg_key>", _CALL_END)
 
 
 @dataclass
@@ -147,11 +149,11 @@ def _read_block(
 def _read_function(
     source: TextSource, answer: AnswerBuilder, tools: ToolSchemas, taken: str
 ) -> Steps[None]:
-    name, tag = yield from source.collect(_NAME_END, limit=MAX_HEAD_CHARS)
-    if tag is None or not name.strip():
-        answer.add_content(taken + name + (tag or ""))
+    name, tag = yield from _read_name(source)
+    if not name:
+        answer.add_content(taken + tag)
         return
-    arguments = _Arguments(source, answer, tools, tools.meant(name.strip("\"' \n")))
+    arguments = _Arguments(source, answer, tools, tools.meant(name))
     space = yield from source.spaces()
     if (yield from source.peek()) == "{":  # as Llama 3.1 writes functions of its users
         answer.begin_call(arguments.tool)
@@ -160,10 +162,8 @@ def _read_function(
         source.put_back(space)
         arguments.begin()
         yield from _read_parameters(source, answer, arguments)
-    yield from source.spaces()
-    yield from source.accept(_FUNCTION_END)
-    yield from source.spaces()
-    yield from source.accept(_CALL_END)
+    for end in (_FUNCTION_END, _CALL_END):
+        yield from read_closers(source, (), end)
 
 
 def _read_parameters(
@@ -173,12 +173,27 @@ def _read_parameters(
         if tag != _QWEN_ENDING.key:
             source.put_back(tag)
             break
-        name, end = yield from source.collect(_QWEN_ENDING.key_ends)
-        if end is None:
-            break
-        yield from source.accept("\n")
-        yield from arguments.read_value(name.strip("\"' \n"), _QWEN_ENDING)
+        name, end = yield from _read_name(source, arguments)
+        if name:
+            yield from source.accept("\n")
+            yield from arguments.read_value(name, _QWEN_ENDING)
+        elif end:
+            answer.add_content(tag + end)
     arguments.end()
+
+
+def _read_name(source: TextSource, arguments: _Arguments | None = None) -> Steps[tuple[str, str]]:
+    """Takes a name and the `>` behind it, which may be missing; `arguments` knows names with spaces. Returns the
+    name; if there is none, it is empty, and the text that was taken follows."""
+    text, tag = yield from source.collect(_NAME_END, limit=MAX_HEAD_CHARS)
+    if tag is not None and arguments and arguments.tools.takes(arguments.tool, text):
+        return text, ""
+    found = _NAME.match(text)
+    if found is None or (tag is None and found.end() == len(text)):
+        return "", text + (tag or "")
+    if found.end() < len(text.rstrip()):
+        source.put_back(text[found.end() :] + (tag or ""))
+    return found[1], ""
 
 
 def read_glm45(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
@@ -196,8 +211,9 @@ def read_glm45(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) ->
         while tag == _GLM_ENDING.key:
             key, tag = yield from source.collect(_GLM_KEY_ENDS)
             if tag is not None and tag != _GLM_VALUE:
-                tag = yield from source.until(_GLM_VALUE_BEGINS, answer.add_content)
-            if tag == _GLM_VALUE:
+                yield from source.spaces()
+                yield from source.accept(_GLM_VALUE)
+            if tag is not None:
                 yield from arguments.read_value(key.strip(), _GLM_ENDING)
                 tag = yield from source.until(_GLM_ENDING.next, answer.add_content)
         if tag == _CALL:
