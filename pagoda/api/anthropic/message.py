@@ -102,7 +102,7 @@ class MessageAnswer:
             "role": "assistant",
             "model": model,
         }
-        self._edits = {"context_management": {"applied_edits": []}} if edits else {}
+        self._edits: dict[str, Any] = {"context_management": {"applied_edits": []}} if edits else {}
         self._blocks: list[_Block] = []
         self._call_index = -1
         """Index of the call that is the last block; -1 for another block."""

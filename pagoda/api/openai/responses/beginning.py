@@ -118,8 +118,8 @@ async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) 
     placed = conversation_items(caller, body, items)
 
     async def attempt(start: int, *, clamps: bool) -> Conversation:
-        translation = ChatTranslation(caller.ignored)
-        chat = chat_request(body, translation, without_beginning(placed, start))
+        translation = ChatTranslation()
+        chat = chat_request(body, translation, without_beginning(placed, start), caller.ignored)
         with renamed(translation.names):
             begun = await begin_conversation(caller, chat, clamp_max_tokens=clamps)
         begun.generation.rename_constraints(translation.names)

@@ -58,9 +58,9 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of an input."""
     body = await context.parse(InputTokensRequest)
     caller = context.caller
-    translation = ChatTranslation(caller.ignored)
+    translation = ChatTranslation()
     items = conversation_items(caller, body, input_items(caller, body))
-    chat = chat_request(body, translation, items)
+    chat = chat_request(body, translation, items, caller.ignored)
     with renamed(translation.names):
         count = await count_prompt_tokens(caller, chat)
     return context.json({"object": "response.input_tokens", "input_tokens": count})
