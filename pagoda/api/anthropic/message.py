@@ -19,6 +19,9 @@ from pagoda.messages.frontend import FinishReason
 
 ABORTED = ApiError(503, "The answer was aborted.")
 
+_NOTHING = {"stop_details": None, "container": None}
+"""Fields of a message that strict clients read, about refusals and containers of code."""
+_TEXT = {"text": "", "citations": None}
 _CUT = ("max_tokens", "model_context_window_exceeded")
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -130,12 +133,13 @@ class MessageAnswer:
         """Raises ApiError: the answer was aborted."""
         stop_reason = self._stop_reason()
         if not self._blocks:
-            self._open("text", {"text": ""})
+            self._open("text", _TEXT)
         message: dict[str, Any] = {
             **self._fields,
             "content": self._content(is_cut=stop_reason in _CUT),
             "stop_reason": stop_reason,
             "stop_sequence": self._shown_stop_sequence(stop_reason),
+            **_NOTHING,
             "usage": self._usage(),
             **self._edits,
         }
@@ -157,11 +161,12 @@ class MessageAnswer:
         stop_reason = self._stop_reason()
         events = self._begin()
         if not self._blocks:
-            events += self._open("text", {"text": ""})
+            events += self._open("text", _TEXT)
         events += self._blocks[-1].end()
         delta = {
             "stop_reason": stop_reason,
             "stop_sequence": self._shown_stop_sequence(stop_reason),
+            **_NOTHING,
         }
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(), **self._edits}
         events += message_event(last)
@@ -176,6 +181,7 @@ class MessageAnswer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            **_NOTHING,
             "usage": {**self._usage(), "output_tokens": 0},
         }
         return message_event({"type": "message_start", "message": message}) + PING
@@ -185,7 +191,7 @@ class MessageAnswer:
         if parts.reasoning:
             events += self._block("thinking", {"thinking": "", "signature": ""}, parts.reasoning)
         if parts.content:
-            events += self._block("text", {"text": ""}, parts.content)
+            events += self._block("text", _TEXT, parts.content)
         for call in parts.tool_calls:
             events += self._call(call)
         return events
@@ -235,6 +241,9 @@ class MessageAnswer:
             "cache_read_input_tokens": usage.num_cached_tokens,
             "output_tokens": usage.num_completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens or 0},
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "server_tool_use": None,
+            "inference_geo": None,
             "service_tier": "standard",
         }
 
