@@ -36,6 +36,9 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     audio: _Null = None
     moderation: _Null = None
 
+    # Mistral
+    safe_prompt: _No = None
+
     # vLLM
     length_penalty: _One = None
     early_stopping: _No = None

@@ -21,7 +21,6 @@ ABORTED = ApiError(503, "The answer was aborted.")
 
 _NOTHING = {"stop_details": None, "container": None}
 """Fields of a message that strict clients read, about refusals and containers of code."""
-_TEXT = {"text": "", "citations": None}
 _CUT = ("max_tokens", "model_context_window_exceeded")
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -73,7 +72,7 @@ class _Block:
         """The block as it is now; None for a call whose input is no JSON object."""
         match self.kind:
             case "text":
-                return {"type": "text", "text": self.text, "citations": None}
+                return {"type": "text", "text": self.text}
             case "thinking":
                 return {"type": "thinking", "thinking": self.text, "signature": self._signature()}
         arguments = _object(self.text)
@@ -133,7 +132,7 @@ class MessageAnswer:
         """Raises ApiError: the answer was aborted."""
         stop_reason = self._stop_reason()
         if not self._blocks:
-            self._open("text", _TEXT)
+            self._open("text", {"text": ""})
         message: dict[str, Any] = {
             **self._fields,
             "content": self._content(is_cut=stop_reason in _CUT),
@@ -153,7 +152,7 @@ class MessageAnswer:
             if value is not None:
                 content.append(value)
             elif not is_cut:
-                content.append({"type": "text", "text": block.text, "citations": None})
+                content.append({"type": "text", "text": block.text})
         return content
 
     def end(self) -> bytes:
@@ -161,7 +160,7 @@ class MessageAnswer:
         stop_reason = self._stop_reason()
         events = self._begin()
         if not self._blocks:
-            events += self._open("text", _TEXT)
+            events += self._open("text", {"text": ""})
         events += self._blocks[-1].end()
         delta = {
             "stop_reason": stop_reason,
@@ -191,7 +190,7 @@ class MessageAnswer:
         if parts.reasoning:
             events += self._block("thinking", {"thinking": "", "signature": ""}, parts.reasoning)
         if parts.content:
-            events += self._block("text", _TEXT, parts.content)
+            events += self._block("text", {"text": ""}, parts.content)
         for call in parts.tool_calls:
             events += self._call(call)
         return events

@@ -31,8 +31,6 @@ class FimRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fi
     """Mistral's body for filling in the middle. https://docs.mistral.ai/api/endpoint/fim"""
 
     prompt: str
-    random_seed: int | None = None
-    """Mistral's name of `seed`."""
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
