@@ -59,6 +59,7 @@ def _edits(**fields: Any) -> dict[str, Any]:
             {"tools": [{"type": "bash_20250124", "name": "bash"}, {"type": "mcp_toolset"}]},
             "tools.bash_20250124, tools.mcp_toolset",
         ),
+        (OLLAMA, {"max_output_tokens": 9, "tool_choice": "auto"}, "max_output_tokens"),
         (OLLAMA, {"session_id": "s", "options": {"user_id": 1}}, "session_id, options.user_id"),
     ],
 )

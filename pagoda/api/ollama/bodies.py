@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.ignored_fields import Hint, Ignored
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from pagoda.frontend.model_text import ModelText
@@ -97,6 +97,12 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     truncate: bool | None = None
     shift: bool | None = None
     """Shortening, like `truncate`, of prompts that do not fit; such prompts are refused here."""
+
+    # OpenAI's fields, which the AI SDK's provider sends beside `options`; they have no effect with Ollama either.
+    temperature: Annotated[Any, Hint()] = None
+    top_p: Annotated[Any, Hint()] = None
+    max_output_tokens: Annotated[Any, Hint()] = None
+    tool_choice: Annotated[Any, Hint(("auto",))] = None
 
 
 class ChatBody(GenerateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
