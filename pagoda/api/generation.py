@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,12 +142,19 @@ class Generation:
         await stream.send(shape.end())
 
     async def respond(
-        self, context: RequestContext, shape: Shape, *, streams: bool
+        self,
+        context: RequestContext,
+        shape: Shape,
+        *,
+        streams: bool,
+        keep: Callable[[dict[str, Any]], None] | None = None,
     ) -> web.StreamResponse:
-        """The response to an HTTP request, as a stream or in one piece."""
+        """The response to an HTTP request, as a stream or in one piece, which `keep` is told."""
         if streams:
             return await context.stream(lambda stream: self.stream(shape, stream))
         whole = await self.run(shape)
+        if keep is not None:
+            keep(whole)
         if self._size <= LONG_TEXT_CHARS:
             return context.json(whole)
         return context.encoded_json(

@@ -35,7 +35,6 @@ def _edits(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("route", "fields", "named"),
     [
-        (CHAT, {"store": True}, "store"),
         (CHAT, {"service_tier": "flex"}, "service_tier"),
         (CHAT, {"verbosity": "low"}, "verbosity"),
         (CHAT, {"web_search_options": {}}, "web_search_options"),
@@ -96,8 +95,8 @@ async def test_the_window_of_a_penalty_is_a_hint(api, route: str) -> None:
 
 async def test_a_stream_names_what_was_ignored(serve_api) -> None:
     api = await serve_api("ok", text=QWEN)
-    answer = await api.chat(stream=True, store=True)
-    assert answer.headers[IGNORED_HEADER] == "store"
+    answer = await api.chat(stream=True, verbosity="low")
+    assert answer.headers[IGNORED_HEADER] == "verbosity"
 
 
 @pytest.mark.parametrize(
