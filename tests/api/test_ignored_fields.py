@@ -59,6 +59,7 @@ def _edits(**fields: Any) -> dict[str, Any]:
             "tools.bash_20250124, tools.mcp_toolset",
         ),
         (OLLAMA, {"max_output_tokens": 9, "tool_choice": "auto"}, "max_output_tokens"),
+        (OLLAMA, {"options": {"num_ctx": 32768}}, "options.num_ctx"),
         (OLLAMA, {"session_id": "s", "options": {"user_id": 1}}, "session_id, options.user_id"),
     ],
 )

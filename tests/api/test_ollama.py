@@ -60,7 +60,6 @@ async def test_options_are_sampling(api) -> None:
     ("options", "word"),
     [
         ({"temperature": -1}, "options.temperature"),
-        ({"num_ctx": 10**6}, "options.num_ctx"),
         ({"mirostat": 1}, "options.mirostat"),
         ({"num_predict": -3}, "options.num_predict"),
         ({"stop": [1]}, "options.stop"),
