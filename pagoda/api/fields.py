@@ -104,6 +104,8 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     min_p: float | None = None
     typical_p: float | None = None
     seed: int | None = None
+    random_seed: int | None = None
+    """Mistral's name of `seed`."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -270,6 +272,8 @@ def sampling_params(
     """
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
+    if body.random_seed is not None:
+        given.setdefault("seed", body.random_seed)
     return SamplingParams(**{**defaults, **given, **overrides})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,12 +147,20 @@ class Generation:
         await stream.send(shape.end())
 
     async def respond(
-        self, context: RequestContext, shape: Shape, *, streams: bool
+        self,
+        context: RequestContext,
+        shape: Shape,
+        *,
+        streams: bool,
+        keep: Callable[[dict[str, Any]], None] | None = None,
     ) -> web.StreamResponse:
-        """The response to an HTTP request, as a stream or in one piece."""
+        """The response to an HTTP request, as a stream or in one piece, which `keep` is told."""
         if streams:
             return await context.stream(lambda stream: self.stream(shape, stream))
-        return await context.sized_json(await self.run(shape), self._size)
+        whole = await self.run(shape)
+        if keep is not None:
+            keep(whole)
+        return await context.sized_json(whole, self._size)
 
     async def _run(self, index: int, answer: Answer, stream: EventStream | None = None) -> None:
         """Brings one answer to its end: as events to `stream`, or without one in one piece."""

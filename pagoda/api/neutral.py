@@ -26,7 +26,7 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # OpenAI
     store: Annotated[Any, Hint((False,))] = None
-    """Chats are not kept."""
+    """Texts are not kept."""
     service_tier: Annotated[Any, Hint(("auto", "default"))] = None
     """There is one tier, which answers tell."""
     verbosity: Annotated[Any, Hint(("medium",))] = None
@@ -35,6 +35,9 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The server searches nothing, like all tools that another server would run."""
     audio: _Null = None
     moderation: _Null = None
+
+    # Mistral
+    safe_prompt: _No = None
 
     # vLLM
     length_penalty: _One = None

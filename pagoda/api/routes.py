@@ -24,6 +24,13 @@ from pagoda.api.openai.completions import completions
 from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.fim import fim_completions
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
+from pagoda.api.openai.stored_chats import (
+    MetadataBody,
+    change_chat,
+    delete_chat,
+    get_chat,
+    list_chats,
+)
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import ANSWER, ANY_KEY, LOOK, OPEN, OPERATE, RUNNING, Route
@@ -147,7 +154,15 @@ ROUTES: dict[str, dict[str, Route]] = {
             is_queued=True,
         )
     },
-    "/v1/chat/completions": {"POST": _chat},
+    "/v1/chat/completions": {
+        "POST": _chat,
+        "GET": Route(list_chats, "Lists the answers that are kept.", ANSWER),
+    },
+    "/v1/chat/completions/*": {
+        "GET": Route(get_chat, "An answer, or its messages.", ANSWER, statuses=(404,)),
+        "POST": Route(change_chat, "Sets metadata.", ANSWER, MetadataBody, statuses=(404,)),
+        "DELETE": Route(delete_chat, "Forgets an answer.", ANSWER, statuses=(404,)),
+    },
     "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},
     "/v1/load_lora_adapter": {"POST": _load_adapter},
     "/v1/unload_lora_adapter": {"POST": _unload_adapter},

@@ -19,6 +19,7 @@ from pagoda.api.ignored_fields import IgnoredNames
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
+from pagoda.api.openai.chat_store import ChatStore
 from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
@@ -104,6 +105,7 @@ class Service:
     """Files of clients; None without a directory for them."""
     batches: BatchRunner | None = None
     conversations: ConversationStore = field(init=False)
+    chats: ChatStore = field(init=False)
     rooms: Rooms = field(default_factory=Rooms)
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the model is loaded, or will not be."""
@@ -118,6 +120,7 @@ class Service:
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
         self.responses = ResponseStore(self.config.response_store_bytes)
         self.conversations = ConversationStore(self.config.response_store_bytes)
+        self.chats = ChatStore(self.config.response_store_bytes)
         self.request_metrics.follow(self.tracker)
         self.key_limits = KeyLimits(self.tracker)
         self.tracker.subscribe(on_finish=log_answer)

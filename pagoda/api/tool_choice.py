@@ -115,7 +115,8 @@ class _Allowed(msgspec.Struct, frozen=True, tag="allowed_tools"):
 def served_tools(body: ChatRequest, ignored: Ignored) -> tuple[ChatRequest, dict[str, str]]:
     """The body without tools that another server would run, such as a search of the web, which are noted in
     `ignored`; and the client's names of the places of the others, for `renamed`."""
-    tools, names = [], {}
+    tools: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
     for index, tool in enumerate(body.tools or ()):
         kind = tool.get("type", "function")
         if isinstance(kind, str) and kind != "function":

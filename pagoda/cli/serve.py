@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +19,7 @@ from cyclopts.validators import Number
 
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
+from pagoda.api.batches.directory import files_directory
 from pagoda.api.batches.files import DEFAULT_MAX_BYTES
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
@@ -144,7 +145,8 @@ class ServerOptions:
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     files_dir: Path | None = None
-    """A directory for files that clients upload and for batches, which go on after a restart."""
+    """A directory for files that clients upload and for batches, which go on after a restart; by default a
+    temporary one of at most 1 GiB, which ends with the server."""
     files_max_bytes: Annotated[int | str, Parameter(metavar="INT")] = "16GiB"
     """The most that all files in --files-dir may take, such as 100GiB; uploads beyond are refused."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
@@ -449,26 +451,28 @@ def run_server(
         settle_heap()
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    event_loop.run(
-        serve_api(
-            config,
-            partial(make_fleet, joined),
-            partial(
-                load_text,
-                files,
-                simulated=simulated,
-                chat_template=server.chat_template,
-                parsers=server.parsers,
-                switches=server.switches,
-                special_tokens_in_text=server.special_tokens_in_text,
-            ),
-            on_ready=announce,
-            profile=profile.config(),
-            tracer=tracer,
-            spans=spans,
-            further_trackers=() if joined is None else [joined.tracker],
+    with files_directory(config.files_dir, config.files_max_bytes) as (directory, most):
+        config = replace(config, files_dir=directory, files_max_bytes=most)
+        event_loop.run(
+            serve_api(
+                config,
+                partial(make_fleet, joined),
+                partial(
+                    load_text,
+                    files,
+                    simulated=simulated,
+                    chat_template=server.chat_template,
+                    parsers=server.parsers,
+                    switches=server.switches,
+                    special_tokens_in_text=server.special_tokens_in_text,
+                ),
+                on_ready=announce,
+                profile=profile.config(),
+                tracer=tracer,
+                spans=spans,
+                further_trackers=() if joined is None else [joined.tracker],
+            )
         )
-    )
     return 0
 
 

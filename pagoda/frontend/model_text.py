@@ -247,7 +247,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    value = config.get("eos_token_id")
+    value = whole_numbers(config.get("eos_token_id"))
     ids = value if isinstance(value, list) else [value]
     return frozenset(i for i in ids if isinstance(i, int) and i >= 0)
 

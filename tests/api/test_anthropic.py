@@ -329,3 +329,27 @@ async def test_an_engine_that_breaks_in_a_stream(serve_api) -> None:
     stream = await api.post("/v1/messages", {**body, "stream": True})
     last = stream.body.decode().split("\n\n")[-2]
     assert last.startswith('event: error\ndata: {"type":"error"')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_fields_that_strict_clients_read(serve_api, stream: bool) -> None:
+    api = await serve_api("ok", text=QWEN)
+    body = {"messages": HI, "max_tokens": 9, "stream": stream}
+    answer = await api.post("/v1/messages", body)
+    if stream:
+        data = [line[6:] for line in answer.body.decode().splitlines() if line[:6] == "data: "]
+        events = {event["type"]: event for event in map(json.loads, data)}
+        [block] = [events["content_block_start"]["content_block"]]
+        assert events["message_delta"]["delta"].keys() >= {"stop_details", "container"}
+        message = events["message_start"]["message"]
+    else:
+        message = answer.json()
+        [block] = message["content"]
+    assert "citations" not in block, "a list or nothing, for the AI SDK"
+    assert message.keys() >= {"id", "model", "stop_sequence", "stop_details", "container"}
+    usage = message["usage"]
+    assert usage["cache_creation"].keys() == {
+        "ephemeral_5m_input_tokens",
+        "ephemeral_1h_input_tokens",
+    }
+    assert usage.keys() >= {"server_tool_use", "inference_geo", "service_tier"}

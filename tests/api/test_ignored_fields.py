@@ -35,7 +35,6 @@ def _edits(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("route", "fields", "named"),
     [
-        (CHAT, {"store": True}, "store"),
         (CHAT, {"service_tier": "flex"}, "service_tier"),
         (CHAT, {"verbosity": "low"}, "verbosity"),
         (CHAT, {"web_search_options": {}}, "web_search_options"),
@@ -59,6 +58,8 @@ def _edits(**fields: Any) -> dict[str, Any]:
             {"tools": [{"type": "bash_20250124", "name": "bash"}, {"type": "mcp_toolset"}]},
             "tools.bash_20250124, tools.mcp_toolset",
         ),
+        (OLLAMA, {"max_output_tokens": 9, "tool_choice": "auto"}, "max_output_tokens"),
+        (OLLAMA, {"options": {"num_ctx": 32768}}, "options.num_ctx"),
         (OLLAMA, {"session_id": "s", "options": {"user_id": 1}}, "session_id, options.user_id"),
     ],
 )
@@ -95,8 +96,8 @@ async def test_the_window_of_a_penalty_is_a_hint(api, route: str) -> None:
 
 async def test_a_stream_names_what_was_ignored(serve_api) -> None:
     api = await serve_api("ok", text=QWEN)
-    answer = await api.chat(stream=True, store=True)
-    assert answer.headers[IGNORED_HEADER] == "store"
+    answer = await api.chat(stream=True, verbosity="low")
+    assert answer.headers[IGNORED_HEADER] == "verbosity"
 
 
 @pytest.mark.parametrize(

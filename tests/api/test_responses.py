@@ -328,3 +328,11 @@ async def test_a_broken_engine(serve_api, stream: bool) -> None:
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "server_error"
     assert texts(last["response"]) == [["He"]]
+
+
+async def test_fields_that_strict_clients_read(serve_api) -> None:
+    api = await serve_api("ok", text=QWEN)
+    asked = {"presence_penalty": 0.5, "safety_identifier": "u", "prompt_cache_retention": "24h"}
+    response = await respond(api, **asked)
+    assert {name: response[name] for name in asked} == asked
+    assert (response["frequency_penalty"], response["prompt"]) == (0, None)

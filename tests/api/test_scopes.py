@@ -46,6 +46,8 @@ POST /api/show | POST /completion | POST /completions | POST /infill | POST /emb
 POST /apply-template | GET /props | GET /slots | GET /lora-adapters | GET /tokenizer_info
 POST /invocations | POST /inference/v1/generate | POST /v1/completions/render
 POST /v1/chat/completions/render | POST /v1/chat/completions/batch | POST /generate
+POST /v1/fim/completions | GET /v1/chat/completions | GET /v1/chat/completions/*
+POST /v1/chat/completions/* | DELETE /v1/chat/completions/*
 GET /get_model_info | GET /model_info | POST /chat/completions | POST /chat/completions/input_tokens
 """
 EXPECTED = {

@@ -127,6 +127,14 @@ def test_absent_head_dim_and_kv_heads() -> None:
     assert parse(head_dim=...).head_dim == 128  # a Qwen3 head, as in transformers
 
 
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    assert parse(num_hidden_layers=2.0, vocab_size=64.0) == parse(
+        num_hidden_layers=2, vocab_size=64
+    )
+    with pytest.raises(ConfigError, match="num_hidden_layers must be a positive integer"):
+        parse(num_hidden_layers=2.5)
+
+
 def test_rope_scaling_spelled_in_several_ways() -> None:
     scaling = {name: value for name, value in _LLAMA3.items() if name != "rope_type"}
     for changes in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import jsonschema
 import openai
@@ -162,3 +163,38 @@ def test_embeddings(client: openai.OpenAI, server: Server) -> None:
     assert [it.embedding for it in decoded.data] == [it.embedding for it in numbers.data]
     assert len(numbers.data) == 2
     assert len(numbers.data[0].embedding) > 0
+
+
+def test_what_agents_ask_for_besides(client: openai.OpenAI, server: Server) -> None:
+    """Hints, tools of servers, and answers that are kept."""
+    ask = client.chat.completions.with_raw_response.create
+    answer = ask(
+        model=server.model,
+        messages=MESSAGES,
+        service_tier="flex",
+        verbosity="low",
+        web_search_options={},
+        tools=[{"type": "custom", "custom": {"name": "patch"}}],
+    )
+    named = {"service_tier", "verbosity", "web_search_options", "tools.custom"}
+    assert set(answer.headers["x-pagoda-ignored"].split(", ")) == named
+    kept = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, store=True, metadata={"a": "b"}
+    )
+    assert kept.id in [one.id for one in client.chat.completions.list(metadata={"a": "b"})]
+    assert client.chat.completions.retrieve(kept.id).choices == kept.choices
+    assert client.chat.completions.delete(kept.id).deleted
+
+
+def test_a_batch(client: openai.OpenAI, server: Server) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 20}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    deadline = time.monotonic() + 60
+    while batch.status != "completed" and time.monotonic() < deadline:
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert ANSWER in client.files.content(batch.output_file_id).text

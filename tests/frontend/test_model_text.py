@@ -73,6 +73,14 @@ def test_a_model_that_is_not_to_be_sampled_answers_greedily(
     assert load_model_text(model).default_sampling == default
 
 
+def test_whole_numbers_may_be_written_with_a_point(model: Path) -> None:
+    written = {"top_k": 20.0, "temperature": 0.5, "eos_token_id": [257.0]}
+    write(model / "generation_config.json", written)
+    text = load_model_text(model)
+    assert text.default_sampling == {"top_k": 20, "temperature": 0.5}
+    assert text.eos_token_ids == (257,)
+
+
 def test_sampling_preferences_that_are_not_possible(model: Path) -> None:
     write(model / "generation_config.json", {"top_k": 20.5})
     with pytest.raises(ConfigError, match=r"generation_config\.json.*top_k"):

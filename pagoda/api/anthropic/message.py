@@ -19,6 +19,8 @@ from pagoda.messages.frontend import FinishReason
 
 ABORTED = ApiError(503, "The answer was aborted.")
 
+_NOTHING = {"stop_details": None, "container": None}
+"""Fields of a message that strict clients read, about refusals and containers of code."""
 _CUT = ("max_tokens", "model_context_window_exceeded")
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -70,7 +72,7 @@ class _Block:
         """The block as it is now; None for a call whose input is no JSON object."""
         match self.kind:
             case "text":
-                return {"type": "text", "text": self.text, "citations": None}
+                return {"type": "text", "text": self.text}
             case "thinking":
                 return {"type": "thinking", "thinking": self.text, "signature": self._signature()}
         arguments = _object(self.text)
@@ -102,7 +104,7 @@ class MessageAnswer:
             "role": "assistant",
             "model": model,
         }
-        self._edits = {"context_management": {"applied_edits": []}} if edits else {}
+        self._edits: dict[str, Any] = {"context_management": {"applied_edits": []}} if edits else {}
         self._blocks: list[_Block] = []
         self._call_index = -1
         """Index of the call that is the last block; -1 for another block."""
@@ -136,6 +138,7 @@ class MessageAnswer:
             "content": self._content(is_cut=stop_reason in _CUT),
             "stop_reason": stop_reason,
             "stop_sequence": self._shown_stop_sequence(stop_reason),
+            **_NOTHING,
             "usage": self._usage(),
             **self._edits,
         }
@@ -149,7 +152,7 @@ class MessageAnswer:
             if value is not None:
                 content.append(value)
             elif not is_cut:
-                content.append({"type": "text", "text": block.text, "citations": None})
+                content.append({"type": "text", "text": block.text})
         return content
 
     def end(self) -> bytes:
@@ -162,6 +165,7 @@ class MessageAnswer:
         delta = {
             "stop_reason": stop_reason,
             "stop_sequence": self._shown_stop_sequence(stop_reason),
+            **_NOTHING,
         }
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(), **self._edits}
         events += message_event(last)
@@ -176,6 +180,7 @@ class MessageAnswer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            **_NOTHING,
             "usage": {**self._usage(), "output_tokens": 0},
         }
         return message_event({"type": "message_start", "message": message}) + PING
@@ -235,6 +240,9 @@ class MessageAnswer:
             "cache_read_input_tokens": usage.num_cached_tokens,
             "output_tokens": usage.num_completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens or 0},
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "server_tool_use": None,
+            "inference_geo": None,
             "service_tier": "standard",
         }
 

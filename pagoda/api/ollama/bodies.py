@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.ignored_fields import Hint, Ignored
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from pagoda.frontend.model_text import ModelText
@@ -98,6 +98,12 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     shift: bool | None = None
     """Shortening, like `truncate`, of prompts that do not fit; such prompts are refused here."""
 
+    # OpenAI's fields, which the AI SDK's provider sends beside `options`; they have no effect with Ollama either.
+    temperature: Annotated[Any, Hint()] = None
+    top_p: Annotated[Any, Hint()] = None
+    max_output_tokens: Annotated[Any, Hint()] = None
+    tool_choice: Annotated[Any, Hint(("auto",))] = None
+
 
 class ChatBody(GenerateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /api/chat`."""
@@ -144,7 +150,7 @@ def common_fields(
     """Fields of OpenAI's bodies for what chat and generate have in common; None where nothing is asked for.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     options = body.options or Options()
-    check_options(options, max_model_len)
+    check_options(options, max_model_len, ignored)
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
     if options.num_predict is not None and options.num_predict >= 0:
         fields["max_tokens"] = options.num_predict
@@ -163,8 +169,9 @@ def common_fields(
     return {**fields, **_thinking(body.think, text)}
 
 
-def check_options(options: Options, max_model_len: int) -> None:
-    """Raises InvalidRequestError: an option has a value that is not served; names the option."""
+def check_options(options: Options, max_model_len: int, ignored: Ignored) -> None:
+    """Notes a context that is longer than the server's: what does not fit is refused when it comes.
+    Raises InvalidRequestError: an option has a value that is not served; names the option."""
     for name, neutral in (("vocab_only", False), ("embedding_only", False), ("mirostat", 0)):
         value = getattr(options, name)
         if value is not None and value != neutral:
@@ -174,10 +181,7 @@ def check_options(options: Options, max_model_len: int) -> None:
     if options.tfs_z not in (None, 1):
         refuse("options.tfs_z", "other than 1 is not supported", "not_supported")
     if options.num_ctx is not None and options.num_ctx > max_model_len:
-        refuse(
-            "options.num_ctx",
-            f"must be at most the context of the server, {max_model_len} tokens, got {options.num_ctx}",
-        )
+        ignored.note("options.num_ctx")
 
 
 def _response_format(value: str | dict[str, Any] | None) -> dict[str, Any] | None:

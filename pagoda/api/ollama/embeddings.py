@@ -26,7 +26,7 @@ class EmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_alive: str | float | None = None
     """Time for which the model stays loaded, which is always."""
     options: Options | None = None
-    """Sampling and settings of an engine, which do not change a vector; `num_ctx` must fit the server."""
+    """Sampling and settings of an engine, which do not change a vector."""
 
 
 class EmbedBody(EmbedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +84,7 @@ async def _embed(
         served_name(context.service, body.model), context.client_request
     )
     if body.options is not None:
-        check_options(body.options, generator.endpoint.limits.max_model_len)
+        check_options(body.options, generator.endpoint.limits.max_model_len, context.ignored)
     return await embed(
         generator, texts, options, param=param, client_request=context.client_request
     )

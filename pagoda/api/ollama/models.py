@@ -15,6 +15,8 @@ from pagoda.api.request_context import RequestContext
 from pagoda.checkpoints.card import ModelCard
 from pagoda.version import __version__
 
+_OLLAMA_VERSION = "0.12.11"
+"""Version of Ollama whose API is spoken here; editors refuse servers of versions before those that they need."""
 _FAR_FUTURE = "9999-12-31T23:59:59Z"
 """The model stays loaded."""
 
@@ -118,4 +120,4 @@ async def show(context: RequestContext) -> web.StreamResponse:
 
 
 async def version(context: RequestContext) -> web.StreamResponse:
-    return context.json({"version": __version__})
+    return context.json({"version": _OLLAMA_VERSION, "pagoda": __version__})

@@ -31,12 +31,12 @@ class FimRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fi
     """Mistral's body for filling in the middle. https://docs.mistral.ai/api/endpoint/fim"""
 
     prompt: str
-    random_seed: int | None = None
-    """Mistral's name of `seed`."""
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Messages
+    store: bool | None = None
+    """True keeps the answer, but for streams; see `pagoda.api.openai.stored_chats`."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None

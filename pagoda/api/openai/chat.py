@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from pagoda.api.generation import Generation
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
+from pagoda.api.openai.stored_chats import keep_chat
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
@@ -40,7 +41,10 @@ async def chat_completions(
     """`first_content` is the content of the event that begins an answer: empty for OpenAI, null for llama.cpp."""
     body = await context.parse(ChatRequest)
     generation, shape = await begin_chat(context.caller, body, first_content=first_content)
-    return await generation.respond(context, shape, streams=bool(body.stream))
+    if body.store and body.stream:
+        context.ignored.note("store")
+    keep = partial(keep_chat, context, body) if body.store else None
+    return await generation.respond(context, shape, streams=bool(body.stream), keep=keep)
 
 
 async def count_chat_tokens(context: RequestContext) -> web.StreamResponse:

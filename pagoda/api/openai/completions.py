@@ -43,7 +43,7 @@ async def begin_completion(
         refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
     if body.use_beam_search and body.echo and body.logprobs is not None:
         refuse("echo", "does not go together with logprobs and use_beam_search", "not_supported")
-    prompts = prompts_of(body)
+    prompts: list[Prompt] = [*prompts_of(body)]
     if body.suffix:
         body, prompts = await _with_gap(body, prompts, generator)
     is_bounded = body.max_tokens is not None

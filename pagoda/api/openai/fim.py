@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from pagoda.api.openai.bodies import FimRequest
@@ -16,8 +15,6 @@ from pagoda.frontend.text_generator import TextDelta, joined_deltas
 
 async def fim_completions(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(FimRequest)
-    if body.random_seed is not None:
-        body = msgspec.structs.replace(body, seed=body.random_seed)
     generation, _ = await begin_completion(context.caller, body, default_tokens=None)
     envelope = Envelope(
         body,

@@ -11,7 +11,6 @@ from msgspec import Meta
 
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
-from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.conversations.store import (
     ConversationStore,
     StoredConversation,
@@ -39,7 +38,7 @@ async def create_conversation(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(ConversationBody)
     store = context.service.conversations
     stored = StoredConversation(context.client_request.key_name, body.metadata or {})
-    items = await context.caller.translate(partial(_checked, body, context.ignored))
+    items = await context.caller.translate(partial(_checked, body))
     store.put(stored, items)
     return context.json(stored.object())
 
@@ -68,7 +67,7 @@ async def change_conversation(context: RequestContext) -> web.StreamResponse:
             refuse(
                 "metadata", "is set at the conversation itself, not at its items", "unknown_field"
             )
-        items = await context.caller.translate(partial(_checked, body, context.ignored))
+        items = await context.caller.translate(partial(_checked, body))
         check_room(stored, len(items), "items")
         store.check_bytes(stored, items)
         num_before = len(stored.items)
@@ -116,9 +115,9 @@ def _item(stored: StoredConversation, item_id: str) -> dict[str, Any]:
     return item
 
 
-def _checked(body: ConversationBody, ignored: Ignored) -> list[Item]:
+def _checked(body: ConversationBody) -> list[Item]:
     """The items of a body, with ids. Raises InvalidRequestError: one is no item that a response can go on from."""
-    translation = ChatTranslation(ignored)
+    translation = ChatTranslation()
     items = body.items or []
     for index, item in enumerate(items):
         translation.add_item(item, f"items[{index}]")

@@ -129,9 +129,11 @@ async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) 
     placed = conversation_items(caller, body, items)
 
     async def attempt(start: int, *, clamps: bool) -> Conversation:
-        translation = ChatTranslation(caller.ignored)
+        translation = ChatTranslation()
         chat = await caller.translate(
-            lambda: chat_request(body, translation, without_beginning(placed, start)),
+            lambda: chat_request(
+                body, translation, without_beginning(placed, start), caller.ignored
+            ),
             more=ITEM_CHARS * len(placed),
         )
         with renamed(translation.names):

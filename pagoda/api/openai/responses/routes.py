@@ -61,11 +61,12 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     """Answers with the number of tokens of an input."""
     body = await context.parse(InputTokensRequest)
     caller = context.caller
-    translation = ChatTranslation(caller.ignored)
+    translation = ChatTranslation()
     own = await caller.translate(partial(input_items, caller, body))
     items = conversation_items(caller, body, own)
     chat = await caller.translate(
-        partial(chat_request, body, translation, items), more=ITEM_CHARS * len(items)
+        partial(chat_request, body, translation, items, caller.ignored),
+        more=ITEM_CHARS * len(items),
     )
     with renamed(translation.names):
         count = await count_prompt_tokens(caller, chat)

@@ -50,9 +50,7 @@ PlacedItems = Sequence[tuple[Item, str]]
 class ChatTranslation:
     """The messages of a conversation of items, with the items' names for errors."""
 
-    def __init__(self, ignored: Ignored) -> None:
-        """Tools that are left out are noted in `ignored`."""
-        self.ignored = ignored
+    def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = dict(_NAMES)
         """The client's names of fields and places of the chat body, for `renamed`."""
@@ -163,8 +161,9 @@ def chat_request(
     body: ResponsesRequest | InputTokensRequest,
     translation: ChatTranslation,
     items: PlacedItems,
+    ignored: Ignored,
 ) -> ChatRequest:
-    """The chat body of a conversation.
+    """The chat body of a conversation. Tools that are left out are noted in `ignored`.
     Raises InvalidRequestError: an item or a field is not as it must be; names the field."""
     if body.instructions:
         translation.add_instructions(body.instructions)
@@ -190,7 +189,7 @@ def chat_request(
             refuse("text.format", "and response_format are both given")
         fields["response_format"] = _response_format(body.text.format)
     if body.tools:
-        fields["tools"] = chat_tools(body.tools, translation.ignored, translation.names)
+        fields["tools"] = chat_tools(body.tools, ignored, translation.names)
     if body.tool_choice is not None:
         fields["tool_choice"] = chat_tool_choice(body.tool_choice)
     with renamed(translation.names):

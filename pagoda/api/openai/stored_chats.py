@@ -1,0 +1,94 @@
+"""Chat completions that are kept, as their clients asked with `store`: a list, one, its messages, its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.errors import ApiError
+from pagoda.api.fields import Metadata
+from pagoda.api.openai.bodies import ChatRequest
+from pagoda.api.openai.conversations.store import StoredConversation
+from pagoda.api.openai.responses.items import page_of_items
+from pagoda.api.request_context import RequestContext
+from pagoda.errors import InvalidRequestError
+
+_METADATA = "metadata["
+
+
+class MetadataBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """New metadata of a chat completion."""
+
+    metadata: Metadata
+
+
+def keep_chat(context: RequestContext, body: ChatRequest, completion: dict[str, Any]) -> None:
+    """Keeps an answer and what was asked; one that is too large is named as ignored."""
+    chat_id = completion["id"]
+    messages = [
+        {**msgspec.to_builtins(message), "id": f"{chat_id}-{index}"}
+        for index, message in enumerate(body.messages)
+    ]
+    metadata = body.metadata or {}
+    stored = StoredConversation(context.key_name, metadata, conversation_id=chat_id)
+    try:
+        context.service.chats.put(stored, [completion, *messages])
+    except InvalidRequestError:
+        context.ignored.note("store")
+
+
+async def list_chats(context: RequestContext) -> web.StreamResponse:
+    """The client's completions, oldest first unless `order` says otherwise, of a `model` or with some metadata."""
+    query = context.http.query
+    wanted = {
+        name.removeprefix(_METADATA).removesuffix("]"): value
+        for name, value in query.items()
+        if name.startswith(_METADATA)
+    }
+    shown = [
+        _shown(stored)
+        for stored in context.service.chats.all_of(context.key_name)
+        if wanted.items() <= stored.metadata.items()
+    ]
+    model = query.get("model")
+    found = [one for one in shown if model in (None, one["model"])]
+    return context.json(page_of_items(found, _oldest_first(query)))
+
+
+async def get_chat(context: RequestContext) -> web.StreamResponse:
+    """Answers with a completion, or the messages that it was asked."""
+    chat_id, _, part = context.path_argument.partition("/")
+    stored = context.service.chats.get(context.key_name, chat_id)
+    if part == "messages":
+        _, *messages = stored.items.values()
+        return context.json(page_of_items(messages, _oldest_first(context.http.query)))
+    if part:
+        raise ApiError(404, f"A chat completion has no {part[:64]!r}.")
+    return context.json(_shown(stored))
+
+
+async def change_chat(context: RequestContext) -> web.StreamResponse:
+    """Sets the metadata of a completion."""
+    body = await context.parse(MetadataBody)
+    stored = context.service.chats.get(context.key_name, context.path_argument)
+    context.service.chats.set_metadata(stored, body.metadata)
+    return context.json(_shown(stored))
+
+
+async def delete_chat(context: RequestContext) -> web.StreamResponse:
+    """Forgets a completion."""
+    stored = context.service.chats.get(context.key_name, context.path_argument)
+    context.service.chats.remove(stored)
+    deleted = {"id": stored.conversation_id, "object": "chat.completion.deleted", "deleted": True}
+    return context.json(deleted)
+
+
+def _oldest_first(query: Mapping[str, str]) -> dict[str, str]:
+    return {"order": "asc", **query}
+
+
+def _shown(stored: StoredConversation) -> dict[str, Any]:
+    return {**stored.items[stored.conversation_id], "metadata": stored.metadata}
