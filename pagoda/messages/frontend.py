@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -186,15 +187,15 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position, of the model's own distribution (before penalties and temperature)."""
 
     logprob: Logprob
     rank: Count
     """Rank of the sampled token; 1 is the most likely."""
-    top_token_ids: list[TokenId]
+    top_token_ids: Sequence[TokenId]
     """The most likely tokens, best first; as many as were asked for."""
-    top_logprobs: list[Logprob]
+    top_logprobs: Sequence[Logprob]
 
     def fits(self, vocab_size: int, num_top: int) -> bool:
         """True if these can be of a vocabulary of that size, and of no more likeliest tokens."""
@@ -248,7 +249,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def entries(self) -> list[TokenLogprobs]:
-        """One entry for each token."""
+        """One entry for each token. They may be a million: the collector of garbage need not look at them."""
         ranks, top_ids, logprobs = array("i"), array("i"), array("f")
         ranks.frombytes(self.ranks)
         top_ids.frombytes(self.top_token_ids)
@@ -258,8 +259,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
             TokenLogprobs(
                 logprobs[i * (1 + k)],
                 rank,
-                top_ids[i * k : (i + 1) * k].tolist(),
-                logprobs[i * (1 + k) + 1 : (i + 1) * (1 + k)].tolist(),
+                tuple(top_ids[i * k : (i + 1) * k]),
+                tuple(logprobs[i * (1 + k) + 1 : (i + 1) * (1 + k)]),
             )
             for i, rank in enumerate(ranks)
         ]

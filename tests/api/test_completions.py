@@ -1,21 +1,35 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+from array import array
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from linked_hosts import until
+from scripted_endpoint import TEXT
 from tables import each_row
 
 from pagoda.api.errors import INTERNAL_ERROR
-from pagoda.api.openai.logprobs import TokenSpelling
+from pagoda.api.openai.logprobs import (
+    CompletionLogprobs,
+    TokenSpelling,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_logprob
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    PromptLogprobs,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 
@@ -201,6 +215,33 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(
     assert "long-work" in threads
     if not stream:
         assert threads == {"long-work"}
+
+
+def test_log_probabilities_are_nothing_to_the_collector_of_garbage() -> None:
+    """A full collection looks at all objects that it tracks, and stops all threads meanwhile."""
+    count, num_top = 500, 20
+    ids = list(range(256)) * 2
+    columns = PromptLogprobs(
+        1,
+        num_top,
+        array("i", [1] * count).tobytes(),
+        array("i", (ids[:num_top]) * count).tobytes(),
+        array("f", [-0.5] * (count * (1 + num_top))).tobytes(),
+    )
+    spelling = TokenSpelling(TEXT.tokenizer)
+    prompt = ids[: count + 1]
+    gc.collect()
+    before = len(gc.get_objects())
+    entries = columns.entries()
+    kept = [
+        entries,
+        prompt_logprobs(TEXT.tokenizer, prompt, entries, num_top),
+        chat_logprobs(spelling, prompt[1:], entries),
+        CompletionLogprobs(spelling, num_top).format(prompt[1:], entries),
+    ]
+    gc.collect()
+    assert len(gc.get_objects()) - before < count
+    assert len(kept[1]) == count + 1
 
 
 @each_row(

@@ -135,7 +135,8 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
         {"input": _items(8001, "a"), "max_output_tokens": 1},
         {"input": _items(801, WORDS), "max_output_tokens": 1},
         {"input": LONG, "instructions": LONG},
-        {"input": [{"id": f"msg_{i}"} for i in range(8000)]},
+        {"input": [{**item, "id": f"m{i}"} for i, item in enumerate(_items(4001, "a"))]},
+        {"input": [{"type": "item_reference", "id": f"m{i}"} for i in range(4001)]},
     ],
     InputTokensRequest: lambda: [{"input": _items(8001, "a")}, {"input": LONG}],
     ConversationBody: lambda: [

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagoda.api.generation import Generation
 from pagoda.api.llamacpp.bodies import SamplingFields
-from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
 from pagoda.api.sse import event
 from pagoda.api.timing import AnswerTimes, progress_of, times_of, timings
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
@@ -103,12 +103,14 @@ class LlamaAnswer:
         if not self._asked.body.n_probs or not delta.logprobs:
             return {}
         spelling = TokenSpelling(self._generation.generator.text.tokenizer)
-        entries = chat_logprobs(spelling, delta.token_ids, delta.logprobs)["content"]
+        entries = chat_entries(spelling, delta.token_ids, delta.logprobs)
+        told = []
         for token_id, entry, known in zip(delta.token_ids, entries, delta.logprobs, strict=True):
             entry["id"] = token_id
             for top_id, top in zip(known.top_token_ids, entry["top_logprobs"], strict=True):
                 top["id"] = top_id
-        return {"completion_probabilities": entries}
+            told.append(encoded_entry(entry))
+        return {"completion_probabilities": told}
 
     @property
     def _num_prompt_tokens(self) -> int:

@@ -11,7 +11,7 @@ import msgspec
 from pagoda.api.conversation import MessageReader
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.ollama.dialect import line
-from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.api.timing import AnswerTimes, times_of
 from pagoda.frontend.text_generator import TextDelta
@@ -41,7 +41,7 @@ class OllamaAnswer:
         self._calls = _ToolCalls()
         self._parts: list[AnswerDelta] = []
         self._whole_calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
         self._last = TextDelta("", [])
         self._times = AnswerTimes()
 
@@ -61,14 +61,12 @@ class OllamaAnswer:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         return {"model": self._model, "created_at": now, **self._spell(parts, calls)}
 
-    def _entries(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def _entries(self, delta: TextDelta) -> list[msgspec.Raw]:
         if not self._has_logprobs or delta.logprobs is None:
             return []
         spelling = TokenSpelling(self._generation.generator.text.tokenizer)
-        content: list[dict[str, Any]] = chat_logprobs(spelling, delta.token_ids, delta.logprobs)[
-            "content"
-        ]
-        return content
+        entries = chat_entries(spelling, delta.token_ids, delta.logprobs)
+        return list(map(encoded_entry, entries))
 
     def add(self, delta: TextDelta) -> None:
         parts, calls = self._read(delta)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import msgspec
+
+from pagoda.api.sse import encode_json
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import TokenLogprobs
 
@@ -43,43 +46,50 @@ class TokenSpelling:
         return {"token": text, "logprob": max(logprob, _FLOOR), "bytes": list(token)}
 
 
+def encoded_entry(value: object) -> msgspec.Raw:
+    """JSON in the place of many small objects, which the collector of garbage would look at again and again."""
+    return msgspec.Raw(encode_json(value))
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int
-) -> list[dict[str, Any] | None]:
+) -> list[msgspec.Raw | None]:
     """`prompt_logprobs` as vLLM has them: None for the first of the prompt's tokens, for each other one an object
     by token id with the token itself and the `num_top` likeliest ones."""
-    positions: list[dict[str, Any] | None] = [None]
+    positions: list[msgspec.Raw | None] = [None]
     for token_id, entry in zip(token_ids[1:], entries, strict=True):
         top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
         ranked = [(token_id, entry.logprob, entry.rank)]
         ranked += [(i, logprob, rank) for rank, (i, logprob) in enumerate(top, 1) if i != token_id]
-        positions.append(
-            {
-                str(i): {
-                    "logprob": max(logprob, _FLOOR),
-                    "rank": rank,
-                    "decoded_token": tokenizer.token_bytes(i).decode("utf-8", errors="replace"),
-                }
-                for i, logprob, rank in ranked
+        position = {
+            str(i): {
+                "logprob": max(logprob, _FLOOR),
+                "rank": rank,
+                "decoded_token": tokenizer.token_bytes(i).decode("utf-8", errors="replace"),
             }
-        )
+            for i, logprob, rank in ranked
+        }
+        positions.append(encoded_entry(position))
     return positions
+
+
+def chat_entries(
+    spelling: TokenSpelling, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> Iterator[dict[str, Any]]:
+    """The elements of `choices[].logprobs.content` of chat completions."""
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        yield {
+            **spelling.chat_token(token_id, entry.logprob),
+            "top_logprobs": [spelling.chat_token(i, logprob) for i, logprob in top],
+        }
 
 
 def chat_logprobs(
     spelling: TokenSpelling, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
 ) -> dict[str, Any]:
     """`choices[].logprobs` of chat completions."""
-    content = []
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        content.append(
-            {
-                **spelling.chat_token(token_id, entry.logprob),
-                "top_logprobs": [spelling.chat_token(i, logprob) for i, logprob in top],
-            }
-        )
-    return {"content": content}
+    return {"content": list(map(encoded_entry, chat_entries(spelling, token_ids, entries)))}
 
 
 class CompletionLogprobs:
@@ -96,7 +106,7 @@ class CompletionLogprobs:
         """The entry of the first token of a prompt, which nothing is in front of, is None."""
         tokens, offsets = [], []
         logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
+        top_logprobs: list[msgspec.Raw | None] = []
         for token_id, entry in zip(token_ids, entries, strict=True):
             token = self._spelling.text(token_id)
             tokens.append(token)
@@ -111,7 +121,7 @@ class CompletionLogprobs:
             for i, logprob in islice(likeliest, self._num_top):
                 top.setdefault(self._spelling.text(i), max(logprob, _FLOOR))
             logprobs.append(top[token])
-            top_logprobs.append(top)
+            top_logprobs.append(encoded_entry(top))
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,

@@ -15,7 +15,7 @@ from pagoda.api.fields import KVTransferParams, StreamOptions, TokenIds, renamed
 from pagoda.api.generation import ANSWER_CHARS, Answer, Generation
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
-from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import DONE, event
 from pagoda.errors import refuse
@@ -67,11 +67,13 @@ class _TokensAnswer:
         delta = joined_deltas(self._deltas) if delta is None else delta
         logprobs = None
         if self._num_top is not None and delta.logprobs:
-            logprobs = chat_logprobs(self._spelling, delta.token_ids, delta.logprobs)
-            for entry in logprobs["content"]:
+            content = []
+            for entry in chat_entries(self._spelling, delta.token_ids, delta.logprobs):
                 entry["top_logprobs"] = entry["top_logprobs"] or [
                     {name: value for name, value in entry.items() if name != "top_logprobs"}
                 ]
+                content.append(encoded_entry(entry))
+            logprobs = {"content": content}
         return {
             "index": self._index,
             "logprobs": logprobs,

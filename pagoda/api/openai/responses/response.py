@@ -10,7 +10,7 @@ from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.kv_transfer import transfer_fields
-from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
 from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.openai.responses.events import EventWriter
 from pagoda.api.openai.responses.output import Output, new_id
@@ -195,7 +195,7 @@ class ResponseAnswer:
         """The log-probabilities of the tokens of `parts.content`, as far as they are known."""
         if delta.logprobs is None:
             return []
-        self._logprobs += chat_logprobs(self._spelling, delta.token_ids, delta.logprobs)["content"]
+        self._logprobs += chat_entries(self._spelling, delta.token_ids, delta.logprobs)
         if parts.reasoning or parts.tool_calls:
             self._is_in_content = False
             if not parts.content:
