@@ -78,7 +78,7 @@ def _load_kernels(directory: Path) -> None:
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Callable[..., ServerProcess]]:
-    """Starts `pagoda serve` with flags, once for all tests that ask for these; who harms it has a server of its own."""
+    """Starts `pagoda serve` once for all tests that ask for these flags and do it no harm."""
     with ExitStack() as stack:
 
         @functools.cache
