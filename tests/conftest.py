@@ -1,9 +1,11 @@
 """For all tests."""
 
+import functools
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import settings
 from trace_writers import TraceWriters
 
 from benchmarks.chaos.fuzz.kernels import load_kernels
+from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV
 from pagoda.worker.pinning import set_order_of_sums
 
@@ -71,6 +74,18 @@ def _load_kernels(directory: Path) -> None:
         load_kernels(directory)
     except ImportError as error:
         raise pytest.UsageError(f"--kernels: {error}") from None
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts `pagoda serve` once for all tests that ask for these flags and do it no harm."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def start(*flags: str) -> ServerProcess:
+            return stack.enter_context(server_process(flags))
+
+        yield start
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ANSWERS.anew = config.getoption("update_answers")
     told = getattr(config, "workerinput", {}).get("change")
     config.stash[CHANGE] = Change(told[0], frozenset(told[1])) if told else find_change()
-    if told is None and (config.getoption("update_durations") or config.getoption("pin_failures")):
+    if told is None:
         config.pluginmanager.register(_Records(config))
 
 

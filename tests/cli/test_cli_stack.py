@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,9 +21,8 @@ DUMMY = "--load-format dummy --threads 1 --kv-cache-memory-bytes 4MiB"
 
 
 @pytest.fixture(scope="module")
-def sim_server() -> Iterator[ServerProcess]:
-    with server_process(["--executor", "sim", "--log-level", "warning"]) as server:
-        yield server
+def sim_server(shared_server: Callable[..., ServerProcess]) -> ServerProcess:
+    return shared_server("--executor", "sim", "--log-level", "warning")
 
 
 def request_rows(directory: Path) -> set[str]:

@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +58,8 @@ def _of(language: str) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with server_process(["--log-level", "warning"]) as running:
-        yield running
+def server(shared_server: Callable[..., ServerProcess]) -> ServerProcess:
+    return shared_server("--log-level", "warning")
 
 
 @pytest.fixture(scope="module")

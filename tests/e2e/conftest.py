@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
-from pagoda.cli.server_process import server_process
+from pagoda.cli.server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")
-def plain_url() -> Iterator[str]:
+def plain_url(shared_server: Callable[..., ServerProcess]) -> str:
     """Address of a server of the embedded model in float32 on one device: what others must answer, too."""
-    with server_process(["--dtype", "float32", "--log-level", "warning"]) as server:
-        yield server.base_url
+    return shared_server("--dtype", "float32", "--log-level", "warning").base_url
