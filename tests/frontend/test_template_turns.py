@@ -5,9 +5,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from operations import assert_linear
 from published_templates import PUBLISHED, published
 
+from pagoda.errors import InvalidRequestError
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.conversation import Message, render_conversation
 from pagoda.frontend.template_traits import TemplateTraits
@@ -194,6 +197,58 @@ def test_tools_without_descriptions_and_parameters() -> None:
     tools = [{"type": "function", "function": {"name": "get_weather"}}]
     assert "type get_weather" in rendered("openai-gpt-oss-120b.jinja", USER, tools=tools)
     assert '{"name": "get_weather"}' in rendered("qwen3:0.6b", USER, tools=tools)
+
+
+TEXTS = st.sampled_from(["x", "", " ws \n", "<think>t</think>y"])
+PARTS = st.lists(TEXTS, max_size=3).map(lambda them: [{"type": "text", "text": it} for it in them])
+CALL = st.fixed_dictionaries(
+    {
+        "id": st.sampled_from(["c1", "aB3dE6gH9", None]),
+        "function": st.fixed_dictionaries(
+            {
+                "name": st.just("f"),
+                "arguments": st.sampled_from(
+                    ["", "{}", '{"a": [1, {"b":', "[1]", "no", '{"a": null}']
+                ),
+            }
+        ),
+    }
+)
+TURN = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "developer", "user", "tool"]),
+        "content": TEXTS | PARTS,
+        "name": st.sampled_from(["ada", None]),
+        "tool_call_id": st.sampled_from(["c1", None]),
+    }
+) | st.fixed_dictionaries(
+    {
+        "role": st.just("assistant"),
+        "content": TEXTS | PARTS | st.none(),
+        "tool_calls": st.lists(CALL, max_size=3),
+        "reasoning_content": st.sampled_from(["why", None]),
+    }
+)
+
+
+@given(
+    st.sampled_from(list(PUBLISHED)),
+    st.lists(TURN, min_size=1, max_size=6),
+    st.sampled_from([None, [{"type": "function", "function": {"name": "f"}}]]),
+    st.booleans(),
+)
+def test_any_history_is_rendered_or_refused_in_a_sentence(
+    name: str, turns: list[Turn], tools: list[Turn] | None, continues: bool
+) -> None:
+    try:
+        prompt = rendered(name, *turns, tools=tools, continue_final_message=continues)
+    except InvalidRequestError as error:
+        if error.param not in ("messages", "continue_final_message"):
+            raise
+        return
+    content = turns[-1]["content"] or ""
+    last = content[-1]["text"] if isinstance(content, list) else content
+    assert not continues or prompt.rstrip().endswith(last.strip())
 
 
 def test_turns_that_need_nothing_stay_as_they_are() -> None:
