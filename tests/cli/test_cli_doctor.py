@@ -246,3 +246,11 @@ def test_what_an_encoder_gives(architecture: str, gives: str) -> None:
     assert said["gives"].startswith(gives)
     assert said["KV cache"].startswith("none is kept: ")
     assert "28 with attention both ways" in said["layers"]
+
+
+def test_a_context_beyond_which_frequencies_are_others_is_told() -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "type": "longrope"}
+    long = {"original_max_position_embeddings": 4096, "rope_scaling": factors}
+    told = dict(model_facts(config("qwen3-0.6b", **long), "auto"))["context"]
+    assert told == "40,960 tokens; above --max-model-len 4096 frequencies of all prompts are others"
+    assert dict(model_facts(config("qwen3-0.6b"), "auto"))["context"] == "40,960 tokens"
