@@ -188,6 +188,18 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
     ),
     (
         "hermes",
+        '<tool_call>{"name": "f", "arguments": {"s": "say "hi" and "yo"", "a": 1}}</tool_call>',
+        [("f", {"s": 'say "hi" and "yo"', "a": 1})],
+        "",
+    ),
+    (
+        "hermes",
+        "<tool_call>{'arguments': {'s': 'it's so'}, 'name': 'f'}</tool_call>",
+        [("f", {"s": "it's so"})],
+        "",
+    ),
+    (
+        "hermes",
         '<tool_call>{"arguments": {"s": "one\ntwo"}, "name": "f",}</tool_call>',
         [("f", {"s": "one\ntwo"})],
         "",

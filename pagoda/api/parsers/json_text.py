@@ -1,7 +1,7 @@
 """JSON as models write it, made valid JSON as it comes.
 
-Models break lines within strings, escape what JSON does not, take Python's quotes and names of constants, set one
-comma too many or too few, and forget closing braces.
+Models break lines within strings, escape what JSON does not and forget what it does, take Python's quotes and
+constants, set one comma too many or too few, and forget closing braces.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class JsonMender:
         self._open = list(within)
         self._quote = ""
         """The quote that ends the string that has begun."""
+        self._ending = ""
+        """A quote that ends the string if what follows it and white space does so, too."""
         self._escape = ""
         """An escape that has begun, from its backslash on."""
         self._word = ""
@@ -59,6 +61,8 @@ class JsonMender:
 
     def finish(self, *, is_cut: bool) -> str:
         """The rest of a value that its text ends in: closing braces, unless it was cut off, or within an item."""
+        if self._ending:
+            self._end_string(is_end=True)
         if is_cut or self._quote or (self._wants_value and not self._word):
             self._out += (self._comma, self._word, self._escape)
         else:
@@ -151,6 +155,8 @@ class JsonMender:
         """Takes text within a string. Returns the index behind it; no value ends there."""
         if self._escape:
             return self._in_escape(text, at), False
+        if self._ending:
+            return self._behind_quote(text, at), False
         plain = _PLAIN.match(text, at)
         if plain is not None:
             self._out.append(plain[0])
@@ -159,14 +165,32 @@ class JsonMender:
         if character == "\\":
             self._escape = character
         elif character == self._quote:
-            self._quote = ""
-            self._follows_item = True
-            self._out.append('"')
+            self._ending = character
         elif character == "'":
             self._out.append(character)
         else:
             self._out.append(json.dumps(character)[1:-1])
         return at + 1, False
+
+    def _behind_quote(self, text: str, at: int) -> int:
+        """Takes white space behind a quote. Models forget to escape quotes within strings: one ends the string if
+        a comma, a colon, a brace or a tag follows."""
+        character = text[at]
+        if character.isspace() and len(self._ending) <= _MAX_HELD:
+            self._ending += character
+            return at + 1
+        self._end_string(is_end=character in ",:}]<`" or character.isspace())
+        return at
+
+    def _end_string(self, *, is_end: bool) -> None:
+        quote, space = self._ending[0], self._ending[1:]
+        self._ending = ""
+        if is_end:
+            self._quote = ""
+            self._follows_item = True
+            self._out += ('"', space)
+        else:
+            self._out.append(json.dumps(quote + space)[1:-1])
 
     def _in_escape(self, text: str, at: int) -> int:
         """Takes a character of an escape; the backslash of one that JSON does not know is itself escaped."""

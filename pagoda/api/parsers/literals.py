@@ -14,18 +14,24 @@ _FAULTS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 def read_literal(text: str) -> object:
     """The value of a literal. Raises ValueError: the text is none."""
-    try:
-        [value] = json.loads(mended(f"[{text}]") or "")
+    for read in (json.loads, _python_value, _mended_value):
+        try:
+            value: object = read(text)
+        except _FAULTS:
+            continue
         return value
-    except _FAULTS:
-        pass
-    try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # of escapes and numbers, to whoever reads the log
-            return _node_value(ast.parse(text.strip(), mode="eval").body)
-    except _FAULTS:
-        raise ValueError("no literal") from None
+    raise ValueError("no literal")
+
+
+def _mended_value(text: str) -> object:
+    [value] = json.loads(mended(f"[{text}]") or "")
+    return value
+
+
+def _python_value(text: str) -> object:
+    # Warnings of escapes and numbers would be for whoever reads the log.
+    with warnings.catch_warnings(action="ignore"):
+        return _node_value(ast.parse(text.strip(), mode="eval").body)
 
 
 def _node_value(node: ast.expr) -> object:
