@@ -100,7 +100,7 @@ class HostTrace:
             problems = ["The trace was ended there."]
         paths = await beside(partial(fragments_of, self._owner.directory, self._owner.run))
         self._fragments = {path.name: path for path in paths}
-        return HostTraceStopped(problems, list(self._fragments))
+        return HostTraceStopped(problems, list(self._fragments)[:_MAX_FRAGMENTS])
 
     async def _part(self, asked: FetchFragment) -> FragmentPart:
         path, data = self._fragments.get(asked.name), b""

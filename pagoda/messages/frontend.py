@@ -116,7 +116,7 @@ class GenerateRequest(
     """An engine took this request before, so it is not refused for want of room."""
     session: str | None = None
     """Requests of the same session may be served by the same replica; has no effect on the answer."""
-    data_parallel_rank: int | None = None
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=2**16)] | None = None
     """Number of the replica that the request goes to while that takes requests; None leaves the choice to the
     policy. Has no effect on the answer."""
     holds_kv: bool = False

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Sentence
 from pagoda.telemetry.tracer import TraceSession
 
 MAX_PART_BYTES = 2**20
+_FileName = Annotated[str, Meta(max_length=512)]
+_Sentence = Annotated[str, Meta(max_length=2**16)]
+_Offset = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_trace"):
@@ -37,24 +41,24 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
 class HostTraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="host_trace_stopped"):
     """A host's answer to a router's `StopTrace`: all fragments of the host are closed."""
 
-    problems: list[str] = []
-    fragments: list[str] = []
+    problems: Annotated[list[_Sentence], Meta(max_length=4096)] = []
+    fragments: Annotated[list[_FileName], Meta(max_length=4096)] = []
     """Names for `FetchFragment`."""
 
 
 class FetchFragment(msgspec.Struct, frozen=True, tag="fetch_fragment"):
     """Asks a host for a part of a fragment, from a byte on."""
 
-    name: str
-    offset: int
+    name: _FileName
+    offset: _Offset
 
 
 class FragmentPart(msgspec.Struct, frozen=True, tag="fragment_part"):
     """Answers `FetchFragment` with at most `MAX_PART_BYTES`; none at the fragment's end."""
 
-    name: str
-    offset: int
-    data: bytes
+    name: _FileName
+    offset: _Offset
+    data: Annotated[bytes, Meta(max_length=MAX_PART_BYTES)]
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):
