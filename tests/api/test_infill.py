@@ -46,6 +46,14 @@ async def test_what_fills_a_gap_ends_before_another_file(serve_api) -> None:
     assert set(api.endpoint.requests[0].sampling.stop_token_ids) >= {7, *ends}
 
 
+async def test_llama_cpps_gaps_end_there_too(serve_api) -> None:
+    text = fim_text((*QWEN_MARKS, "<|file_sep|>"))
+    api = await serve_api(text=text)
+    await api.post("/infill", {"input_prefix": "ab", "input_suffix": "yz"})
+    ends = [text.tokenizer.token_id("<|file_sep|>")]
+    assert list(api.endpoint.requests[0].sampling.stop_token_ids) == ends
+
+
 async def test_a_text_without_a_gap_is_continued(serve_api) -> None:
     api = await serve_api(text=fim_text())
     for path, body in (("/v1/completions", {"suffix": ""}), (FIM, {}), (FIM, {"suffix": None})):

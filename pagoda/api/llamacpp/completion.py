@@ -11,7 +11,7 @@ from pagoda.api.body import convert_body
 from pagoda.api.errors import ApiError, context_exceeded
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
-from pagoda.api.infill import infill_prompt, known_tokens, marks_of
+from pagoda.api.infill import InfillMarks, infill_prompt, known_tokens, marks_of
 from pagoda.api.list_shape import ListShape
 from pagoda.api.llamacpp.answers import Asked, LlamaAnswer
 from pagoda.api.llamacpp.bodies import (
@@ -46,20 +46,34 @@ async def completion(context: RequestContext) -> web.StreamResponse:
 async def infill(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(InfillBody)
     generator = context.service.admit(body.model, context.client_request)
-    return await _respond(context, body, [await _infill_prompt(body, generator)], is_list=False)
+    marks = marks_of(generator.text.tokenizer)
+    if marks is None:
+        raise ApiError(400, "Infill is not supported by this model: it has no tokens for it.")
+    prompt = await _infill_prompt(body, generator, marks)
+    return await _respond(context, body, [prompt], is_list=False, ends=marks.ends)
 
 
 async def _respond(
-    context: RequestContext, body: SamplingFields, prompts: Sequence[list[int]], *, is_list: bool
+    context: RequestContext,
+    body: SamplingFields,
+    prompts: Sequence[list[int]],
+    *,
+    is_list: bool,
+    ends: Sequence[int] = (),
 ) -> web.StreamResponse:
-    generation, shape = await begin_llama(context.caller, body, prompts, is_list=is_list)
+    generation, shape = await begin_llama(context.caller, body, prompts, is_list=is_list, ends=ends)
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
 async def begin_llama(
-    caller: Caller, body: SamplingFields, prompts: Sequence[list[int]], *, is_list: bool
+    caller: Caller,
+    body: SamplingFields,
+    prompts: Sequence[list[int]],
+    *,
+    is_list: bool,
+    ends: Sequence[int] = (),
 ) -> tuple[Generation, ListShape]:
-    """Prepares the answers to prompts, and their shape.
+    """Prepares the answers to prompts, and their shape; `ends` are tokens that end them, besides the model's.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model, caller.client_request)
     limits = generator.endpoint.limits
@@ -82,6 +96,7 @@ async def begin_llama(
                     limits.max_model_len,
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
+            request["stop_token_ids"] = list(ends)
             converted = await caller.translate(partial(convert_body, request, CompletionRequest))
             begun, _ = await begin_completion(caller, converted)
             begun.rename_constraints(NAMES)
@@ -98,11 +113,10 @@ async def begin_llama(
     return generation, ListShape(answers, is_list=is_list or len(requests) > 1)
 
 
-async def _infill_prompt(body: InfillBody, generator: TextGenerator) -> list[int]:
-    """The prompt for the gap between prefix and suffix. Raises ApiError: 400, the model has no tokens for it."""
-    marks = marks_of(generator.text.tokenizer)
-    if marks is None:
-        raise ApiError(400, "Infill is not supported by this model: it has no tokens for it.")
+async def _infill_prompt(
+    body: InfillBody, generator: TextGenerator, marks: InfillMarks
+) -> list[int]:
+    """The prompt for the gap between prefix and suffix."""
     prompt = await infill_prompt(
         generator,
         marks,
