@@ -109,6 +109,8 @@ class Change(NamedTuple):
 
     def touches(self, file: str) -> bool:
         """Whether `file` of tests, or a module that it is named after, has changed."""
+        if file.startswith("tests/backend/test_cpu") and self.touches_kernels():
+            return True
         room, stem = Path(file).parent.name, Path(file).stem.removeprefix("test_")
         return file in self.files or any(
             room in Path(path).parts and _is_named_after(stem, Path(path).stem, room)
@@ -117,7 +119,11 @@ class Change(NamedTuple):
 
     def rooms(self) -> set[str]:
         """Names of the directories of tests whose code or tests have changed."""
-        return {part for path in self.files for part in Path(path).parts[1:-1]}
+        rooms = {part for path in self.files for part in Path(path).parts[1:-1]}
+        return rooms | ({"backend"} if self.touches_kernels() else set())
+
+    def touches_kernels(self) -> bool:
+        return any(path.startswith("csrc/") for path in self.files)
 
 
 def _is_named_after(subject: str, module: str, room: str) -> bool:

@@ -117,6 +117,9 @@ def test_what_is_dear_runs_where_a_change_touches_it() -> None:
     assert touched.touches("tests/kv/test_kv_manager_more.py")
     assert not touched.touches("tests/engine/test_manager.py")
     assert touched.rooms() == {"kv"}
+    kernels = Change("c", frozenset({"csrc/sampler.cpp"}))
+    assert kernels.touches("tests/backend/test_cpu_attention.py")
+    assert kernels.rooms() == {"backend"}
 
 
 def test_a_tenth_of_the_interpreters_cases_run_until_their_sources_change() -> None:
