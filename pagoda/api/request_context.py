@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -20,6 +20,15 @@ from pagoda.api.sse import EventStream, encode_in_parts, encode_json
 from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics
 
 T = TypeVar("T")
+
+
+_PIECE_BYTES = 2**20
+"""Bytes of an answer that are copied in one turn of the event loop."""
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]
 
 
 def take_timeout(client_request: ClientRequest, body: object) -> None:
@@ -174,8 +183,11 @@ class RequestContext:
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> web.Response:
-        own = {"Content-Type": content_type, **self.headers}
-        return web.Response(body=body, status=status, headers={**own, **(headers or {})})
+        own = {"Content-Type": content_type, **self.headers, **(headers or {})}
+        if len(body) <= _PIECE_BYTES:
+            return web.Response(body=body, status=status, headers=own)
+        own["Content-Length"] = str(len(body))
+        return web.Response(body=_pieces(body), status=status, headers=own)
 
     async def stream(self, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
         """An answer as events. Errors before the first event are raised; later errors become an `error` event."""

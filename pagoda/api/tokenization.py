@@ -52,7 +52,8 @@ async def tokenize(context: RequestContext) -> web.StreamResponse:
     context.service.check_model(body.model)
     generator = context.service.ready_generator().of_client(context.client_request)
     if body.content is not None:
-        return context.json({"tokens": await _llama_tokens(body, generator)})
+        tokens = await _llama_tokens(body, generator)
+        return await context.sized_json({"tokens": tokens}, len(body.content))
     _check_names(body)
     token_ids = await _token_ids(body, generator)
     answer: dict[str, Any] = {

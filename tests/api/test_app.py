@@ -271,3 +271,12 @@ async def test_log_lines_hold_no_line_breaks(api, caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO", logger="pagoda.api")
     await api.get("/nothing%0AERROR%20fake")
     assert [record.getMessage().count("\n") for record in caplog.records] == [0]
+
+
+async def test_a_large_answer_comes_in_pieces_and_says_its_length(serve_api) -> None:
+    api = await serve_api(max_model_len=1 << 20)
+    ids = [97] * 500_000
+    answer = await api.post("/tokenize", {"content": "a" * len(ids), "with_pieces": True})
+    assert answer.headers["Content-Length"] == str(len(answer.body))
+    assert "Transfer-Encoding" not in answer.headers
+    assert answer.json() == {"tokens": [{"id": 97, "piece": "a"}] * len(ids)}
