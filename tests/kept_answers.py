@@ -89,4 +89,5 @@ def _write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
+        os.fchmod(file.fileno(), 0o644)
     Path(file.name).replace(path)
