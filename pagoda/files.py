@@ -34,10 +34,9 @@ def read_regular(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """The bytes of a regular file, as those of models are; of whoever made them nothing is known.
     Raises OSError: it is no regular file, is larger than `most_bytes`, or cannot be read."""
     with open(path, "rb", opener=open_regular) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
-    return data
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+        return file.read()
 
 
 def read_file(path: Path, flag: str) -> bytes:
