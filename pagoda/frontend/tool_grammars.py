@@ -81,15 +81,19 @@ class _TaggedArguments:
             free = f"{writer.until(self._between)} {writer.until(self._after)}"
             is_empty = tool.schema.get("additionalProperties") is False or not tool.schema
             return '""' if is_empty else f"({writer.literal(self._before)} {free})*"
+        names = "|".join(map(re.escape, properties))
+        text = writer.text_without(self._unheld.replace("{names}", names))
         parts = []
         for name, schema in properties.items():
             head = writer.literal(f"{self._before}{name}{self._between}")
-            part = f"{head} {self._value(writer, tool, name, schema)}"
+            part = f"{head} {self._value(writer, tool, name, schema, text)}"
             parts.append(part if name in required else f"({part})?")
         return writer.rule(" ".join(parts))
 
-    def _value(self, writer: LarkWriter, tool: CallableTool, name: str, schema: Any) -> str:
-        """The value of an argument and the tag behind it."""
+    def _value(
+        self, writer: LarkWriter, tool: CallableTool, name: str, schema: Any, text: str
+    ) -> str:
+        """The value of an argument and the tag behind it; `text` is a terminal for free strings."""
         found = resolved(schema, tool.schema)
         if not isinstance(found, dict) or "string" not in types_of(found, tool.schema):
             value = _json_part(writer, tool, schema)
@@ -106,8 +110,6 @@ class _TaggedArguments:
                 f"has the keyword {unheld} for argument {name[:64]!r} of the strict tool {tool.name!r}, which "
                 "the format of this model's calls cannot hold",
             )
-        names = "|".join(map(re.escape, _properties(tool)[0]))
-        text = writer.text_without(self._unheld.replace("{names}", names))
         return writer.until(self._after, text=text)
 
 
