@@ -70,7 +70,7 @@ class _TaggedArguments:
     """Arguments between tags; strings have no quotes."""
 
     def __init__(self, before: str, between: str, after: str, unheld: str) -> None:
-        """`unheld` is a regular expression of what ends a value too, where `{names}` are those of arguments."""
+        """`unheld` is a regular expression of what ends a value, too."""
         self._before, self._between, self._after = before, between, after
         self._unheld = unheld
 
@@ -81,8 +81,7 @@ class _TaggedArguments:
             free = f"{writer.until(self._between)} {writer.until(self._after)}"
             is_empty = tool.schema.get("additionalProperties") is False or not tool.schema
             return '""' if is_empty else f"({writer.literal(self._before)} {free})*"
-        names = "|".join(map(re.escape, properties))
-        text = writer.text_without(self._unheld.replace("{names}", names))
+        text = writer.text_without(self._unheld)
         parts = []
         for name, schema in properties.items():
             head = writer.literal(f"{self._before}{name}{self._between}")
@@ -188,12 +187,12 @@ _ARGUMENTS: Mapping[str, _Arguments] = MappingProxyType(
     {
         "qwen3_coder": _TaggedArguments(
             *("<parameter=", ">\n", "\n</parameter>\n"),
-            r"</parameter>\s*(<parameter=|</?function|</?tool_call>)|<parameter=\s*({names})\s*>"
+            r"</parameter>\s*(<parameter=|</?function|</?tool_call>)|<parameter=[^<>]*>"
             r"|</function>\s*(</tool_call>|<tool_call>|<function=)|</tool_call>\s*<tool_call>",
         ),
         "glm45": _TaggedArguments(
             *("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-            r"</arg_value>\s*(<arg_key>|</?tool_call>)|<arg_key>\s*({names})\s*</arg_key>"
+            r"</arg_value>\s*(<arg_key>|</?tool_call>)|<arg_key>[^<]*</arg_key>"
             r"|</tool_call>\s*<tool_call>",
         ),
         "pythonic": _python_arguments,
