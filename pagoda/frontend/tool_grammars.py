@@ -70,7 +70,7 @@ class _TaggedArguments:
     """Arguments between tags; strings have no quotes."""
 
     def __init__(self, before: str, between: str, after: str, unheld: str) -> None:
-        """`unheld` is a regular expression of what ends a value too, where `{names}` are those of arguments."""
+        """`unheld` is a regular expression of what ends a value, too."""
         self._before, self._between, self._after = before, between, after
         self._unheld = unheld
 
@@ -81,15 +81,18 @@ class _TaggedArguments:
             free = f"{writer.until(self._between)} {writer.until(self._after)}"
             is_empty = tool.schema.get("additionalProperties") is False or not tool.schema
             return '""' if is_empty else f"({writer.literal(self._before)} {free})*"
+        text = writer.text_without(self._unheld)
         parts = []
         for name, schema in properties.items():
             head = writer.literal(f"{self._before}{name}{self._between}")
-            part = f"{head} {self._value(writer, tool, name, schema)}"
+            part = f"{head} {self._value(writer, tool, name, schema, text)}"
             parts.append(part if name in required else f"({part})?")
         return writer.rule(" ".join(parts))
 
-    def _value(self, writer: LarkWriter, tool: CallableTool, name: str, schema: Any) -> str:
-        """The value of an argument and the tag behind it."""
+    def _value(
+        self, writer: LarkWriter, tool: CallableTool, name: str, schema: Any, text: str
+    ) -> str:
+        """The value of an argument and the tag behind it; `text` is a terminal for free strings."""
         found = resolved(schema, tool.schema)
         if not isinstance(found, dict) or "string" not in types_of(found, tool.schema):
             value = _json_part(writer, tool, schema)
@@ -106,8 +109,6 @@ class _TaggedArguments:
                 f"has the keyword {unheld} for argument {name[:64]!r} of the strict tool {tool.name!r}, which "
                 "the format of this model's calls cannot hold",
             )
-        names = "|".join(map(re.escape, _properties(tool)[0]))
-        text = writer.text_without(self._unheld.replace("{names}", names))
         return writer.until(self._after, text=text)
 
 
@@ -186,12 +187,12 @@ _ARGUMENTS: Mapping[str, _Arguments] = MappingProxyType(
     {
         "qwen3_coder": _TaggedArguments(
             *("<parameter=", ">\n", "\n</parameter>\n"),
-            r"</parameter>\s*(<parameter=|</?function|</?tool_call>)|<parameter=\s*({names})\s*>"
+            r"</parameter>\s*(<parameter=|</?function|</?tool_call>)|<parameter=[^<>]*>"
             r"|</function>\s*(</tool_call>|<tool_call>|<function=)|</tool_call>\s*<tool_call>",
         ),
         "glm45": _TaggedArguments(
             *("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-            r"</arg_value>\s*(<arg_key>|</?tool_call>)|<arg_key>\s*({names})\s*</arg_key>"
+            r"</arg_value>\s*(<arg_key>|</?tool_call>)|<arg_key>[^<]*</arg_key>"
             r"|</tool_call>\s*<tool_call>",
         ),
         "pythonic": _python_arguments,
