@@ -7,7 +7,7 @@ change nothing at any value. A field that is null counts as left out, and a numb
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
@@ -30,8 +30,6 @@ LARGE_BODY_BYTES = 64 << 10
 """Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 _MAX_QUOTED_CHARS = 256
-_MAX_MENDS = 16
-"""Times that a body is mended and decoded anew."""
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MEDIA = re.compile(r"Invalid enum value '(?P<kind>\w*(?:image|audio|video|file)\w*)'$")
@@ -98,22 +96,21 @@ def _decoded(body: bytes, kind: type[T], ignored: Ignored) -> T:
     Raises msgspec.ValidationError: it is no such body."""
     decode = _decoder(cast(Any, kind)).decode
     whole: set[str] = set()
-    for _ in range(_MAX_MENDS):
+    is_known = False
+    while True:
         try:
             return cast(T, decode(body))
         except msgspec.ValidationError as error:
             place = _PLACE.search(str(error))
-            path = place["path"] if place else ""
-            reason = str(error)[: place.start()] if place else str(error)
-            unknown = _UNKNOWN.match(reason)
-            if unknown is not None and "[" not in path and ignored.takes(unknown["name"]):
-                body = _without_unknown(body, path, unknown["name"], cast(Any, kind), ignored)
-            elif reason.startswith("Expected `int") and _root(path) not in whole:
-                whole.add(_root(path))
-                body = _with_whole_numbers(body, _root(path))
+            root = _root(place["path"]) if place else ""
+            if place is None and _UNKNOWN.match(str(error)) and not is_known:
+                is_known = True
+                body = _known_part(body, cast(Any, kind), ignored)
+            elif str(error).startswith("Expected `int") and root not in whole:
+                whole.add(root)
+                body = _with_whole_numbers(body, root)
             else:
                 raise
-    return cast(T, decode(body))
 
 
 def _root(path: str) -> str:
@@ -121,27 +118,13 @@ def _root(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
-def _without_unknown(
-    body: bytes, path: str, name: str, kind: type[msgspec.Struct], ignored: Ignored
-) -> bytes:
-    """The body without the unknown field `name` of the object at `path`, and in the body itself without all that
-    may be ignored; notes them."""
-    names = {name: None}
-    if not path:
-        known = {field.encode_name for field in msgspec.structs.fields(kind)}
-        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        names = {it: None for it in given if it not in known and ignored.takes(it)}
-    for it in names:
-        ignored.note(f"{path}.{it}" if path else it)
-    return _without(body, path.split(".") if path else [], names)
-
-
-def _without(body: bytes, path: Sequence[str], names: Collection[str]) -> bytes:
-    """The JSON object without some fields of the object at `path` in it."""
+def _known_part(body: bytes, kind: type[msgspec.Struct], ignored: Ignored) -> bytes:
+    """The body without the fields that `kind` does not have and that may be ignored; notes them."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    if not path:
-        return msgspec.json.encode({it: raw for it, raw in fields.items() if it not in names})
-    fields[path[0]] = msgspec.Raw(_without(bytes(fields[path[0]]), path[1:], names))
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for name in [it for it in fields if it not in known and ignored.takes(it)]:
+        ignored.note(name)
+        del fields[name]
     return msgspec.json.encode(fields)
 
 

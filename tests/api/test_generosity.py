@@ -223,7 +223,7 @@ async def test_pages_of_origins_that_the_operator_allows(serve_api, origins: str
     asked = await api.request("OPTIONS", "/v1/chat/completions", headers=QUESTION)
     assert asked.status == 200
     assert asked.headers["Access-Control-Allow-Origin"] == PAGE["Origin"]
-    assert asked.headers["Access-Control-Allow-Methods"] == "POST, OPTIONS"
+    assert asked.headers["Access-Control-Allow-Methods"] == "POST, GET, OPTIONS"
     assert asked.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
     refused = await api.get("/v1/models", headers=PAGE)
     assert refused.status == 401

@@ -60,7 +60,7 @@ def _edits(**fields: Any) -> dict[str, Any]:
         ),
         (OLLAMA, {"max_output_tokens": 9, "tool_choice": "auto"}, "max_output_tokens"),
         (OLLAMA, {"options": {"num_ctx": 32768}}, "options.num_ctx"),
-        (OLLAMA, {"session_id": "s", "options": {"user_id": 1}}, "session_id, options.user_id"),
+        (OLLAMA, {"session_id": "s"}, "session_id"),
     ],
 )
 async def test_what_changes_nothing_is_taken_and_named(
@@ -112,6 +112,7 @@ async def test_a_stream_names_what_was_ignored(serve_api) -> None:
         (RESPONSES, {"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         (RESPONSES, {"context_management": [{"type": "truncate"}]}, "context_management[0]"),
         (OLLAMA, {"options": {"mirostat": 2}}, "options.mirostat"),
+        (OLLAMA, {"options": {"user_id": 2}}, "options.user_id"),
     ],
 )
 async def test_what_may_change_an_answer_is_refused(

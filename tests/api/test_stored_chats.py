@@ -57,6 +57,11 @@ async def test_what_is_not_kept_is_named(serve_api) -> None:
     api = await serve_api()
     assert (await api.chat(store=True, stream=True)).headers[IGNORED_HEADER] == "store"
     assert IGNORED_HEADER not in (await api.chat(store=True)).headers
+    long = [{"role": "user", "content": "hi", "name": "a" * 64, "note": "x"} for _ in range(2500)]
+    api = await serve_api(max_model_len=2**20)
+    body = {"messages": long, "store": True, "max_tokens": 2}
+    answer = await api.post("/v1/chat/completions", body)
+    assert (answer.status, answer.headers[IGNORED_HEADER]) == (200, "store")
     api = await serve_api(response_store_bytes=0)
     answer = await api.chat(store=True)
     assert (answer.status, answer.headers[IGNORED_HEADER]) == (200, "store")

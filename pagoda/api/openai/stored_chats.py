@@ -15,7 +15,10 @@ from pagoda.api.openai.conversations.store import StoredConversation
 from pagoda.api.openai.responses.items import page_of_items
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError
+from pagoda.frontend.json_size import json_size
 
+MAX_KEPT_CHARS = 2**18
+"""Characters of messages and answer that are kept; to count more of them would hold up other streams."""
 _METADATA = "metadata["
 
 
@@ -32,6 +35,9 @@ def keep_chat(context: RequestContext, body: ChatRequest, completion: dict[str, 
         {**msgspec.to_builtins(message), "id": f"{chat_id}-{index}"}
         for index, message in enumerate(body.messages)
     ]
+    if json_size([messages, completion], MAX_KEPT_CHARS) > MAX_KEPT_CHARS:
+        context.ignored.note("store")
+        return
     metadata = body.metadata or {}
     stored = StoredConversation(context.key_name, metadata, conversation_id=chat_id)
     try:
