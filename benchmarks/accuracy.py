@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Right answers of the embedded model under pressure, beside those it gives in peace.
 
 The same held-out questions twice, in float32: sixteen at a time with prefix caching and a KV cache that holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model directory from disk to the first answers: seconds to ready, first tokens, and memory under load.
 
 `python -m benchmarks.cold_start MODEL [--starts 3] [--streams 16]`. Before each start the files of weights are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduce between processes of this machine: shared memory beside gloo, in one sitting.
 
 `python -m benchmarks.collectives`. Every rank is a process with one thread. A round measures one transport and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of constrained answers: `python -m benchmarks.constrained [cost] [compile] [--model MODEL] [--rounds N]`.
 
 `cost` asks one server for free and for constrained answers in turn, with compiled grammars. Ratios are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of large fleets for a dispatcher (`python -m benchmarks.dispatch_scale`).
 
 Replicas answer nothing by themselves, so that the figures are those of the dispatcher alone: placing a request and

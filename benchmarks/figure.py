@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A measured figure beside what was promised."""
 
 from __future__ import annotations

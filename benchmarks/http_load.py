@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens and requests through the HTTP server, with the simulated executor behind it.
 
 Server, engine and client are three processes on this machine; the figures include all of them. In streams every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU time of all processes of an idle server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON schemas like those of applications, of rising size, from a seed; and whether answers of a server validate.
 
 `python -m benchmarks.json_schemas --url http://127.0.0.1:8000 --count 500`

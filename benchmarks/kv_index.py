@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index of a directory of a million KV blocks: how soon it answers, how long it takes, and what it weighs.
 
 `python -m benchmarks.kv_index [DIRECTORY] [--objects N] [--cold]`. Makes the objects (empty files of the right

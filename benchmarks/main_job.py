@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.main_job [NAME...]` measures what the main job promises and prints a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes of a Ray cluster as processes of this one, for tests and trials."""
 
 from __future__ import annotations

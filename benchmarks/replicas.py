@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.replicas`: the embedded model over two replicas of one thread, beside one of two threads.
 
 Its weights fit into the processor's caches, so that replicas cost no bandwidth; what is measured is what a second

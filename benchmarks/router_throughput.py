@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens through one router process (`python -m benchmarks.router_throughput`).
 
 The router is a process of its own, kept on one core. On another one are hosts, which cost next to nothing (a timer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing policies against each other, in virtual time: `python -m benchmarks.routing`.
 
 The dispatcher, the scheduler and the KV cache are the real ones; a step takes the time of a cost model, and its

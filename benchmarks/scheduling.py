@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of a step to the engine besides the model: planning it and taking its results.
 
 The scheduler runs in this process, with 256 requests that each have a context of their own, two steps in flight as

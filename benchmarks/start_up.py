@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds from `pagoda serve` to ready, and the memory of the processes once they have served a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace of real requests over simulated hosts, by each policy (`python -m benchmarks.trace_replay FILE`).
 
 The trace has a line of JSON for each request: `timestamp` in milliseconds, `input_length` and `output_length` in

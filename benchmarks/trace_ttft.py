@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error of the times in a trace: `python -m benchmarks.trace_ttft [--rounds N]`.
 
 Requests are streamed: one at a time, sixteen that come one after the other, sixteen that come at one moment.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of tracing: `python -m benchmarks.tracing [span|tiny|large ...] [--rounds N]`.
 
 A span that is off is timed in a loop beside an empty one. Throughput is that of one running server, which

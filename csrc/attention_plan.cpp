@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who computes what of a step's attention: tiles of queries, splits of contexts, and the splits that sequences share.
 #include <omp.h>
 

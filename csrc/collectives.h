@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the processes of one host do together, through memory that all of them have mapped.
 //
 // Every rank writes what it has to a slot of its own, all meet, and every rank reads the slots of all. There are two

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A layer's feed-forward experts, of which every token goes through a few (Shazeer et al. 2017; gated as in Mixtral,
 // Jiang et al. 2024).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linear map of each head, of its own inputs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each instruction set provides: operations on one tile, one row or one panel. Who works on which is
 // decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, for all instruction sets.
 #pragma once

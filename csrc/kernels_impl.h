@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels. A file that includes this is compiled for one instruction set and fills one KernelTable.
 //
 // No result depends on how many rows are computed together: each output is summed up in one order.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lowering of the operations of attention and of other layers that go on from what earlier tokens left in the cache.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What adapters add to linear layers: out += up (scale * down x), with down and up of each row's own adapter (LoRA,
 // Hu et al. 2021). Rows of one adapter go through its weights together, in tiles; rows without one are not touched.
 #pragma once

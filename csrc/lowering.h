@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A graph of pagoda/backend/graph.py, and what becomes of its nodes in a program.
 #pragma once
 

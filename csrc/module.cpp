@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu/backend.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations on all tokens of a step, shared out among threads. No result depends on how.
 //
 // All threads of a team call an operation together, from inside a parallel region (`in_team`); it ends with a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the outputs of a linear layer go: to rows in memory, as they are or as silu(left half) times right half; or only
 // the argmax of each row is kept.
 #pragma once

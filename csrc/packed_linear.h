@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A weight of a linear layer in panels, of whatever format.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the threads of a team share out panels of a weight, for all formats of weights.
 #pragma once
 

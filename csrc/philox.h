@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random numbers as a pure function of (seed, position): Philox4x32-10 (Salmon et al. 2011, "Parallel random
 // numbers: as easy as 1, 2, 3").
 #pragma once

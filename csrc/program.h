@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A forward pass that is recorded once and then run for any number of tokens: one call, one parallel region, and
 // no memory taken once it has seen its largest step. (What CUDA calls a graph.)
 #pragma once

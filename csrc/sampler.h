@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampling: tokens from rows of logits, all rows of a step together, each by its own rules.
 //
 // A token's weight is a whole number, 2 to the power of its scaled logit's distance from the highest, in units of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is known of a row of logits while it is sampled, and the order of its tokens.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters of sampling of the requests of all slots: columns of Python's memory, an element for each slot, as
 // pagoda/backend/sampling_table.py has them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layers that keep one state of all tokens so far, in the blocks of their KV group: a block has the state behind its last
 // computed token, so that a full one is a snapshot.
 //

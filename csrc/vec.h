@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of floats, as wide as the file that includes this is compiled for.
 //
 // Everything is in an unnamed namespace: an inline function that the linker shared between files could bring

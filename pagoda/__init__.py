@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pagoda serves large language models, from a laptop CPU to a fleet.
 
     from pagoda import LLM, SamplingParams

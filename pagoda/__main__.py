@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m pagoda` is the command `pagoda`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registry of backends and the devices that they compute on; importing it imports no backend.
 
 A backend is an entry point of the group `pagoda.backends` of any installed package: its name is that of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors whose text is one sentence that names the field, file or flag and what would be right.
 
 The command line prints it and exits with code 2; the HTTP API turns an `InvalidRequestError` into an OpenAI error

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole numbers that were written with a decimal point, as programs in typed languages write them: 5.0 is 5."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters as PEFT writes them, of random numbers, and the models that they are merged into."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in the blocks of GGUF files."""
 
 from __future__ import annotations

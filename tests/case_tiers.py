@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiers of the tests: which cases run, by what they take, by their parameters, and by what a change touches.
 
 Nothing is marked by hand. A tier's rules are applied to the cases of each test function; what a rule leaves open

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates of an authority that tests make, in files."""
 
 from __future__ import annotations

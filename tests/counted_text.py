@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A text that counts how many characters are copied when it is added to other text."""
 
 from __future__ import annotations

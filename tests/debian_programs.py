@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of Debian that tests use: those of this machine, else fetched, and nothing is installed."""
 
 from __future__ import annotations

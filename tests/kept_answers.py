@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformers answers, kept: what a model has answered to a prompt once it need not answer again.
 
 Answers are kept by all that determines them: the model's class, configuration and weights, the prompt, the number

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the work of a call in operations instead of seconds: a test of growth then needs no quiet machine.
 
 An operation is a line of Python that runs, a call or resumption of a Python function, or a call of a C function.

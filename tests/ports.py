@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ports for servers that have to be told theirs before they start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of inputs that one case tries, row by row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of tiers: what they keep of the cases of a function, and that each tier fits its time."""
 
 from __future__ import annotations

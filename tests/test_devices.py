@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of backends and of the devices that they compute on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make test` runs tests that share a fixture in one process."""
 
 from __future__ import annotations

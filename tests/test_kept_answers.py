@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that are kept are not asked for again, and belong to all that determines them."""
 
 from __future__ import annotations

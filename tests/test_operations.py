@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counting the operations of a call, and assertions on their growth."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A case that tries every row of a table."""
 
 from __future__ import annotations

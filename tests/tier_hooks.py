@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of pytest for tiers: which of the collected cases run, in which process and order, and what they took."""
 
 from __future__ import annotations

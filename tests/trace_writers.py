@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits for the threads that write fragments of traces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks a database of known vulnerabilities about the packages that Pagoda is installed with.
 
     make audit

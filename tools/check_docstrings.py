@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses docstrings that begin with a word which leaves out what they are about.
 
     python tools/check_docstrings.py [FILE OR DIRECTORY ...]

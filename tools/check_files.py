@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps files short, and tests named after what they test and free of private names and of waiting by the clock.
 
     python tools/check_files.py [--rooms | --add-license] [FILE OR DIRECTORY ...]
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKED = ("pagoda", "benchmarks", "csrc", "tests", "tools")
 SUFFIXES = {".c", ".cpp", ".css", ".h", ".html", ".js", ".py", ".pyi"}
 
-LICENSE_IS_CHECKED = False
+LICENSE_IS_CHECKED = True
 """Every source file with content begins with the line of its licence."""
 LICENSE = "SPDX-License-Identifier: Apache-2.0"
 COMMENTS = {".py": "# {}", ".pyi": "# {}", ".css": "/* {} */", ".html": "<!-- {} -->"}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the table of docs/models.md from the families that there are: `make docs`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs trials, prints their table and writes it into docs/reliability.md.
 
 `python -m benchmarks.chaos [--short] [--list] [NAME...]`, or `make chaos`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers and engines that are killed, stopped, hang, or run out of memory while streams of all kinds run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tier on disk fails under load: it is full, read-only, hangs, or its directory goes."""
 
 from __future__ import annotations

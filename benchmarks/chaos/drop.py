@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that drop their connections, never read, or never finish a request, beside a few that behave.
 
 What an engine computes for clients that never read makes its steps as long as for clients that read: as many of

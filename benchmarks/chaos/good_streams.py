@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams of clients that behave, and the times between their tokens.
 
 `python -m benchmarks.chaos.good_streams URL [--streams N] [--max-tokens M]` runs until standard input ends. For

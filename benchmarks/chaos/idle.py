@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU time of servers that have nothing to do while somebody watches them."""
 
 from __future__ import annotations

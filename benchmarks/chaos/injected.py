@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that a server was asked to inject, and those that it has."""
 
 from __future__ import annotations

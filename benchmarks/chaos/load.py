@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load of a server, as it tells of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of many kinds from clients that come, ask, and sometimes leave early.
 
 `python -m benchmarks.chaos.mixed_load URL [--clients N] [--rate R] [--longer L] [--seed S]` runs until standard

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twenty times as much load as a server can serve, nearly all of it from one API key."""
 
 from __future__ import annotations

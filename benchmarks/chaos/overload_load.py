@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load on a server from a process of its own: `python -m benchmarks.chaos.overload_load`, with a `Load` as JSON on
 standard input; prints `Received` as JSON.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reliability.md: the table of all trials, with the figures and dates of their last runs."""
 
 from __future__ import annotations

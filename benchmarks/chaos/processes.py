@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of a trial, and what they must end with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The head of a Ray cluster dies under load, with the workers on its node, and comes back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router, or an etcd that routers look into, dies under load."""
 
 from __future__ import annotations

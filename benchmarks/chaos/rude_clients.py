@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that leave at a random point of their stream, that never read, or that never finish their request; and
 clients that ask as those that never read, and read.
 

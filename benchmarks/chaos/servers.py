@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers for trials: all that they leave on the machine is known, and streams tell how they ended."""
 
 from __future__ import annotations

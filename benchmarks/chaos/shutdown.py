@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM under load, and SIGKILL of each process of a server: what is answered, and what is left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fleets in virtual time with random faults, late loops and full queues, one for each seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A long mixed load, after which no process has more memory, descriptors or threads.
 
 `python -m benchmarks.chaos.soak [--minutes M] [--rate R] [--embedded]` runs one of the two servers alone, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams of a server to which something happens meanwhile, each compared with its undisturbed answer."""
 
 from __future__ import annotations

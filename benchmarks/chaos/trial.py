@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One row of the table of reliability: a fault, what is asked of the server, and the function that tries it."""
 
 from __future__ import annotations

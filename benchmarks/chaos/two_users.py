@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another user of the machine tries all that a server leaves open: sockets, ports, files, shared memory, /proc.
 
 The server serves `pagoda-tiny` with tiers in host memory and on disk, handoff, uploaded files and a trace, in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory, descriptors, threads and CPU time of all processes of a server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of adapters: steps of one token for each of 16 requests, without and with adapters of theirs, in turn.
 
 `python -m benchmarks.cpu.adapters [--model llama-3.2-1b] [--quantization int8] [--adapters 8] [--rank 16]`. Seven

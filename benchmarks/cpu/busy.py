@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Share of the time in which a worker computes: `python -m benchmarks.cpu.busy [--model NAME] [--streams 1 16]`.
 
 The engine's loop runs in this process, the worker in one of its own, as behind `pagoda serve`; there is no

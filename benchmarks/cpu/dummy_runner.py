@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runner of a worker without an engine: a model of random weights that takes plans of steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts of one layer: the fused operation beside a loop over experts in PyTorch, and the machine's limits.
 
 `python -m benchmarks.cpu.experts [--threads N] [--isa NAME]`. The shape is that of a layer of Qwen3-30B-A3B.

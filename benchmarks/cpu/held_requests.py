@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests behind long contexts at a worker's runner, whose caches are written but were never computed."""
 
 from __future__ import annotations

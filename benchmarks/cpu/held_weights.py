@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights as a worker holds them."""
 
 from __future__ import annotations

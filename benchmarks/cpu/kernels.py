@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each CPU kernel beside the limit of the machine, measured in the same minute, and beside PyTorch.
 
 `python -m benchmarks.cpu.kernels [--threads N] [--isa NAME]`. Shapes are those of Qwen3-0.6B; of latent attention,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding with latent attention beside the limits of the machine, of layers as DeepSeek-V2-Lite has them.
 
 `python -m benchmarks.cpu.latents [--kv-cache-dtype int8] [--threads N]`. Two layers, the first dense and one with

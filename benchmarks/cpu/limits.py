@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of this machine, measured right before what is compared with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One stream through llama.cpp's Python API: prefill, then decode. Runs in an environment of its own.
 
 `python llama_stream.py FILE --threads N --input-len N --output-len N --requests N` with a Python that has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pagoda beside vLLM and llama.cpp: the same model, the same load, in turn on one machine.
 
 `python -m benchmarks.cpu.peers MODEL_DIRECTORY [--vllm COMMAND] [--llama-python PYTHON]`, where the directory is

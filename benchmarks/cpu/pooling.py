@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts that an encoder embeds in a second, beside transformers: the same random weights and texts, in turn.
 
 `python -m benchmarks.cpu.pooling [--texts 512] [--layers 6] [--hidden 384] [--dtype bfloat16]`: mixed lengths,

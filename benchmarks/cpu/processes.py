@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program to measure, Pagoda or not: started, timed until it is ready, weighed, and stopped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a random Qwen3 directory as a GGUF file, for llama.cpp. Needs the package `gguf`."""
 
 from __future__ import annotations

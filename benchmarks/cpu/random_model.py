@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model directory with random weights that Pagoda and other servers load alike, and the same weights as GGUF.
 
 `python -m benchmarks.cpu.random_model DIRECTORY [--model qwen3-0.6b] [--gguf bf16 q8_0 q4_0]`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of a step's sampling, from rows of logits to tokens that are remembered.
 
 `python -m benchmarks.cpu.sampler [--vocab 256] [--threads 1]`, for 1, 16 and 64 requests with each setting. With a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps of a worker with each setting of sampling in turn, for 1, 16 and 32 requests.
 
 `python -m benchmarks.cpu.sampling [--model qwen3-0.6b] [--dtype bfloat16] [--quantization int8]`. Weights are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of a token behind short and long contexts, of layers as Qwen3-Next has them.
 
 `python -m benchmarks.cpu.states [--kv-cache-dtype int8] [--layers 4] [--experts 32]`. Three of four layers have a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's steps without the engine: prompts of 256 tokens, then one token for each of 1, 4 and 16 requests.
 
 Then one for each of 16 in a step with a prompt, and for each of 16 whose prompts begin with the same 2,048 tokens.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu [--model llama-3.1-8b]` measures what the backend of GPUs makes of the first one.
 
 Weights are random. Each figure stands beside what was aimed at, as a share of what the card was measured to do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu.answers [--questions N]` compares the embedded model on `cuda` and on `reference`.
 
 Both compute in float32 and sample greedily, so that all answers are the same. With TRITON_INTERPRET=1 in the

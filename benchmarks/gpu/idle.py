@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time in which a device has nothing to do between steps, by its own clock.
 
 A mark on an idle device is passed at once, and not when the work behind it begins: between marks around a launch,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's steps without the engine: prompts in chunks, then a token of each request, two steps under way."""
 
 from __future__ import annotations

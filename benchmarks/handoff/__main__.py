@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.handoff COMMAND`: what prefill and decode apart are good for, and what they cost."""
 
 from __future__ import annotations

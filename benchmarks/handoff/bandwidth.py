@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV between two processes of this host over every transport, beside plain copies of as many bytes.
 
 One process holds the memory, this one reads it: in one piece, and in pieces of a block, as they come when blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that holds the memory: `python -m benchmarks.handoff.bandwidth_exporter BYTES TRANSPORT...`.
 
 Prints its port and its descriptors, as JSON, and serves until its standard input ends.

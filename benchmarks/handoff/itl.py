@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running streams while long prompts arrive: a prefill and a decode host with a core each, and one with both.
 
 All servers run all the time and take turns; one that has nothing to do uses no core. Pauses count while a prompt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts with a core each behind a router, and streams that note when each token came."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of many lengths, computed by a decode host itself and by a prefill host beside it.
 
 Until the second token, since only that one needs all of the KV at the decode host; with nothing else to do, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time that a handoff adds to the first token and the second, beyond computing the prompt.
 
 A prefill and a decode engine with a core each get the same request, as a router would give it to them. From when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.kv_tiers COMMAND`: what KV tiers are good for, and what they cost."""
 
 from __future__ import annotations

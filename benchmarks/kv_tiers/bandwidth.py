@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks between a worker's device and SSD, beside plain files of as many bytes.
 
 The worker's half of the tiers runs in this process, with KV tensors in the shape of a model and no weights. It

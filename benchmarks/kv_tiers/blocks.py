@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's blocks without its model: KV tensors, a directory of objects, and the threads that copy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations whose KV is several times as large as the device: how much of their prompts is computed.
 
 Every session asks one thing after the other, and the whole conversation comes along each time. Sessions take

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests whose answers tell when the first token came and how much of the prompt was cached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of tiers without use: prompts that never return, servers with and without tiers in turn."""
 
 from __future__ import annotations

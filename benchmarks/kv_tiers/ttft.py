@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long prompts that an earlier server has written to SSD, beside prompts that must be computed.
 
 One server computes some prompts and writes their blocks. A second one, over the same directory, gets these and

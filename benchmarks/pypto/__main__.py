@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.pypto serve` and `questions`: the pypto backend over the model of its device."""
 
 from __future__ import annotations

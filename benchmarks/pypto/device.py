@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the device for processes that are started from here, and what it wrote down."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests through an engine and its worker, on the device and on the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of an engine's scheduler and KV cache: its books against what there is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk in virtual time, and a scanner that looks at it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica in virtual time: the engine as it is, over the simulated executor, without a process or a socket."""
 
 from __future__ import annotations

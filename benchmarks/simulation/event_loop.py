@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An asyncio event loop whose time is virtual: when nothing is left to do now, the clock jumps to what comes next.
 
 Nothing is real about the loop: no sockets, no threads, no signals. A program that only waits for its own tasks and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways between simulated engines of one process: listeners and peers without sockets, in virtual time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A launcher of workers that launches none: whoever asks for it plays them."""
 
 from __future__ import annotations

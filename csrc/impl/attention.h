@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention of the queries of some tokens over the cached tokens of one split.
 //
 // Keys and values are read where they lie in the cache, in groups of 16 tokens, and become lanes of registers.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows times one panel of a weight in ggml's blocks; see BlockFormat in kernels.h. As everywhere, sums of products are
 // of integers and exact, and only scales and minima round. Activations have a scale for every 16 inputs: with one for 32
 // their rounding takes twice as much from a model's closeness. Where blocks are whole rows see whole_rows.h.

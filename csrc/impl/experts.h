@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which experts a token goes through, and the sum of what they give.
 #pragma once
 

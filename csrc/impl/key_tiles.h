@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where keys and values of a tile of cached tokens lie, and how they become lanes that are multiplied.
 //
 // They are read where they lie in the cache, in groups of 16 tokens. Blocks of fewer tokens, and values of heads that do

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The three ways in which attention multiplies, on lanes of 32 bits; see Math in kernels.h.
 //
 // A way says how cells of the cache become lanes, how lanes are multiplied and summed up, and how scores become

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows times one panel of a dense weight.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows times the weights of an adapter; see ../low_rank.h.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dispatch on counts and types, and the product that other kernels are made of.
 #pragma once
 

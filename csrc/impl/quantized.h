@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows times one panel of a quantized weight. Sums of products are of integers and exact; only scales round.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weights to codes and scales, as pagoda/backend/reference/quantized.py says.
 #pragma once
 

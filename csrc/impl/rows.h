@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums, norms, rotation and activation of one row.
 #pragma once
 

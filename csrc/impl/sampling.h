@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weights of tokens from their logits.
 //
 // Every operation is a single one of IEEE 754, so all instruction sets, and PyTorch element by element, give the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One token of layers that keep a state.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows times one panel of a weight whose blocks are whole rows of inputs: those that are made when a model is loaded.
 //
 // A row of activations has one scale, and codes of more than eight bits; see QuantizedRow. For each group of inputs its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rate at which a waiting queue drains, from which refused clients learn when to come again."""
 
 from __future__ import annotations

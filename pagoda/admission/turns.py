@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work of several tenants that waits for a thread: a tenant's turn comes however much others have put in line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bounded waiting queue: by requests, by tokens, and fair to the keys whose requests wait."""
 
 from __future__ import annotations

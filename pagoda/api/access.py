@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a request before its route answers: where it comes from, what its key may do, what its body is."""
 
 from __future__ import annotations

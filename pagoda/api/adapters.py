@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, as vLLM has them."""
 
 from __future__ import annotations

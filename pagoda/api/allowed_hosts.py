@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in Host headers: a web page whose name was made to point here (DNS rebinding) has another one."""
 
 from __future__ import annotations

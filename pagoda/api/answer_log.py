@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line in the log for each answer: figures, but no text of the prompt or the answer."""
 
 from __future__ import annotations

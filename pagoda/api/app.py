@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server: access, routes and errors.
 
 The server is aiohttp's low-level one with a table of routes. So every failure, also of a request that is not valid

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of requests: JSON text becomes a struct, or an error that names the field.
 
 A field works, or it is refused unless its value changes nothing; `pagoda.api.ignored_fields` says which fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds of what a body costs to decode, checked before: values are made one by one while other streams wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handoffs as SGLang's routers arrange them: the same request goes to a prefill and a decode server, with a room.
 
 The prefill server notes where the KV of the request in a room will be. The decode server asks it for that over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The open connections of a server, which its descriptors bound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields by which bodies constrain answers, in the spelling of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations

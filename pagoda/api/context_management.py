@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Edits of a conversation that its client asks for in `context_management`: served where there is nothing to edit.
 
 Clients send them with every request, so that a server clears old results and thoughts of a conversation that has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations: from a chat body to its generation, and from text back to messages.
 
 All APIs of conversations come here: each translates its body to a `ChatRequest`, and shows in its own shape the

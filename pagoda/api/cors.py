@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Web pages of other origins that may use the server (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way in which an API writes errors and streams."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error that a client sees, as an OpenAI error object."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text that Prometheus reads, made of a snapshot by Prometheus' own library."""
 
 from __future__ import annotations

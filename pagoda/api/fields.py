@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields that the bodies of several routes have in common, and what they mean.
 
 The names are those of OpenAI's API, and of vLLM for what it adds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of the configuration that are read again when they change, while the server runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The answers to one body, in one piece or as a stream of events. Each route gives them a shape of its own."""
 
 from __future__ import annotations

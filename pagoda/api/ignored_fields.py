@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of bodies that are accepted without effect.
 
 A field that would change the answer works or is refused by name. One that would not is accepted: the response

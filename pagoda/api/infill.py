@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fill in the middle (Bavarian et al. 2022): the prompt for what belongs between two texts.
 
 Models that were trained for it have tokens for it, which their vocabulary shows.

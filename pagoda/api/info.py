@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small routes: health, models, load, version, hosts, running answers, and the page."""
 
 from __future__ import annotations

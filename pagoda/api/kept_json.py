@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of JSON values that are kept as Python objects."""
 
 from __future__ import annotations

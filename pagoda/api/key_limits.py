@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of API keys: requests at a time, requests and tokens per minute."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares of API keys in what all clients have together: what is kept, and what waits.
 
 What can be taken back goes to whoever comes, and makes room again: the least recently used of the key that has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """API keys: who a client is, and what it may do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of `--api-keys-file`: one key a line, as JSON, with the SHA-256 of the key instead of the key.
 
     {"name":"alice","sha256":"2c26b4...","scopes":["answer"],"requests_per_minute":60}

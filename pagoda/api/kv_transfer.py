@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params`: handoffs that a proxy before prefill and decode servers arranges (vLLM, ATOM).
 
 The proxy sends a request with `do_remote_decode` to a prefill server. The answer has one token, and parameters

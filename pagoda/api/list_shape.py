@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of APIs whose answers stand side by side in a list, and an only answer alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The socket that a server listens on, plain or with TLS."""
 
 from __future__ import annotations

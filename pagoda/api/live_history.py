@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last minutes of a server's figures, so that the charts of a page are full when it is opened."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live statistics of a server: snapshots for all open pages, and for those that will be opened.
 
 There is one a second. Once a server has had nothing to do for `WINDOW_S`, there is one in three seconds for open

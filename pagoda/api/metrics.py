@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GET /metrics` and `GET /metrics/vllm`: figures for Prometheus."""
 
 from __future__ import annotations

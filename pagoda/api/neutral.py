@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of other APIs and servers that Pagoda does not have, with the values that change nothing.
 
 Routers and clients send them with every request, mostly at these values: sglang-router and smg fill in SGLang's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GET /openapi.json`: the routes in the OpenAPI format 3.1 (https://spec.openapis.org/oas/v3.1.1.html).
 
 Everything follows from the table of routes and the types of bodies and answers.

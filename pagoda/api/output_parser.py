@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A parser of a model's output: reasoning, tool calls, and the answer itself.
 
 The parser takes text deltas and returns deltas, so that streams and whole answers are made by the same code. Text

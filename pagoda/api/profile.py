@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracing of the server, switched on and off while it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The body of a request as it comes: asked for, read within bounds, and inflated in a thread."""
 
 from __future__ import annotations

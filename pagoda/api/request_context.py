@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One HTTP request: its body, its client, and the ways to answer it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of requests for `/metrics`, by API key, made in the event loop as answers come.
 
 The number of series depends on keys, routes, statuses and error codes only, whatever clients send.

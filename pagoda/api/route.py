@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A route: the function that answers a path and method, and what `/openapi.json` says of it."""
 
 from __future__ import annotations

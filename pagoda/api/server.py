@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server process: listening, loading, serving, draining."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state that all routes share: the model that is served, and whether new work is accepted."""
 
 from __future__ import annotations

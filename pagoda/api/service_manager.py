@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The news that a server gives the service manager that started it (systemd, `Type=notify`), by sd_notify(3).
 
 It is ready when the model is loaded. It asks for more time while it loads, which its own time-outs bound, and

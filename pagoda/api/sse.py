@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Server-sent events (WHATWG HTML, section 9.2) over one HTTP response."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The times of an answer, for APIs that tell them to the client."""
 
 from __future__ import annotations

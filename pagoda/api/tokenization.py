@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /tokenize` and `POST /detokenize`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools of a chat body, and which of them the answer may or must call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels in csrc/. Tensors are given by address; 0 stands for none."""
 
 from collections.abc import Sequence

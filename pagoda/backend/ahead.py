@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that are launched before the results of those in front of them are read: the part of backends that can."""
 
 from __future__ import annotations

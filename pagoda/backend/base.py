@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of a device that a decoder model runs on.
 
 A model records its forward pass as a graph (`pagoda.backend.graph`) and knows no device.

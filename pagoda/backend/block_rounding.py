@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense weights rounded to groups with integer scales and minima, as llama.cpp's Q4_K and Q5_K have them.
 
 The two float16 that integers are multiplied by belong to a whole row of inputs instead of 256, so that any width

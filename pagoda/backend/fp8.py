@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """8-bit floats of the format E4M3 (OCP 8-bit Floating Point, 2023): no infinities, and magnitudes up to 448."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward pass as data: values, nodes that compute them, and the graph that a backend runs.
 
 A model records its graph once, through a `GraphBuilder`. The `reference` backend computes a graph node by node and

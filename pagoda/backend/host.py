@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts that backends of a host's processor share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs computed node by node; a trace shows each as a span."""
 
 from __future__ import annotations

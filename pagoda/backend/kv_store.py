@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV of one rank as bytes, wherever it lies: the one interface by which tiers, handoff and manifests reach it.
 
 Copies are submitted. Each gives an event that tells when it has ended, and takes one that it has to come after:

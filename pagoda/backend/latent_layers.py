@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), recorded by a `GraphBuilder`.
 
 The maps from a latent to a head's keys and values are absorbed: the first into the queries, the second behind the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of linear layers: what they add is a product of two narrow matrices (LoRA, Hu et al. 2021)."""
 
 from __future__ import annotations

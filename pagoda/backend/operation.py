@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of a forward pass, as traces show them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of the forward pass by name: what goes in and out of each, and its attributes."""
 
 from __future__ import annotations

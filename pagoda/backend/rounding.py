@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that all ways of rounding weights share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens from hidden states without logits in between: the part of decoders whose device chooses by itself."""
 
 from __future__ import annotations

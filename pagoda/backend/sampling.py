@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules by which a backend samples from rows of logits, and tokens as it gives them back.
 
 `pagoda.backend.sampling_table` holds the rules of all requests by slot.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters of sampling of the requests of all slots, as arrays that backends read.
 
 A request's rules are written when it takes its slot; from step to step only what depends on what was said is.

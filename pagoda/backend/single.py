@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations computed one at a time, as graphs of their own: for what is done once, and for tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of layers that keep one state of all tokens so far, recorded by a `GraphBuilder`.
 
 States are carried on token by token: a result does not depend on how a sequence was cut into steps.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of linear layers as a checkpoint holds them, before a backend packs them.
 
 A quantized map rounds its inputs too: both sides of every product are small integers, whose sums are exact, so

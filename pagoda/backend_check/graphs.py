@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of graphs of several operations, and of the ranks of a group."""
 
 from __future__ import annotations

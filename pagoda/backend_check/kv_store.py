@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of KV as bytes: blocks and parts of them go out and in, in batches, and in the order of events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of multi-head latent attention: kinds, number formats, block sizes, company and layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what a backend says of its memory, of which KV gets what is left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of linear layers, embeddings, adapters and experts, in all formats of weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of operations on every row by itself.
 
 Most are made from the method of `GraphBuilder` that records the operation: its values become random rows, its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of sampling and scoring: the tokens and log-probabilities of the reference, in every bit."""
 
 from __future__ import annotations

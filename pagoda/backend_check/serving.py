@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of whole models through a worker's runner and its tickets: pagoda-tiny, and small ones."""
 
 from __future__ import annotations

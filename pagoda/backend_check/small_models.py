@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models of forms that the embedded model does not have: a configuration each, with dummy weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of layers that keep a state of all tokens so far, in blocks whose memory would else hold K and V."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend that is checked, beside the reference, and what a check may find."""
 
 from __future__ import annotations

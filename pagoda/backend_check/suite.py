@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All checks, in order, and their outcome line by line."""
 
 from __future__ import annotations

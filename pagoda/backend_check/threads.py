@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of a group as threads of one process, which exchange what they have in host memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters as PEFT stores them: a directory with adapter_config.json and adapter_model.safetensors (LoRA).
 
 Everything is checked by the configuration and by the header of the weights, before any weight is read: what an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cards of models, for lists of them: size on disk, parameters, architecture and format of weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that hold the weights of a Hugging Face model directory."""
 
 from __future__ import annotations

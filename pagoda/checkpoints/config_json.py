@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one reader of config.json: presets, model directories and GGUF files all pass through here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of config.json that change the arithmetic of some family, each refused where another family has it.
 
 The names are those of configuration classes of transformers. A key that is in no list here, and that no family

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the tensors in a model's files, compared with those that its specification calls for."""
 
 from __future__ import annotations

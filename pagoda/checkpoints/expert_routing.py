@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the experts that a token goes through; no torch."""
 
 from __future__ import annotations

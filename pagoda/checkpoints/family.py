@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A family of models: how it reads config.json, and the names of its tensors in files."""
 
 from __future__ import annotations

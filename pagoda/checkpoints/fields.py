@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Typed access to named values whose author may have made mistakes: JSON objects, and metadata of GGUF files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints of models, equal where two hosts serve the same model.
 
 A copy of a model elsewhere has the same fingerprint; times and names do not count. Of the weights, what each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales of fp8 checkpoints, read from config.json: one for a weight, an output, a group of inputs or a block.
 
 Floats of 8 bits are those of Micikevicius et al. 2022; scales of blocks are those of DeepSeek-V3 (2024).

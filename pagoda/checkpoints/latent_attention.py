@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention: all heads make their keys and values of one short vector a token (Liu et al. 2024)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers of a model: their places, sizes and names; no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specification of a decoder model: its layers, and where its weights lie; no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The known name that is nearest to another one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the specification of models that give vectors or scores of texts; no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of well-known models, served with random weights by `--load-format dummy`.
 
 Each is the model's own config.json, cut to what its shape depends on.

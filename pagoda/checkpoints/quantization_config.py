@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats of ready-made quantized checkpoints, read from config.json."""
 
 from __future__ import annotations

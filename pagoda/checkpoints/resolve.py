@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding of the files of a model that a user names, and of its shape."""
 
 from __future__ import annotations

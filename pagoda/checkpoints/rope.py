@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalings of rotary position embeddings, as config.json files spell them."""
 
 from __future__ import annotations

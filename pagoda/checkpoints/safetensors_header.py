@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headers of safetensors files: what is stored where. The bytes of tensors are not read.
 
 The format is Hugging Face's (https://github.com/huggingface/safetensors#format): the length of a JSON object in 8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of sentence-transformers: the steps from a text to its vector or score, the first being the model."""
 
 from __future__ import annotations

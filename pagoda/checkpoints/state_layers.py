@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that keep one state of all tokens so far instead of K and V: their weights, and what a state takes."""
 
 from __future__ import annotations

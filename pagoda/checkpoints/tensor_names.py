@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of a model's weights in files, and which rows of a tensor are a weight's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of devices over which a model can be split, by its shape alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats of linear layers in memory: types of numbers and the bytes that they take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A streamed answer: its latencies, and its message as it is printed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda backend`: checks of backends."""
 
 from __future__ import annotations

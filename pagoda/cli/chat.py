@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda chat`: a conversation in the terminal, with a model of this machine or of a server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda demo`: the whole stack once through.
 
 The embedded model gets questions that it was never shown, any other model a few about the world.

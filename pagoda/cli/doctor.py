@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda doctor`: what this machine has, what will be used, and how fast decoding can be at best."""
 
 from __future__ import annotations

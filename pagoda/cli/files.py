@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that commands read and write; an error names the flag that the file was given with."""
 
 from __future__ import annotations

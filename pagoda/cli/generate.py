@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda generate`: answers to prompts of the command line, or to the lines of an OpenAI batch file.
 
 A batch file has one request a line; the results have one response a line, in the same order:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda keys`: the keys in a file, as `serve --api-keys-file` takes it; also while servers use it."""
 
 from __future__ import annotations

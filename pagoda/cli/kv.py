@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda kv`: looks into a directory of KV blocks, checks it, empties it; also while servers use it."""
 
 from __future__ import annotations

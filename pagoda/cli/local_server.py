@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server to ask: one that runs already, or one in this process for as long as a command lasts.
 
 Commands that need a model speak HTTP to it either way, so there is one path through the system and one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about this machine, as Linux reports them; nothing is changed and nothing heavy imported."""
 
 from __future__ import annotations

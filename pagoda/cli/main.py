@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `pagoda`: which commands there are, and how it ends.
 
 A command's module is imported when the command is called or asked for its help, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model as `pagoda doctor` sees it: whether it can be served, and what it takes."""
 
 from __future__ import annotations

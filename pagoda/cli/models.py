@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda models`: what can be served here by name, and how large it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A light client of the OpenAI API, for chat, batches, benchmarks and the demo.
 
 The client decodes each network read as a whole, and only the fields that it needs: one process follows tens of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags that several commands share, in groups. A field's docstring is its help text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of the command line: answers and tables go to standard output, the rest to standard error.
 
 Both are plain text when they are not a terminal: no colours, no wrapped lines, no moving bars.

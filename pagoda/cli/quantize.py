@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda quantize`: a model directory with quantized weights, made once and read by Pagoda and others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda route`: one API over several hosts."""
 
 from __future__ import annotations

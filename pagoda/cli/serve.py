@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda serve`: a model behind the OpenAI API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of our own in a process of its own, on a free port, ended with this process."""
 
 from __future__ import annotations

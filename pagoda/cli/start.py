@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `pagoda` from its first moment: what ends it before its modules are there is told plainly, too."""
 
 from __future__ import annotations

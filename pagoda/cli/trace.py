@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda trace`: makes one trace of what the processes of a server wrote, and says where the time went."""
 
 from __future__ import annotations

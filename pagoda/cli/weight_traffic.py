@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of weights that a decode step reads, from a model's spec and the headers of its files alone.
 
 A step multiplies by every weight once, whatever the batch; of experts, by those that its tokens go through. Of

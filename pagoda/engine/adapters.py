@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of one engine: which are loaded, and which go as soon as no request needs them."""
 
 from __future__ import annotations

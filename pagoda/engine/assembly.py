@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of an engine that exist once its first worker is ready, and how they are joined."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of steps: the requests that compute in the next step, and their numbers of tokens.
 
 docs/architecture.md explains the one arithmetic of tokens and computed tokens, and how stages stay busy.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request of the engine's own that tells a broken machine from a request that crashes workers.
 
 A request may crash one worker after the other: it fails, and the service goes on. Where nothing at all can be

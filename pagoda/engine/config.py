@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of an engine: one frozen value, checked once, written as msgpack to the process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's place in its grammar, followed token by token on the engine's loop.
 
 llguidance says which tokens may come next (https://github.com/guidance-ai/llguidance). A place follows from the

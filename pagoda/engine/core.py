@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine: a scheduler, an executor, and what happens when a worker is lost. No sockets of its own."""
 
 from __future__ import annotations

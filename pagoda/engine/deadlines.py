@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deadlines of the requests of an engine, on the engine's clock."""
 
 from __future__ import annotations

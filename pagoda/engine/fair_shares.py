@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start-time fair queueing among tenants: Goyal, Vin, Cheng, "Start-time Fair Queuing" (SIGCOMM 1996), over the
 service of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a grammar, or says in one sentence what is wrong with it.
 
 llguidance compiles: https://github.com/guidance-ai/llguidance.

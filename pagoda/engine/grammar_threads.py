@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that compiles grammars, and those that it is replaced by where a grammar takes too long."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars of answers: compiled beside the engine's loop, and kept for requests to come."""
 
 from __future__ import annotations

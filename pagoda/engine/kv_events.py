@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events on ZeroMQ: a PUB socket for those who listen, a ROUTER socket for those who missed something.
 
 Neither ever makes the engine wait. PUB drops what a slow subscriber does not take; it sees a gap in the numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of the scheduler and the engine's loop for KV that comes from elsewhere, or is held for others."""
 
 # ruff: noqa: ARG002 - hooks that do nothing use no argument

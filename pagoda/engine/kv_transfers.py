@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV that comes from tiers and other engines, and KV that is held for other engines.
 
 A request AWAITING_KV holds no blocks; one LOADING holds blocks that transfers fill. Neither runs or is in line.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that compute what others in line need too: the others wait for their blocks.
 
 Several answers to one prompt arrive together, and so do chats under one system prompt. None of their blocks is

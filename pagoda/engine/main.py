@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine process: `python -m pagoda.engine.main DIRECTORY`, with an `EngineConfig` on standard input.
 
 One synchronous loop, which sleeps in one poll over all its sockets, its workers and the next deadline.

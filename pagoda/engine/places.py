@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places of requests: in line, running in a slot, or loading; and the blocks that they still need."""
 
 from __future__ import annotations

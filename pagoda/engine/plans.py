@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of one step while it is made: its parts, and the tokens that are left of its budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of an engine to its frontends: its steps, and what is cached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler's view of a request: its tokens, how far they are computed, and the state it is in."""
 
 from __future__ import annotations

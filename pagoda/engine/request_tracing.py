@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row of the trace for each request in the engine: phases without a gap, within one span of the whole request.
 
 Tracing may begin and end in the middle of a request: its spans then are of what was seen.

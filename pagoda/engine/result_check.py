@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what a worker sends, which may be wrong in every number, against the requests that it computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching: what becomes of requests from step to step.
 
 The scheduler knows no sockets and no devices, and no choice depends on the time. Several steps may be in flight;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's part of a trace: its loop, the steps under way, and the rows of requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model's tokens, as grammars see them: texts read by a process of its own, and masks of the model's width."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers of one replica must agree on what their results and their KV mean, and then are ready as one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executors: the interface between an engine and the workers that compute its steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers of one replica as one executor: they start together, get the same plans, and are lost together."""
 
 from __future__ import annotations
@@ -14,12 +15,7 @@ import msgspec
 import zmq
 
 from pagoda.executor.agreement import disagreement, joined
-from pagoda.executor.base import (
-    STEP_TIMEOUT_SUSPICION,
-    ExecutorEvent,
-    WorkerLost,
-    max_in_flight,
-)
+from pagoda.executor.base import STEP_TIMEOUT_SUSPICION, ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name

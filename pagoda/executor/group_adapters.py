@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of the ranks of a replica: those that they have, and loads that are under way on all of them."""
 
 from __future__ import annotations

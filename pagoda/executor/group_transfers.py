@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV transfers in flight on all ranks of a replica. Each rank copies its part and reports its end."""
 
 from __future__ import annotations

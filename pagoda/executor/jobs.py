@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs: one piece of work on models, in a process of its own that may load torch (`pagoda.messages.jobs`)."""
 
 from __future__ import annotations

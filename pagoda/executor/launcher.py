@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launchers start the worker processes of one replica, wherever they run; here, as children of this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement of a server's ranks on the hosts of a cluster, counted in cores."""
 
 from __future__ import annotations

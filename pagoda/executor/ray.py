@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers as actors on the nodes of a Ray cluster.
 
 A replica is one placement group (`pagoda.executor.placement`). Ray grants all bundles or none, so two replicas

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Ray actor that holds one worker process, on whichever node it was placed."""
 
 from __future__ import annotations

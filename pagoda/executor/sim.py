@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that only exist as a cost model: no weights, no torch, real or virtual time.
 
 The simulated worker keeps slots as a real one does, and its "model" is a hash of seed, position and the previous

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of simulated workers, in the time of the simulation."""
 
 from __future__ import annotations

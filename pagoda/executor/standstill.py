@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time for which this process did not run, so that it does not count against those that it waits for.
 
 A terminal stops engine and workers together (Ctrl-Z), and a busy machine may let none of them run. The clock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of one process. Whoever joins its parts wraps functions at named points (`Faults.before`, `.messages`); a
 point without faults leaves its function as it is, so that it costs nothing.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of faults: one line says which faults come when.
 
     seed=7 worker.step:kill@5,12 disk.write:enospc%0.1 engine.result:double@*3 worker[1].load:hang

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that are served beside a model, by the names under which requests ask for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission of requests to the replicas of a dispatcher, before any of them is asked.
 
 A body may have many requests, as inputs of embeddings or `n` copies. One that meets an empty queue is taken as a

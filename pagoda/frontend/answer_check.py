@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what a peer sends of one answer, which the decoder cannot check: it goes by what was asked for."""
 
 from __future__ import annotations

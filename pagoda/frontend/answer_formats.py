@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formats in which model families write tool calls and reasoning: names, tags, and marks in chat templates.
 
 Names are those of vLLM's parsers (https://docs.vllm.ai/en/latest/features/tool_calling.html).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AsyncLLM`: a model as async iterators, in the process that uses it."""
 
 from __future__ import annotations

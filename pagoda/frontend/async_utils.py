@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for concurrent work: merged streams, gathered works, threads for long work, restarts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search over an endpoint of tokens: each step asks for one more token of every beam.
 
 The beams of a step have their prompt and most of their tokens in common, which the prefix cache of the engine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates: the model's own Jinja template turns a conversation into the text that the model was trained on.
 
 Templates come from the model directory or from the operator, never from a client. They run in Jinja's immutable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars of answers out of what clients say: JSON schemas, regular expressions, choices, Lark and EBNF."""
 
 from __future__ import annotations

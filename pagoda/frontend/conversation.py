@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations and tools in OpenAI's form: checks, and the form that chat templates take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tokenizer of a model directory that has no tokenizer.json to standard output, as tokenizer.json.
 
     python -m pagoda.frontend.convert_tokenizer DIRECTORY

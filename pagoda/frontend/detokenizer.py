@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token ids to text, one token at a time.
 
 The deltas that a decoder returns add up to exactly what the tokenizer's own `decode` makes of all the tokens at

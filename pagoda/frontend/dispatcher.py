@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One endpoint over several replicas: chooses who takes which request, and moves requests when an engine dies.
 
 A replica that loses a request says so, and the request goes on, with the tokens so far, at another replica or at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a server that takes no new work: what it has accepted is done first.
 
 A body may have many requests: `n` copies and inputs of embeddings, which come together, or the steps of a beam

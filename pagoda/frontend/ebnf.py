@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars in EBNF, as llama.cpp (GBNF) and vLLM write them, as grammars in llguidance's dialect of Lark.
 
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Rules that lead back to themselves become

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vectors of texts: hidden states of a prompt's tokens, pooled by the engine, cut and normalised here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol between the layers: a replica and a dispatcher are `Endpoint`s."""
 
 from __future__ import annotations

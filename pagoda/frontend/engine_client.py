@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine process, the `Transport` of a replica: started, watched, and started again when it dies or hangs.
 
 Requests that were in an engine when it ended fail with EngineLostError; the `Dispatcher` holds their values.

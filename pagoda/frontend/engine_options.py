@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one table of engine options: the flags of `pagoda serve` and the arguments of `LLM` are made from it.
 
 Names are those that vLLM's users know. A field's docstring is its flag's help text; its type says what is allowed,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of one replica that were lost: how long the next one waits, and when none follows any more.
 
 Engines that never get as far as a token are given up soon. Those that give some and die all the same, again and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The event loop of servers and commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags that a wrong value of another flag probably meant."""
 
 from __future__ import annotations

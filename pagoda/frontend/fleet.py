@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines of this host, or the hosts of a router, behind one dispatcher."""
 
 from __future__ import annotations

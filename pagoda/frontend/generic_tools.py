@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools, calls and results as plain messages, for chat templates that do not show them.
 
 The form is that of Hermes (https://github.com/NousResearch/Hermes-Function-Calling), which most models have seen.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers of encoders in GGUF files: WordPiece, `bert` in the metadata, and Unigram, which is `t5` there."""
 
 from __future__ import annotations

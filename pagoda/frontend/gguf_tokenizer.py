@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a GGUF file, built from its metadata.
 
 Four kinds are known: byte-level BPE, which the metadata calls `gpt2`, SentencePiece BPE, which it calls `llama`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vocabulary in the metadata of a GGUF file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router's end of the connection to one host: the `Transport` of a replica."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host's end of the connection to its routers, which send it what a frontend sends an engine."""
 
 from __future__ import annotations

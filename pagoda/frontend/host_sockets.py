@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sockets between routers and hosts, as a parameter of both: ZeroMQ, or a network in virtual time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces that a router begins at its hosts: each traces with its processes, and gives the router its fragments.
 
 A fragment may be long, so the router asks for it part by part.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The size of JSON values, found out in time that a bound limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory of `--kv-disk-path`, checked before anything starts."""
 
 from __future__ import annotations

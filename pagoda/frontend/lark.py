@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars in llguidance's dialect of Lark, put together as text.
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md

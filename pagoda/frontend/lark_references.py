@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """References between the rules of a grammar in Lark's syntax, checked before it is compiled.
 
 llguidance follows names by recursion, and wraps an error once for each rule on the way to it: time that grows with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LLM`: a model for plain scripts and notebooks, many prompts at a time."""
 
 from __future__ import annotations

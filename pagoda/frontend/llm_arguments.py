@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of `LLM` and `AsyncLLM`: the flags of `pagoda serve`, and neutral arguments of vLLM scripts."""
 
 from __future__ import annotations

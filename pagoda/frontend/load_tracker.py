@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work of each replica: every request counts at one replica, from its placement until it leaves there.
 
 Work is counted in tokens: those of the prompt that are not computed yet, as far as the engine says, and those of

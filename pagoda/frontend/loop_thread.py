@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An event loop in a thread of its own, for code that has none."""
 
 from __future__ import annotations

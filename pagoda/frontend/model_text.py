@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text side of a model: tokenizer, chat template, end tokens and preferred sampling."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ejection of replicas: those that do worse than others get nothing new for a while, then slowly more again.
 
 Replicas are judged by whether their requests get on, and how fast; each against the others, as what is slow for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of `LLM` and `AsyncLLM`, with the names of vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of pairs of texts by a model that sees both at once: a cross-encoder, or a decoder that was asked."""
 
 from __future__ import annotations

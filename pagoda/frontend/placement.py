@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests of a dispatcher, its replicas, and which request is where."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts requests at replicas: waits for one that takes them, and keeps count of what each replica has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies that choose the replica for a request: pure functions, without a clock or random numbers.
 
 Small fleets are looked at as a whole. Of a large one, the policy first names a few replicas that are found without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of sentence-transformers beside a model: how its hidden states become the vector of a text, or a score."""
 
 from __future__ import annotations

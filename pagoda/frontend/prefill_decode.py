@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router over hosts that compute prompts, and hosts that take over their KV and go on.
 
 The decode hosts have all requests. For a long prompt a prefill host gets the same request beside it, and says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that may have killed engines or workers, and which of them did."""
 
 from __future__ import annotations

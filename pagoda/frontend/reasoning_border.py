@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The border between the reasoning of an answer and what is behind it.
 
 Parsers, grammars and stop strings all go by it: reasoning is no content, grammars hold what is behind it, and stop

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registry of a router's hosts: hosts that a discovery names, as long as they are alive and do not leave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica, the client's side of one engine or host: all that does not depend on how messages travel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas of one role by whether they take requests, so that a few good ones are found without a look at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The replicas of a dispatcher: which there are, what they can take together, and which takes a request."""
 
 from __future__ import annotations

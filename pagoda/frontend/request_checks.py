@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a request that came over a wire, whose sender may be wrong or of another version."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenTelemetry spans of requests, exported in the background by its official SDK.
 
 Attributes are those of the conventions for generative AI

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statistics of each answer, recorded once for the log, the metrics, the traces and the live page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work that `multipleOf` makes in a JSON schema: an automaton has a state for each remainder."""
 
 from __future__ import annotations

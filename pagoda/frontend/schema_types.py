@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The types of values by their JSON schema."""
 
 from __future__ import annotations

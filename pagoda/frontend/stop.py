@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stop strings in a stream of text.
 
 The text ends at the first character that completes a stop string; where several are completed at once, the longest

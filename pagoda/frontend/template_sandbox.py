@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment that chat templates run in: Jinja's immutable sandbox, with bounds of work and of memory.
 
 A template comes with a model, from whoever published it, and is rendered on an event loop. So whatever it does

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traits of chat templates: the forms of a conversation that they want, found out by rendering probes.
 
 Templates differ in what they can take: arguments of calls as objects or as text, contents as texts or as parts, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages in the form that a chat template wants, as its `TemplateTraits` say."""
 
 from __future__ import annotations

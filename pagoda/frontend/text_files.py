@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of text that a model reads: to be measured on, or to be rounded by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text generation over an endpoint of tokens, for the HTTP API and for `LLM`."""
 
 from __future__ import annotations

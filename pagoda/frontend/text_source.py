@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text that comes in pieces, read by a generator that waits at each `yield` for more.
 
 A reader is written as if it had the whole text. Text stays unread only while it could be part of a tag, so work is

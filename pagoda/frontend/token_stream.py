@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunks of one request, from the connection that receives them to the task that reads them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the texts of a model's tokens to standard output: `python -m pagoda.frontend.token_texts`.
 
 Engines handle token ids only. For grammars they need to know what tokens spell, and ask this program, which reads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, with the files of a Hugging Face model directory and without transformers."""
 
 from __future__ import annotations

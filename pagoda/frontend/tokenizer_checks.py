@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a tokenizer.json: what the library that reads it would panic of, or fill memory with, is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars of answers with tool calls: one for each format, composed as text for the engine.
 
 An answer that must call is held to the format from its beginning, or from the end of its reasoning. In an answer

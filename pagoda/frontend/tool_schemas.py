@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schemas of tools in the form that grammars can hold."""
 
 from __future__ import annotations

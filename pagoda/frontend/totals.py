@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over the replicas behind a dispatcher: what looks like one engine from above."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracing of a server: traces are started and stopped in all its processes, and each answer has a row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects a peer that is alive and does not answer: stopped, in an endless loop, or stuck in a system call."""
 
 from __future__ import annotations

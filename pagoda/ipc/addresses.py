@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts in addresses: names, IPv4 and IPv6, which has brackets in front of a port and nowhere else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that may never return, such as those to a disk that hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time as a parameter: whoever needs it is given a `Clock`, so the same code runs in virtual time."""
 
 from __future__ import annotations

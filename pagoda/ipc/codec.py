@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages as msgpack. One codec per direction of a wire; the decoder checks types as it reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sockets between hosts: encrypted, and open to the holder of one key only.
 
 CurveZMQ (RFC 26) encrypts and authenticates the side that binds. The context's authenticator (ZAP, RFC 27) is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doors: what strangers may cost at a socket that listens to other hosts, until they prove that they know the key.
 
 Frames are short, for what is read of one is kept until it is whole; long messages go in pieces. A connection has

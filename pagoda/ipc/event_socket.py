@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeroMQ sockets on an asyncio event loop: messages go to a function, and sending never waits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The heap of a process that has loaded what it will serve with."""
 
 from __future__ import annotations

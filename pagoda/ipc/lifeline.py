@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Child processes that never outlive their parent, and parents that notice a dead child at once.
 
 Parent and child hold the two ends of one socket pair and never write to it: when either ends, the other reads

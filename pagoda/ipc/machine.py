@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cores and memory that this process may use, container limits included.
 
 Affinity masks and control groups (versions 1 and 2) are read where the kernel keeps them. A limit may be set on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of messages on a connection that keeps their order: the receiver finds that one was lost or came twice.
 
 A message has its number in a frame in front of it, counted from 1 at each end.

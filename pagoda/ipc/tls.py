@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS of servers and clients: 1.2 and later, with the ciphers that Python's `ssl` takes by default."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys of KV blocks: digests over all tokens up to the end of a block, so equal keys mean equal prefixes.
 
     key(root)  = SHA-256("pagoda-kv-1", block size, adapter, cache salt)

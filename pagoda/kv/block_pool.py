@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool of KV blocks of one tier: who holds what, and what may be evicted first.
 
 Every block is in exactly one of three states:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connectors: one interface, in two halves, to places that keep KV besides the device.
 
 The engine's half (`KVConnector`) decides: it knows keys, blocks and transfers, but no bytes and no torch. The

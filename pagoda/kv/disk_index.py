@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index of the blocks on disk, in the order of their last use.
 
 There may be millions of entries, so each is small: a slot number, which indexes a list of keys and arrays of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies of the disk tier: admission, pauses of writing, eviction, and the quota."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thread that lists directories of objects, probes, removes objects, and tidies up after killed writers.
 
 The thread works in small pieces, so that a probe, for which a request waits, never waits for a scan. After the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tier on disk: which blocks are there, which are worth writing, and which go to make room.
 
 Workers read and write the objects; a `DiskScanner` lists directories and removes objects. The index here may lag

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of cached blocks, for routers outside of this server.
 
 The structs are the wire format, too: maps whose `type` is the name of the struct, with the fields that vLLM's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups of prefixes of several KV groups: what the device lacks of one, and where it can be loaded from.
 
 Groups that keep all are followed block by block, as far as the device or any connector goes on. Of the others only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tier in host memory: which blocks lie in which slots of the workers' arenas.
 
 A `BlockPool` manages slots like device blocks: transfers reference the slots that they use, and the others are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout of prefixes over KV groups: which blocks of which group they need, on the device and beyond it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables: which blocks hold the K and V of which request, and which of them others may reuse.
 
 A request has a block table in each KV group (`pagoda.messages.kv_groups`). Blocks of all groups come out of one

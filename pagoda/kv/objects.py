@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The format of KV on disk: one object, a file, for each block, in one directory for each model and rank.
 
     DIR/<digest of the manifest>/manifest.json          what all objects in here have in common

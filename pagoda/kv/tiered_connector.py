@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All KV connectors of an engine behind one interface, nearest first, as the scheduler uses them.
 
 A prefix is looked up in one connector after the other, as far as any of them goes on. Each part that one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of KV tiers, and the connector over those that an engine has.
 
 To add a tier: write a `KVConnector`, and name a function that builds it in `TIERS`; the worker's half copies its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers under way, and the device blocks that they hold.
 
 A block under transfer is referenced like any other: it returns to the pool when its last reader and writer have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that are loaded beside a model (LoRA), and messages about them on both wires."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Declarations of figures: how a field of a report is merged over replicas, and how `/metrics` shows the field."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire between a frontend and an engine: requests go one way, token chunks come back.
 
 Routers and hosts speak the same messages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire between a router and the hosts that join it."""
 
 from __future__ import annotations

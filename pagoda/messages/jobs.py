@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of jobs: processes that load models for one piece of work, report progress and end with a result.
 
 A job reads its configuration from standard input and writes one JSON object a line to standard output:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV groups: layers that share a block table, and how much of a sequence each kind of layer needs."""
 
 from __future__ import annotations

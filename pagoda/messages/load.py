@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load reports: the load and the counters of an engine, a replica or a fleet."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges of numbers, lists and texts in messages. A decoder refuses what lies outside, whoever has sent it.
 
 Sums over hosts are held to the same ranges (`capped`), so that a router says nothing that another would refuse.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling parameters: how the tokens of one request are chosen, checked once at the edge."""
 
 from __future__ import annotations

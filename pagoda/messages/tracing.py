@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages about traces and clocks, which frontends, engines and workers share."""
 
 from __future__ import annotations

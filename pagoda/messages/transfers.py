@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire between an engine and its workers for KV transfers, beside the steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire between an engine and its workers: step plans go one way, step results come back."""
 
 from __future__ import annotations

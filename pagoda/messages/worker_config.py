@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration that a worker process receives at its start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of a decoder's layers: one rank's part of each, read from files and given to the backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory for what a rank's layers with attention keep of sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding of a whole model by the inputs that its maps have on a text.
 
 The windows of the text go through the model once, all together. A map is read and rounded when its inputs arrive,

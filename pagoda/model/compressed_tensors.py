@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers as compressed-tensors files hold them: the inverse of `pagoda.model.quantized_checkpoint`.
 
 Names of schemes are those of llm-compressor: bits of weights, bits of inputs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder of all families: what a `ModelSpec` says of each layer is recorded once, as a graph.
 
 Of several ranks each computes its part (`pagoda.model.sharding`): some of the layers, and of those some of the

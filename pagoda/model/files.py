@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that a job writes; what goes wrong is one sentence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of weights of 8-bit floats and their scales to the dtype of activations.
 
 Each number is multiplied by its scale in float32 and rounded once, so that nothing but that rounding is lost.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes of weights chosen by the error of outputs: GPTQ (Frantar et al. 2022), on grids that are found before.
 
 The inputs of a map are seldom independent: what rounding one weight adds to an output, weights of other inputs can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention of a layer: its weights besides the map to what is kept, and the operations that it records."""
 
 from __future__ import annotations

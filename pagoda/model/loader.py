@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of one rank's weights, by their names and shapes, in the form that a backend computes with."""
 
 from __future__ import annotations

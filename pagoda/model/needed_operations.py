@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations that a model needs and others do not, told by its specification before a weight is read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense weights are quantized as they are read, one linear layer after the other.
 
 int8 has a scale and a zero point for each output. Heads and embedding tables, from whose rounding a model suffers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers of ready-made quantized checkpoints: compressed-tensors, fp8, AWQ and GPTQ in safetensors files.
 
 All but fp8 pack small unsigned integers into 32-bit words, the first in the lowest bits; what they mean is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frequencies of the rotary position embedding, with the scalings that lengthen a model's context."""
 
 from __future__ import annotations

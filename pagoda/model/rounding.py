@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integer groups with zero points: weights as files of other programs hold them, rounded by search.
 
 A weight is `scale * (code - zero)` with a scale and an unsigned zero point for each group of inputs. The search

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files of a bounded size, with the index that names the file of each tensor."""
 
 from __future__ import annotations

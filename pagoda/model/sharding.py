@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards: the part of a model that one rank holds (Shoeybi et al. 2019, Megatron-LM).
 
 Maps from hidden states are split by outputs, maps back to them by inputs, so that a layer needs two sums over all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that keep a state: their weights besides linear maps, and the operations that they record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of weights: safetensors files, or a random pattern for benchmarks without files."""
 
 from __future__ import annotations

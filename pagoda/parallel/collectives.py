@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of the tensor-parallel ranks of one stage: all call the same ones in the same order.
 
 Control messages are bytes in host memory (`ControlGroup`). Data is tensors where the backend has them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Number of devices of a server, and the device of each rank: the only place that knows.
 
 Ranks are counted replica by replica, in it stage by stage, in it tensor rank by tensor rank, and take the devices

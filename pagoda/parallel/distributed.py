@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of CPU ranks that cannot share memory: gloo, through `torch.distributed`.
 
 No process-wide group is made, so a process can be in several.

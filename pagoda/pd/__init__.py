@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill/decode handoff: one engine computes a prompt, another takes over its KV and goes on.
 
     messages         messages between the two engines

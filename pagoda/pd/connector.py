@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode engine's half of a handoff: KV of prompts that other engines compute, and the tokens behind them.
 
 A queued request with a source is asked for there at once. As soon as the first blocks are computed the request may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefill engine's half of a handoff: KV that is held under leases, and answers to engines that ask for it.
 
 There is no state for each connection: a question says everything, and may be repeated.

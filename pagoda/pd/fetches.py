@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches of KV that other engines compute, and these engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's connections to other engines: a listener if it exports KV, outgoing ones if it fetches KV."""
 
 from __future__ import annotations

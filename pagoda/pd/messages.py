@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between an engine that fetches KV (decode) and one that exports it (prefill).
 
     decode  ── KVHello ──> prefill      once per connection

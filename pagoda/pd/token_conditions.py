@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditions of a first token: what two engines must have in common for one to take over what the other sampled.
 
 Proxies send two requests for one answer, and some change the first one: `min_tokens: 1` for the prefill server

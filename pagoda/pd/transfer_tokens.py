@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfer ids that authenticate a `KVSource`.
 
 A source passes through clients and proxies. A forged one could make an engine connect to any address, or end the

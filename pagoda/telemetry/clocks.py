@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures how far another process's clock is ahead, by asking that process.
 
 A question is sent, and the answer holds the time that the other clock showed in between. That instant is taken to

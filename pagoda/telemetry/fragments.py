@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fragment: what one process traced, one JSON object a line.
 
 The first line says whose it is (`ProcessHeader`, under the key `fragment`). The others are trace events as Chrome

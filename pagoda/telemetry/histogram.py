@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of values by size, cheap enough for every token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One log format for every process: lines for people, or one JSON object a line for machines.
 
     2031-05-04 12:00:00.123 INFO  pagoda.api 4711 [req-1] 400 prompt is longer than the context

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a trace beside a loop that serves, and must not wait for a disk."""
 
 from __future__ import annotations

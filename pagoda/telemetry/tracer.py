@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans, instants and counters of one process, in Chrome's trace-event format.
 
 Off, a span costs one call that gives 0 and one test of it:

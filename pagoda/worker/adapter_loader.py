@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that come and go while a worker runs."""
 
 from __future__ import annotations

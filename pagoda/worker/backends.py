@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the backend that a worker computes with.
 
 `python -m pagoda.worker.backends [MODEL LOAD_FORMAT DTYPE QUANTIZATION]` says what there is: `pagoda doctor`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables of the slots, of one KV group, and what steps are given of them."""
 
 from __future__ import annotations

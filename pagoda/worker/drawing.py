@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that a step draws: known at once, or still being computed by a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's end of the engine's socket."""
 
 from __future__ import annotations

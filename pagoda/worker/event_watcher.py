@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a device as a file that becomes readable, so that a loop may wait for one and for messages at once."""
 
 from __future__ import annotations

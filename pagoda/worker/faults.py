@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults in what a step computes."""
 
 from __future__ import annotations

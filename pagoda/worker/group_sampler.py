@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling on the ranks of the last stage.
 
 Each of several tensor-parallel ranks has the logits of a part of the vocabulary. The first rank announces which

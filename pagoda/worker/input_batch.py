@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens and blocks of each request, and the flat input of a step that is made of them.
 
 A step is prepared while the one before it runs. So what is counted (tokens, blocks) is as it will be once all

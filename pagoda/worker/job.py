@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job's process: configuration in, progress and a result out (`pagoda.messages.jobs`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading: a `WorkerConfig` becomes a model, or one rank's part of it, that is ready to run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker process: `python -m pagoda.worker.main ADDRESS`.
 
 Its configuration comes over standard input; then it answers step plans, in order, over one ZeroMQ socket.

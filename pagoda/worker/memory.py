@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that the worker will take of the machine, computed before any is taken."""
 
 from __future__ import annotations

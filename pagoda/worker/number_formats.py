@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of number formats: of activations, of weights and of the KV cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cores of a worker's threads: a part of the host's, and each OpenMP thread on a core of its own.
 
 The OpenMP library reads where its threads belong when it is loaded, and puts each there when it starts it; so this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of the largest steps, asked of the backend once weights are loaded and before KV takes the rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of loading weights: a bar on a terminal while it goes on, a line in the log at its end."""
 
 from __future__ import annotations

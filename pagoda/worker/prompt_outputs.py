@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports on prompts: log-probabilities of their tokens, and their hidden states as one vector.
 
 The hidden state of a token scores the token behind it, so a chunk of a prompt gives the log-probabilities of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closeness of a model to a reference: the process `python -m pagoda.worker.quality`, a job.
 
 A text is cut into windows; each is computed like a prompt, from an empty context, by both models, and every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization of a whole checkpoint: the process `python -m pagoda.worker.quantize`, a job.
 
 Linear layers of the model's layers are rounded one after the other; every other tensor is copied as it is stored.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others.
 
 The tensor-parallel ranks of a stage form a group: over shared memory on one host, else over the network. It

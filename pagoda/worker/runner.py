@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes step plans on a loaded model, or on one rank's part of it.
 
 `submit` prepares a step, and `Ticket.result` computes it: the next step may be submitted before this one is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling: logits become tokens.
 
 The sampler keeps the parameters of all slots in one table, by which the backend chooses the tokens of a step. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of sampling of a request: what the tokens that it says change in its slot of the sampling table.
 
 The state lives as long as the request's slot and grows by one token a step; nothing is rebuilt from the context.

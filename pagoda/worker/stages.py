@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links between pipeline stages: hidden states of a step, from each rank to the same rank of the next stage.
 
 A message is the number of the step, the raw elements [n, hidden] float32 of the step's tokens, and the rest in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clock of the phases of a step."""
 
 from __future__ import annotations

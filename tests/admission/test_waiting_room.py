@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who gives up places in a full queue, against a plain model, and how much looking that takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and batches of tests: what is asked, and complete and half uploads."""
 
 from __future__ import annotations

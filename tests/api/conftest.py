@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server over a scripted endpoint, and a client for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts of models that fill gaps."""
 
 from __future__ import annotations

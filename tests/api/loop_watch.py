@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts what each turn of an event loop does: operations of Python, and characters that C functions are given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers with two calls in the form of each format, and what the parser makes of answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Web pages of others: names that were made to point here, origins, and types of bodies that need no question."""
 
 from __future__ import annotations

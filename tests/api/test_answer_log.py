@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line for each answer, or one for a request that got none."""
 
 from __future__ import annotations

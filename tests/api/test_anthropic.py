@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/v1/messages`, checked with the types of Anthropic's client."""
 
 from __future__ import annotations

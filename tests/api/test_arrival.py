@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time at which a request arrives (`pagoda.api.app`)."""
 
 from __future__ import annotations

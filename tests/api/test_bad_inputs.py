@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs that have broken serving systems: each gets a clear error, and nothing reaches the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's handoffs: one request goes to a prefill and a decode server, with a room in which they meet."""
 
 from __future__ import annotations

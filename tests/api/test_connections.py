@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Open connections are bounded: silent ones make room, and those with a request stay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields that constrain answers: what the engine is sent, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deadlines of requests: the field `timeout`, the header `X-Request-Timeout` and the server's default."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vectors, scores and ranks of texts, by the vectors of the simulated model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory of clients' files: the operator's, or one that ends with the server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields, headers and flags of other servers and their clients: what changes nothing is accepted."""
 
 from __future__ import annotations

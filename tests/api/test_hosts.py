@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/v1/hosts` of a router over hosts that have joined it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What would change an answer is refused by name; what would not is accepted and named in a header and the log."""
 
 from __future__ import annotations

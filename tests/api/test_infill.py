@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fill in the middle: tokens of models for it, and the routes of OpenAI, Mistral and Ollama that ask for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of kept JSON is estimated well enough to be bounded by it."""
 
 from __future__ import annotations

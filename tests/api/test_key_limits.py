@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of API keys over HTTP, and the clock behind them."""
 
 from __future__ import annotations

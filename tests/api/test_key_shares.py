@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares of API keys: what is taken back, what is not given, and that nobody pays for the number of keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params`: what proxies before prefill and decode servers send and get."""
 
 from __future__ import annotations

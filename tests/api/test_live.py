@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pages are shown of a server, and how an answer is ended from outside."""
 
 from __future__ import annotations

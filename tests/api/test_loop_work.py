@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No body, however it is made, gives the event loop more than bounded work in a turn; every route has its bodies.
 
 The bodies are at the limits of their APIs: most texts, most messages, the longest lists. What a turn of the loop

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/metrics`: what it counts, under which names, and that Prometheus' own tools take it."""
 
 from __future__ import annotations

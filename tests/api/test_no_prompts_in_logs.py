@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs and traces of a server process hold nothing of what clients say, whatever they send and whatever fails."""
 
 from __future__ import annotations

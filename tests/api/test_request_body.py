@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies as they come: asked for, inflated, refused unread, and in pieces of any size."""
 
 from __future__ import annotations

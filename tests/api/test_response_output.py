@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Items of a response, and their events."""
 
 from __future__ import annotations

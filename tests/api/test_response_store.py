@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses that are kept: retrieval, conversations, background work, bounds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/v1/responses`, checked with the types of OpenAI's client."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server gives is accepted when it comes back.
 
 Answers with calls, in each format that a model may say them in, are sent back with their results through each API,

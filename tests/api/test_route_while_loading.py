@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that come while the model loads wait for it, for a while."""
 
 from __future__ import annotations

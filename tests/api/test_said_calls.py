@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls as models really say them, in every format: no call is missed, and no text is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scopes of API keys: which routes a key may use, and whose requests it sees and ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real server process with the simulated executor, and the official client."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real server beside a socket in the place of systemd's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON of large values, encoded part by part."""
 
 from __future__ import annotations

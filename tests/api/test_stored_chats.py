@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat completions that are kept, read with OpenAI's client."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTPS: who is let in, and certificates that change while the server runs."""
 
 from __future__ import annotations

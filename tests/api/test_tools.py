@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls, reasoning and their choices, in the formats of several model families."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of the page: open to all, of the right types, and with nothing from elsewhere in them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routes that vLLM's server has besides those of OpenAI."""
 
 from __future__ import annotations

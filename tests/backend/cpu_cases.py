@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases that the tests of the CPU kernels share."""
 
 from __future__ import annotations

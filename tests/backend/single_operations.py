@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of a backend, each computed as a graph of its own."""
 
 from __future__ import annotations

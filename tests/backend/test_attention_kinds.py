@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds of attention that families differ in: the formula on all backends, with the same bits in pieces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens from the highest logits of a row are those of the whole row, where these decide."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native kernels compute what the reference computes, in every instruction set, and the same bits always."""
 
 from __future__ import annotations

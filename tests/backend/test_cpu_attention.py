@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over the paged cache: what the reference computes, and the same bits however a sequence is cut."""
 
 from __future__ import annotations

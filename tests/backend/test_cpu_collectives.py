@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory between ranks that are threads of one process here; `tests/parallel` has them as processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts follow the formula, in the reference and every instruction set, with the same bits in any company."""
 
 from __future__ import annotations

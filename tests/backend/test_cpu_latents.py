@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention by native kernels: what the reference computes, and the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph gives the bits of its operations, each computed as a graph of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph is recorded with its shapes checked, and says which of its nodes a step needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A token's result is the same in every bit, whatever else is in the batch and however its sequence was cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention with absorbed maps, against the formulas with keys and values of each head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What adapters add to a linear layer: the formula, in the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does not fit a graph is refused, and what steps bring along is taken as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random numbers of draws (`pagoda.backend.reference.sampling`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized linear maps: those of the reference by their definition, and what all backends have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on every row by itself: the formula on all backends, with the same bits in any company."""
 
 from __future__ import annotations

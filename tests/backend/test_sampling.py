@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling: the native sampler against plain PyTorch in every bit, and both against exact probabilities."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Columns of sampling tables are those of the native kernels and of the kernels for GPUs, with the same types."""
 
 from __future__ import annotations

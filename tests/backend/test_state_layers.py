@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with a state: formulas in PyTorch on all backends, with the same bits in pieces and from snapshots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backend that a package brings serves the embedded model, in processes, as the reference does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conformance suite passes Pagoda's backends and the toy, and finds what is wrong with others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backends that are wrong in one place each, by name; otherwise they are the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Idle time of a device is found out, wherever the host keeps it waiting."""
 
 from __future__ import annotations

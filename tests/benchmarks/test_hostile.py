@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trial of hostile clients, in its short form: answers and good streams, not times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs beside which Pagoda is measured: those that are there, and those that are not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model for benchmarks is one that others load: its tokenizer, its shape, its GGUF files."""
 
 from __future__ import annotations

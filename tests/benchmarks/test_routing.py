@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison of policies, with so few requests that it says whether it works and no more."""
 
 from __future__ import annotations

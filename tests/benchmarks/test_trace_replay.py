@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace becomes requests that share what the trace's do, and hosts find that cached."""
 
 from __future__ import annotations

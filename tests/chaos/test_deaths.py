@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short forms of the trials in which processes die, stop or hang: every stream is complete, token for token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The short forms of the trials in which a disk, a router, an etcd or the head of a Ray cluster fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams that behave tell of everything that goes wrong with them, and of every time that they wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The short form of the trial of overload: what was refused and what was answered, but no times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short forms of the trials of resources: nothing that clients do is kept."""
 
 from __future__ import annotations

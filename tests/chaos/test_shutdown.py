@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The short forms of the trials of shutdown."""
 
 from __future__ import annotations

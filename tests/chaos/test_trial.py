@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials end whatever they wait for, and blame a server for nothing of others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another user of the machine, in the short form of the trial."""
 
 from __future__ import annotations

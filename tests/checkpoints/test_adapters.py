@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that fit a model, and the sentence about each that does not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a list of models tells of one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every key of a family's configuration class in transformers is honoured, refused or known to change nothing."""
 
 from __future__ import annotations

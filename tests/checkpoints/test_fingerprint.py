@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints tell models apart that differ in their answers, and no others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of models in GGUF metadata, and errors of metadata that is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files as the `gguf` package writes them, and what is said of damaged ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Directories of models in which a file is none: a pipe, a device, a directory, or one without an end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with latent attention: sizes, scales and experts by config.json, and what they keep of a token."""
 
 from __future__ import annotations

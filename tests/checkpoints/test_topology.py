@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that can, and cannot, be split over a number of devices."""
 
 from __future__ import annotations

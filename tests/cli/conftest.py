@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model small enough for every test that needs a whole stack: random weights and bytes as tokens."""
 
 from __future__ import annotations

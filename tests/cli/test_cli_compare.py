@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two servers under the same load: simulated ones with other speeds, and doubles that misbehave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of `pagoda keys`, and what it leaves in the file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of `pagoda kv` for directories of KV blocks, and what it leaves in them."""
 
 from __future__ import annotations

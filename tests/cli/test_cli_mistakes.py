@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes in what is asked of `pagoda`: one sentence on standard error, and exit code 2."""
 
 from __future__ import annotations

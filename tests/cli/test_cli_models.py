@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda models` lists what can be served by name."""
 
 from __future__ import annotations

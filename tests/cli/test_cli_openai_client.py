@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client against small servers that say exactly what a test wants."""
 
 from __future__ import annotations

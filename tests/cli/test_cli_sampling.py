@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks send about sampling, and what they say of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands against the whole stack: a real server process, a real engine, a tiny model."""
 
 from __future__ import annotations

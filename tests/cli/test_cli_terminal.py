@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda chat` at a real terminal: figures behind answers, and what Ctrl-C does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pagoda's server in a process of its own, for clients that live in another environment (`make test-clients`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions, tools and schemas that all clients are tried with."""
 
 from __future__ import annotations

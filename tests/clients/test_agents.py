@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agents: pydantic-ai and OpenAI's Agents SDK, with tools and with typed answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The official client of Anthropic."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agents that write programs, as they are installed: a turn with a tool call and its result, on default flags.
 
 Their prompts have 10,000 to 70,000 tokens of the embedded model's vocabulary, so a small model of random weights

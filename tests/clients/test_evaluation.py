@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation harnesses: lm_eval with a log-likelihood task, inspect-ai with a schema."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """instructor in every mode that it has for servers of OpenAI's kind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """langchain-openai, with the standard integration tests that langchain has for chat models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """litellm: its SDK, and its proxy before Pagoda, over several turns with tools."""
 
 from __future__ import annotations

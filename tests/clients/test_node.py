@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients for Node; `make test-clients` installs their packages beside the scripts."""
 
 from __future__ import annotations

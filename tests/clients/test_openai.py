@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The official client of OpenAI for Python, with strict validation of what comes back."""
 
 from __future__ import annotations

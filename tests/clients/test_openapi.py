@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that schemathesis makes out of /openapi.json: none breaks the server, and every status is described."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers of others before Pagoda: several turns with tools, and prefill and decode apart with KV handed over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifests are what Kubernetes takes, and their commands are what `pagoda` takes."""
 
 from __future__ import annotations

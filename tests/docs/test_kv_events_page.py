@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subscriber in docs/kv-events.md, run beside an engine."""
 
 from __future__ import annotations

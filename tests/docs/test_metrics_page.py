@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/metrics.md, the dashboard and the rules name metrics that exist; Prometheus and Grafana accept them."""
 
 from __future__ import annotations

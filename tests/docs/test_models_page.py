@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/models.md has every family, and every family is compared with transformers."""
 
 from __future__ import annotations

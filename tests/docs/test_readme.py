@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command and program in README.md is run, against real servers."""
 
 from __future__ import annotations

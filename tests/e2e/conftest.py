@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that tests share as long as they harm nobody."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams of answers that are held to a schema, a regular expression or the parameters of a tool."""
 
 from __future__ import annotations

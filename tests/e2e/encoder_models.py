@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random encoders, and models with a head that scores texts, saved by transformers."""
 
 from __future__ import annotations

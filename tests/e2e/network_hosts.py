@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts as network namespaces of Linux, joined by a cable that delays, loses, and can be cut.
 
 The two ends of the cable are TUN devices, and a thread of the test carries packets from one to the other. Not

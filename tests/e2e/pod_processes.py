@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts with roles and a router as processes, and requests for them."""
 
 from __future__ import annotations

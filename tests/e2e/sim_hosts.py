@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts with made-up tokens in this process, which routers in processes of their own reach over real sockets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server whose traces go to a disk of a few kilobytes, in a mount namespace of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many clients that read streams over HTTP while something happens to the server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedded model's answers under pressure are those it gives in peace, and they are right."""
 
 from __future__ import annotations

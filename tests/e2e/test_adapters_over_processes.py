@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters and embeddings where requests move: prefill and decode apart, replicas, preemption and deaths."""
 
 from __future__ import annotations

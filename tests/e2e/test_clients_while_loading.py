@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client that is started together with the server needs no retries of its own."""
 
 from __future__ import annotations

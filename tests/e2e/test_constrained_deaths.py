@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGKILL for the worker and the engine while answers are held to constraints: the same tokens arrive."""
 
 from __future__ import annotations

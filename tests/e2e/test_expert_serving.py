@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts over processes answers as transformers does, and says which experts were used."""
 
 from __future__ import annotations

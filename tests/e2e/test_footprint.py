@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frontend and engine stay small: they never load torch, also while they serve."""
 
 from __future__ import annotations

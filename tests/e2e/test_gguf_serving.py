@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedded model as a GGUF file answers as its directory does, and quantized it is still right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine for prefill and one for decode give the tokens and log-probabilities of a single engine.
 
 The embedded model runs in real engine and worker processes, the pod in the process of the test.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handoffs between a proxy of the kind that others have, a prefill server and a decode server, and by a router.
 
 All tests share the processes, and none of them harms another. Many are of what went wrong in other systems.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode engines whose KV lies on devices, in processes, give the tokens of the reference.
 
 The device of `pagoda_toy.far` copies only what is awaited, and leaves NaN where a copy was not ordered.

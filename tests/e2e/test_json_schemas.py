@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schemas like those of applications, of which `python -m benchmarks.json_schemas` asks for 500."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events and counters of servers with real workers, which are killed in between."""
 
 from __future__ import annotations

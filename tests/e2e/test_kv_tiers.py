@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device of 64 blocks with tiers in host memory and on disk answers as a device does that holds everything.
 
 Workers, engines and servers are killed meanwhile, and objects on disk are damaged.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model split over two hosts, with 5 ms and one lost packet in a hundred between them, which outlives a cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a real server says of itself under load: metrics that Prometheus takes, and a log that machines read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server over several ranks and replicas answers as one device does, also when some of them are killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pods of processes: hosts with roles behind `pagoda route`, killed and cut off."""
 
 from __future__ import annotations

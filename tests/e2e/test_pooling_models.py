@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers of an encoder, a cross-encoder and a decoder that is asked answer as transformers computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines on the model of the Ascend device answer as the reference does, whatever happens to the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model split over worker processes gives the same tokens when a rank is killed, on one host and on two."""
 
 from __future__ import annotations

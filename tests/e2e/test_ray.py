@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Ray cluster of two nodes on this machine: a model split over both serves, and outlives one of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda route` over hosts that join it: real processes, ended and killed in the middle of streams."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers over routers over 32 hosts, one of them killed while it serves."""
 
 from __future__ import annotations

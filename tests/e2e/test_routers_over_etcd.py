@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three routers over one etcd, which is killed and started again while they serve."""
 
 from __future__ import annotations

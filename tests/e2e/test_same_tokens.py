@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request and one seed give one answer, whatever else runs, is cached, is cut up or dies.
 
 The embedded model runs in a real worker process: in float32 on both backends, in other formats on the CPU kernels.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters over HTTP: chosen by the model's name, loaded and unloaded, and there again after deaths."""
 
 from __future__ import annotations

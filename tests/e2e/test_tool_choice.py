@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that must call, and calls of strict tools, of a real model: they fit their schemas."""
 
 from __future__ import annotations

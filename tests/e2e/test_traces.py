@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace of a server under load that runs out of KV blocks and loses its worker is whole, and it is true."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that are killed, and a disk that is full, while a server traces: answers are complete in any case."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router that traces from its start: its hosts do, too, and what all write is one trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGKILL for the worker, three times, while 32 clients read streams over HTTP: they see a pause, nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions to servers with KV tiers, and what their answers and figures say about where KV came from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the tests of scheduler and engine: requests, and an engine that runs in virtual time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A subscriber as one for vLLM is written: types of its own for the wire, and a view of what is cached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Material of whole lives of an engine: requests of all kinds, and a worker that is lost now and then."""
 
 from __future__ import annotations

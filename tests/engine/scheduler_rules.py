@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules and invariants that state machines of the scheduler have in common."""
 
 from __future__ import annotations

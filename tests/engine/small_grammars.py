@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars over the 50 tokens of the simulated model of these tests, and the answers that they lead to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of an engine over simulated workers: requests need one that is loaded, and keep it until they end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that are held to grammars: compiling, refusing, replaying, and forced tokens in a whole engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedulers of models with several KV groups: how much they hold, and that they never stop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiers of models with several KV groups: what is kept of a prefix, and that it is enough to go on behind it."""
 
 from __future__ import annotations

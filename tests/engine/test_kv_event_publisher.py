@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events on real sockets: in order, replayed when lost, and never waited for."""
 
 from __future__ import annotations

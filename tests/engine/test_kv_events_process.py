@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine processes publish what their caches hold. With made-up tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several events of one request in one turn of the engine: a load ends while its request does."""
 
 from __future__ import annotations

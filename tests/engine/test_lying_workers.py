@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that say what cannot be: the engine replaces them, and every request gets its whole answer."""
 
 from __future__ import annotations

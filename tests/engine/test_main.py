@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine process's loop, run in a thread of this process, with sockets as frontends have them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overload of an engine: a bounded queue, deadlines, shares of keys, and priorities that age."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports to frontends: totals and statistics of steps, and the prefix cache, at a bounded rate."""
 
 from __future__ import annotations

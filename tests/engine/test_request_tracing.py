@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of requests in a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler as a state machine: arrivals, aborts, results, errors and lost workers in any order."""
 
 from __future__ import annotations

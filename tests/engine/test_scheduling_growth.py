@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of the scheduler against the number of requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that give several tokens of a request: what the engine counts is what the worker has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of faults on the simulated executor: the same faults in each run, and never another answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Thousands of seeds: random arrivals, aborts, lost workers, tiny caches and tiers that fail, in virtual time.
 
 Every seed is a whole life of an engine. Answers are compared with what the simulated model says without any

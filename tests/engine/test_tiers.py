@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine over a device and the tiers below it, in virtual time: what moves, who waits, and what is computed."""
 
 from __future__ import annotations

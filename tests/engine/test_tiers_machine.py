@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler over host memory and disk as a state machine: transfers end in any order, well, badly, twice."""
 
 from __future__ import annotations

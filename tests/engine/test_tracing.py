@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events that an engine writes of its steps and requests, in virtual time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of encoders are computed whole, in one step each, and nothing of them is kept."""
 
 from __future__ import annotations

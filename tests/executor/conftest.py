@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fixture of tests of `GroupExecutor`."""
 
 from __future__ import annotations

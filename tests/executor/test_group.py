@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers of a replica as real child processes over a real socket, without torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of several ranks: a load ends once on all of them, whatever becomes of the workers meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers of a group of workers: how the ends of ranks are joined, and real worker processes."""
 
 from __future__ import annotations

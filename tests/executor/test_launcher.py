@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom the end of a worker is blamed on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks are laid over hosts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker process without torch, for tests: it answers plans and misbehaves when the model's name says so.
 
 `fails` does it on every rank, `fails@1` on rank 1 of the replica only.

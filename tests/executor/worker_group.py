@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of `GroupExecutor` have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each action of a schedule, once."""
 
 from __future__ import annotations

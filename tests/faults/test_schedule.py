@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of faults, as a person writes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real etcd of one server, which can be killed and started again with what it had written."""
 
 from __future__ import annotations

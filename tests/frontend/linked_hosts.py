@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers and hosts in one process, over real sockets."""
 
 from __future__ import annotations

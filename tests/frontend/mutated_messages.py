@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages that a lying process sends: valid ones in which one value, wherever it is, is another."""
 
 from __future__ import annotations

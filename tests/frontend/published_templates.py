@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates as published with models; `published_templates.json` says where they come from."""
 
 from __future__ import annotations

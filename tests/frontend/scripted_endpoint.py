@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An endpoint that says what a test tells it to, one byte a token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chat template like Qwen's, and what a model says with it."""
 
 from __future__ import annotations

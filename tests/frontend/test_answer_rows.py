@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of answers in traces (`pagoda.frontend.trace_control`)."""
 
 from __future__ import annotations

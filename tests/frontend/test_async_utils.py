@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Works that are done at the same time, and work that takes long."""
 
 from __future__ import annotations

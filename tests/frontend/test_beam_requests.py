@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search as a request of a client: it is accepted as a whole, and has one deadline."""
 
 from __future__ import annotations

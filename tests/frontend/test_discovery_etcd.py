@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts stand in a real etcd, which is killed, loses everything, compacts its history; routers follow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts stand in a file, which changes, goes wrong, and is right again."""
 
 from __future__ import annotations

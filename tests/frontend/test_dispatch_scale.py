@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work of a dispatcher, in operations: a request costs the same in any fleet, a join too."""
 
 from __future__ import annotations

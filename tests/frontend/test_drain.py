@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dispatcher that drains finishes bodies that it has accepted, whenever their requests come."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EBNF as clients write it, compared with what llguidance then accepts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine as a process: started, killed, restarted, drained. With the simulated executor, so without torch."""
 
 from __future__ import annotations

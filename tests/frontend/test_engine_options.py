@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags become configurations of engines, or are refused with a sentence before anything starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas as processes behind a dispatcher: killed, restarted, refused at the start. With made-up tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers of encoders out of GGUF metadata give the ids of those that the metadata was made from, pairs too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers out of GGUF metadata give the ids of the tokenizers that the metadata was made from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router's connection to one host, over real sockets; the host is a socket that a test answers at."""
 
 from __future__ import annotations

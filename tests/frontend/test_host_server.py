@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host says to a router, besides tokens, and what it does with what it hears. Over real sockets."""
 
 from __future__ import annotations

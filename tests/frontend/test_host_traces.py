@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router traces its hosts, over real sockets and with hosts that say what they should not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in grammars in Lark's syntax: what is refused before anything is compiled, and that nothing else is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of `LLM` become engine configurations, as the flags do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An event loop in a thread: what goes on between calls, and what Ctrl-C and the end do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between a frontend and its engine that get lost, come twice or out of turn: another engine goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts that say what cannot be: a router gives them up, keeps nothing of them, and serves with the others."""
 
 from __future__ import annotations

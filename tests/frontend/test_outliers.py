@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which replicas are left out, and for how long. Replicas are lists of what they do at which time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies are functions: what they choose is looked up, not simulated."""
 
 from __future__ import annotations

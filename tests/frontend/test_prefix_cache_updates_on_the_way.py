@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router knows what engines behind a host have cached. Real processes and sockets, made-up tokens."""
 
 from __future__ import annotations

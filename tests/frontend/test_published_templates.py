@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates as published with models, against transformers.
 
 Histories with calls, results, reasoning, parts and prefills are rendered as there, or refused as there.

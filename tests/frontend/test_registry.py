@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts join a router, answer for it, leave, fall silent; strangers are kept out. Over real sockets."""
 
 from __future__ import annotations

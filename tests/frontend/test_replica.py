@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica over a transport that a test scripts, in virtual time."""
 
 from __future__ import annotations

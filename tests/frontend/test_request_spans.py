@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans as a collector gets them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router joins a router as a host does: what changes below is known above, and nothing goes round in circles."""
 
 from __future__ import annotations

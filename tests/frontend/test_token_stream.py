@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stream keeps what its reader has not read, up to a bound."""
 
 from __future__ import annotations

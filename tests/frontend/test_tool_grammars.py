@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammars of tool calls, walked at random: every answer in them is read as calls that fit their schemas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kept inputs of the fuzzer, seeds and findings: each is refused in a sentence or read, in bounded memory."""
 
 from __future__ import annotations

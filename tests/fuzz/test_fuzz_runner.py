@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzzing itself: a process runs, counts and keeps what fails."""
 
 from __future__ import annotations

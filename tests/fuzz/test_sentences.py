@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Findings of the fuzzer whose sentence is checked, not only that there is one."""
 
 from __future__ import annotations

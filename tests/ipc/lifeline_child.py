@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run as a child process by test_lifeline."""
 
 from __future__ import annotations

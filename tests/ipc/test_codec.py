@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is not a message is said to be none, whatever is wrong with it."""
 
 from __future__ import annotations

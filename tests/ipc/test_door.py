@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doors: strangers cost a listening socket little, and those with the key come in all the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects that are exempt from garbage collection, and memory that goes back to the system."""
 
 import ctypes

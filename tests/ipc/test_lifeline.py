@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Children and parents as real processes."""
 
 from __future__ import annotations

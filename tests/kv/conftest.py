@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Directories of objects that are small, read-only or full."""
 
 from __future__ import annotations

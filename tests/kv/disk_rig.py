@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk tier over a pool; the tests play the scanner and the workers."""
 
 from __future__ import annotations

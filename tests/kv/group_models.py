@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV groups of models with windows, chunks and states, for tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefix of sixteen blocks, and what tests of tiers need around it."""
 
 from __future__ import annotations

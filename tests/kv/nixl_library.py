@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NIXL as far as transports use it, in one process: it moves only what was registered as what it is called.
 
 Memory of every kind is host memory here, and what an agent says of its own is what it has registered.

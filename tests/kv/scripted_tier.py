@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connector that has the blocks that a test gives it, and records its calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals of the block pool, and the order in which it gives blocks; `test_manager` has all else."""
 
 from __future__ import annotations

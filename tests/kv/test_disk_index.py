@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index against a model of it: a dictionary, sorted whenever somebody asks for the oldest."""
 
 from __future__ import annotations

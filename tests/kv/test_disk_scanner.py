@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread finds, removes and tidies up on a real disk, and sleeps while there is nothing to do."""
 
 from __future__ import annotations

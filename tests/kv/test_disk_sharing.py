@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines with their workers in one directory on a real disk, with a quota that both run into."""
 
 from __future__ import annotations

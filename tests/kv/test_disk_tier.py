@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks on disk: what requests find, what is kept, and what workers and prefetches do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier keeps its quota, and pauses when writing fails."""
 
 from __future__ import annotations

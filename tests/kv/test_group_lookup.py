@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups of prefixes of several groups: the longest that can be loaded, and what is loaded of it."""
 
 from __future__ import annotations

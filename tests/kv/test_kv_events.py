@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events tell exactly what a cache gains and loses, and enough to know which tokens each key stands for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV groups (`pagoda.messages.kv_groups`), and the manager with several of them."""
 
 from __future__ import annotations

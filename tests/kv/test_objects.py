@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects: nothing but the right bytes under the right key passes, and what is read is what was written."""
 
 from __future__ import annotations

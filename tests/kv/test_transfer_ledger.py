@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers of the ledger in `pagoda.kv.transfers`, and the blocks that they hold."""
 
 from __future__ import annotations

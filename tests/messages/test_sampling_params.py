@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling parameters (`pagoda.messages.sampling_params`): what the edge checks, and what decoding does not."""
 
 from __future__ import annotations

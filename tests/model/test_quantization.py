@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense weights quantized as they are loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a model that ranks hold, which together are the whole."""
 
 from __future__ import annotations

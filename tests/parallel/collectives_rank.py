@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of `test_collectives`: `python -m collectives_rank KIND RANK SIZES ADDRESSES`.
 
 Takes part in a group of each of the sizes that it is a rank of. Ends with code 0 if it saw what it had to see.

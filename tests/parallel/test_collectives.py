@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups whose ranks are processes: every sum is that of all ranks in order, in all bits, on all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long ranks over gloo wait: not long for a connection, for ever in a step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefill engine and a decode engine in virtual time, and whoever gives requests to both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages that the decode engine's half sends, and its answers to those that it receives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV that this process cannot address: it is sent from copies, and transports that would map it refuse it."""
 
 from __future__ import annotations

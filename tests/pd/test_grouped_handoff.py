@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handoff of models with several KV groups: what the end of a prompt needs goes over, and nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt is computed by one engine, its answer goes on at another."""
 
 from __future__ import annotations

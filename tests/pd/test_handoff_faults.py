@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines, workers, connections and messages that fail in the middle of a handoff."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole lives of a prefill and a decode engine, between which everything goes wrong; each from one seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First tokens, handshakes, limits and room in a handoff, where other systems went wrong."""
 
 from __future__ import annotations

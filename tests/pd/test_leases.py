@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leases end once, however they end, in any order and any number of times, and none looks at the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sockets between engines: who gets in, what is understood, and how a loss is noticed."""
 
 from __future__ import annotations

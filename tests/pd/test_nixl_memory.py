@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of devices and of the host over NIXL: each is registered as what it is, and read as that.
 
 The library is one that moves nothing else. What needs no device is asked of NIXL itself, too, where it is

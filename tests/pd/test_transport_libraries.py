@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links over libraries: closing one waits for nobody, and who reads lets go of what it reads by.
 
 The libraries are scripted first, and keep the promises of all transports where they are installed.

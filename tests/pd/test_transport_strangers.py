@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strangers without the secret learn nothing and do no harm; readers get no more than is exported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promises of the transport interface, with each transport; those of libraries have processes of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory to read from, and what every transport is tested with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the HTTP tests of another server against Pagoda, and prints what became of them.
 
     python -m tests.peers vllm PATH [--output FILE.json] [--only PART] [--limit SECONDS] [--model DIR] [--scripted]

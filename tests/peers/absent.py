@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands for names of other servers' packages while their tests run against Pagoda."""
 
 from __future__ import annotations

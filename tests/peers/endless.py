@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedded model without its end token: `python -m tests.peers.endless DIR` writes it, for `--model DIR`.
 
 llama.cpp's tests count the tokens of answers by a model that tells stories and seldom ends. The embedded model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines of other servers, translated to that of `pagoda serve`.
 
 The model is the embedded one or one that the caller chose, under the name that was asked for. Flags that say how

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program that other servers' tests start in place of their server: `python launcher.py DIALECT ARGUMENT...`.
 
 It becomes `pagoda serve`; its log goes to a file in the directory `PAGODA_PEERS_LOGS`. The exit code 77 says

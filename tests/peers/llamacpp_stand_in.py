@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin for llama.cpp's server tests: the program that they start is Pagoda, and no model is fetched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pytest plugin that runs inside another server's test suite, judges each test and writes a line about it.
 
 A test passes only for a reason. One that passes although Pagoda refused its request as unknown, or lacks its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that stands in for SGLang in its own server tests: their helpers start Pagoda.
 
 The tests import the package, whose helpers are in this module. What several of them share (`sglang.test.kits`) is

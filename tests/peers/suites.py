@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test suites of other servers that have to do with HTTP, and how they are run."""
 
 from __future__ import annotations

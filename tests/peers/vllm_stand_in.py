@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that stands in for vLLM in its own tests: its helpers start Pagoda, its internals are absent.
 
 vLLM's tests import the package and `tests.utils`. Neither is loaded: `tests.utils` is this module's

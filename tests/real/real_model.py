@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle: SmolLM2 in transformers, its tokenizer as published, and texts to read."""
 
 from __future__ import annotations

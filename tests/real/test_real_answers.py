@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greedy answers in float32 are those of transformers on the same weights, at any length of the prompt."""
 
 from __future__ import annotations

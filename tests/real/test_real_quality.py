@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Next-token distributions of every weight format beside those of transformers in float32, on real text."""
 
 from __future__ import annotations

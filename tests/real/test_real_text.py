@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizer, detokenizer and chat template give what transformers gives, on awkward strings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas, ranks, stages, tiers of KV, and prefill and decode apart give the tokens of one device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission at a dispatcher, in virtual time: tokens that wait, keys that share the queue, deadlines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fleets in virtual time: engines die, clients leave, queues fill up, and every request ends once and in full.
 
 Every seed is a whole life of a fleet, with the real scheduler and KV cache in each replica. A failing seed is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pods in virtual time: what prefill and decode hosts are given, and that nothing of it shows in an answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that kill engines or workers, in virtual time: they fail alone, and those that wait do not pay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lives of whole fleets: no seed breaks an invariant, each repeats byte for byte, and the rig sees faults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica hangs, is slow or flaps: its requests go on elsewhere, new ones avoid it, and it returns slowly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An event loop whose clock moves when nothing else can."""
 
 from __future__ import annotations

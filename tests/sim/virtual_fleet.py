@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fleet in virtual time: requests of clients, what they got, and engines that die."""
 
 from __future__ import annotations

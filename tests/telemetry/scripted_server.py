@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fragments as a server would write them: a few processes that live by a script, each with a clock of its own.
 
 True time is in nanoseconds; a process's clock is ahead of it by what the test says.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Serves Perfetto's trace processor, as WebAssembly, over the HTTP that the `perfetto` package of Python speaks.
 //
 //   node trace_processor.js DIRECTORY

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perfetto's own trace processor: it reads a trace file, and answers SQL about it.
 
 What runs is `trace_processor_shell` if there is one on PATH. Else it is the WebAssembly that Perfetto's web page

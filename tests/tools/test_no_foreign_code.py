@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing that can run code of others is in the source: no unpickling, and no code of models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data of `pagoda-tiny`: determinism, disjointness, the shipped questions, the tokenizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page that must make no error and ask no other host, whatever a test does with it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make screenshots`: the pictures of the page in the documents. Views are at work when they are taken."""
 
 from __future__ import annotations

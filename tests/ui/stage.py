@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A browser, servers for it to look at, and work for them to do."""
 
 from __future__ import annotations

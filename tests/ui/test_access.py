@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who cannot see, cannot point, or has a small screen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The playground of the page, in Chromium."""
 
 from __future__ import annotations

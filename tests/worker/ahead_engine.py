@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands in for an engine that plans each step before it hears of the one before, and launches it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distance between the answers of two engines whose activations are rounded in different ways."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands in for the engine: makes step plans by hand for a runner in this process."""
 
 from __future__ import annotations

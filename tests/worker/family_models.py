@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of families beyond those of `tiny_models`: a line for each, all shapes a few kilobytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files of transformers models, as llama.cpp's converter writes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole engine around a real runner, in this process: scheduler, KV manager, model and sampler, no sockets."""
 
 from __future__ import annotations

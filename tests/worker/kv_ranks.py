@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of engines with KV in them, without weights: of any topology, the same KV."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers of a handoff without models, whose KV lies wherever a test puts it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference behind a device that computes when somebody looks, and not before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny quantized checkpoints, packed here bit by bit from the published descriptions of their formats.
 
 Each weight comes with the numbers that its format says it stands for, worked out in float64.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers of one replica as an engine would use them."""
 
 from __future__ import annotations

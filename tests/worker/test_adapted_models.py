@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters answer as models do that they are merged into, however they are batched, cut, split and cached."""
 
 from __future__ import annotations

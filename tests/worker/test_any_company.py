@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of models of several KV groups have the same bits in any company, pool and cut of their prompts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend is the best that there is, unless a flag says otherwise; what is used is said, and why."""
 
 from __future__ import annotations

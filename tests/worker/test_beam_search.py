@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search finds the sequences of transformers, with their scores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that are rounded by a text, when they are loaded and as files, beside models of nearest codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vectors and scores of encoders are those of transformers, with the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request that fails where several ranks take part in a step fails alone, on all of them."""
 
 from __future__ import annotations

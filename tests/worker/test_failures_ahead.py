@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever fails while steps are launched ahead, the answers of all other requests stay the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every family answers as transformers does: batched, cut, cached, preempted and split over ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families in bfloat16, int8 and int4 are as close to float32 as the format allows."""
 
 from __future__ import annotations

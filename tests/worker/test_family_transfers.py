@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV of any family and format that a tier gives back, or another engine hands over, is as good as computed KV."""
 
 from __future__ import annotations

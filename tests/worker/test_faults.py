@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults in what a step computes come to the request that they are meant for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that GGUF files hold in another way than checkpoints: joined, or with heads in another order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models in GGUF files have the weights that the `gguf` package reads, and answer as transformers does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of which some layers have windows or states, with prefill and decode apart, in real processes.
 
 Answers are those of transformers, whichever side dies meanwhile, and what lies behind a window is not sent.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of several KV groups, split over two nodes of a Ray cluster: answers are those of transformers."""
 
 from __future__ import annotations

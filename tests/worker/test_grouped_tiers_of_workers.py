@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of which some layers have a window, in real worker processes, over host memory and disk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV comes to engines of any topology from those of any other, byte for byte; what fails ends a transfer."""
 
 from __future__ import annotations

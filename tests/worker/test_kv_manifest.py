@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifests that tell the blocks of one model from those of another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory for KV: slots in host memory, and one piece for all tensors of a rank."""
 
 from __future__ import annotations

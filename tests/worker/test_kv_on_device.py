@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV on a device that copies late: transfers end when copies have, which come behind the steps that they need.
 
 The device of `pagoda_toy.far` leaves NaN wherever a copy was not awaited or not ordered.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV that networks move straight from one device's memory to another's, or the host's, in the order of steps.
 
 The devices are emulated: what nobody has awaited is not there, and is NaN. The library moves only what is

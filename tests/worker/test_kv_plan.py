@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans say which bytes go where; checked by copying bytes between ranks that are cut in any way."""
 
 from __future__ import annotations

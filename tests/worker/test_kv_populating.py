@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of a cache get their pages in order, ahead of use, and keep what they hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks as bytes: what is read of one and written to another is the same, and nothing else changes."""
 
 from __future__ import annotations

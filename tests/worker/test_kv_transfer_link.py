@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The second connection of a worker: transfers come, ends go, and it sleeps between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker's half of the tiers: real threads and files; transfers end once, with what came of each block."""
 
 from __future__ import annotations

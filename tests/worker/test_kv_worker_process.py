@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks leave the device of real worker processes and come back, to others too: the same bits follow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of models with latent attention besides plain safetensors, and what a token takes of the KV cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of weights that load."""
 
 from __future__ import annotations

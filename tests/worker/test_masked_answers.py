@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of real ranks that are held to grammars: masks wait for nobody but the sampler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in 4-bit floats (MXFP4), as gpt-oss is published, answer as the numbers that they stand for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greedy answers are those of Hugging Face transformers, however they are batched, cut, cached and preempted."""
 
 from __future__ import annotations

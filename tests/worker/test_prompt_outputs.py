@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and vectors of prompts are those of transformers, however prompts are computed."""
 
 from __future__ import annotations

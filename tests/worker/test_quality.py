@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closeness of distributions, with transformers and plain formulas as oracles."""
 
 from __future__ import annotations

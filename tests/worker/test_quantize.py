@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints, read back; the reader is tested with files packed from the format's description."""
 
 from __future__ import annotations

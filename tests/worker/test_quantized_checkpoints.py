@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ready-made quantized checkpoints answer as transformers does on the weights that they stand for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of a replica that find each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request that cannot be computed fails alone; the others never notice."""
 
 from __future__ import annotations

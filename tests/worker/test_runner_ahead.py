@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps are launched before the results of those in front of them are read, and answers stay the same."""
 
 from __future__ import annotations

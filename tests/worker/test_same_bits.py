@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same request and seed give the same tokens and log-probabilities, bit for bit, in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hidden states on their way from one stage to the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a worker's start: weights, a profile of the largest step, and KV of what is left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that ranks share: what they answer, and how much memory each of them takes."""
 
 from __future__ import annotations

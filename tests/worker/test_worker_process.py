@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker as a process, over a real socket."""
 
 from __future__ import annotations

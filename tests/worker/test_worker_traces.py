@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of a worker's steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel ranks as threads of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine in this process over worker processes, with tiers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of every family, saved by transformers, which is also the oracle for what they answer."""
 
 from __future__ import annotations

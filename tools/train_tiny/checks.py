@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of answers, exact in every case.
 
 `{"text": ...}`       the answer, after a leading <think>...</think> and white space, equals it;

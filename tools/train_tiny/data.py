@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training rows: conversations rendered, encoded, masked to the answers and packed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Score a model on held-out questions with the training code's own greedy generation.
 
 python -m tools.train_tiny.evaluate --checkpoint RUN_FOLDER/checkpoint.pt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a training checkpoint as a Hugging Face model folder.
 
     python -m tools.train_tiny.export --checkpoint RUN_FOLDER/checkpoint.pt \\

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The held-out questions.
 
 python -m tools.train_tiny.heldout --out pagoda/checkpoints/pagoda_tiny/heldout.jsonl

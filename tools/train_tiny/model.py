@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training model: a Qwen3-shaped decoder in plain PyTorch, with Hugging Face weight names."""
 
 from __future__ import annotations

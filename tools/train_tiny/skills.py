@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generators of training conversations and of the held-out questions.
 
 Every question has a *canonical content* (for example `add:17+25`). A content whose SHA-256 starts

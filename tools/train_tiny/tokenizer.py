@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer: byte-level BPE whose merges spell out a fixed list of boilerplate pieces.
 
 A piece (` What`, ` upper`, `": "`) is matched as a whole by the Split regex and merged left to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the model from a recipe; resumable, deterministic data.
 
 Several single-threaded worker processes each compute the gradient of their own rows; the

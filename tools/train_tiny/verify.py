@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Score an exported model with transformers (CPU, greedy, fp32 by default) on held-out questions.
 
 python -m tools.train_tiny.verify --model pagoda/checkpoints/pagoda_tiny

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Word material: common English words, first names and made-up words."""
 
 from __future__ import annotations

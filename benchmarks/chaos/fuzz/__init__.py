@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzzing of everything that Pagoda reads: files, bodies and frames.
 
 `targets.TARGETS` lists what is fuzzed. `child` fuzzes one target in a process with bounds of time and memory,

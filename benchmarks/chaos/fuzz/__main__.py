@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzzes targets, and keeps what was found.
 
 `python -m benchmarks.chaos.fuzz [--seconds N] [--keep DIR] [TARGET...]`

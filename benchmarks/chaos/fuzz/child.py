@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzzes one target for some seconds, within bounds of memory and time.
 
 `python -m benchmarks.chaos.fuzz.child TARGET DIR --corpus CORPUS --seconds N [--kernels KERNELS]`

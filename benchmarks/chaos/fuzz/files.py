@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of files: models, adapters, lists of hosts, flags, KV on disk, fragments of traces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats as trees, and changes of trees: values of wrong types, huge numbers, missing and doubled parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of what processes send each other: every union of messages, hosts and routers, etcd."""
 
 from __future__ import annotations

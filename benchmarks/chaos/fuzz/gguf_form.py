@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files as trees, for the fuzzer: metadata with types, and the table of tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels that check every access, where `make test-native` has built them."""
 
 from __future__ import annotations

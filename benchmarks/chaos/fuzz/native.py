@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native kernels behind files and messages: models with any weights, and an engine's orders to a worker.
 
 With the kernels of `make test-native` the first access outside of a tensor ends the process.

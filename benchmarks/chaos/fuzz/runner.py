@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzzes a target in a process of its own, and says what came of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of sockets: HTTP, an engine's frames, and what engines that fetch KV ask for."""
 
 from __future__ import annotations

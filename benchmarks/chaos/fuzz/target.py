@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A target of fuzzing: a reader of bytes, and a way to change them without losing their form."""
 
 from __future__ import annotations

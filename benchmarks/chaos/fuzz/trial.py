@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The row of fuzzing in the table of reliability."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An attack: what a hostile client sends, and what it should hear."""
 
 from __future__ import annotations

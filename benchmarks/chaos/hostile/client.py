@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hostile client, a process of its own: `python -m benchmarks.chaos.hostile.client URL [--short] [NAME...]`.
 
 Prints a line of JSON for each attack: its name, when it began and ended by `time.monotonic`, and what was wrong

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constraints of answers that explode, and bodies of many values."""
 
 from __future__ import annotations

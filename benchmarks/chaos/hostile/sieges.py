@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that hold connections: that trickle, drop, never read, or send what is no HTTP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every attack by one client, while eight good ones stream.
 
 `python -m benchmarks.chaos.hostile.trial [NAME...]` prints the longest pause of the streams during each attack.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that have broken serving systems, in the fields of a request; bodies that are no JSON; headers."""
 
 from __future__ import annotations

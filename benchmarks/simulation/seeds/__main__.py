@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lives of a whole fleet in virtual time, one for each seed: `python -m benchmarks.simulation.seeds`.
 
 `--seed 123 --verbose` lives one of them, and prints its plan, every message and event, and the SHA-256 of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients of a life: what they got, and what they should have got."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One seed, one life: the fleet, what clients ask of it, and what goes wrong, drawn before anything runs."""
 
 from __future__ import annotations

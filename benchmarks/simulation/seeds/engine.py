@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine process in virtual time: the loop of `pagoda.engine.main` over queues that may be late."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated executor whose worker dies, hangs and computes NaN when the life says so, and that checks plans."""
 
 from __future__ import annotations

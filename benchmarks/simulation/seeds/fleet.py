@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts and routers of a life, which are killed, leave, and come back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lives a plan in virtual time, and finds whatever must not happen."""
 
 from __future__ import annotations

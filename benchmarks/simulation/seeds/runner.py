@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lives of many seeds, in as many processes as there are cores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of a life and the connections between them: messages in order, late, and stopped by faults."""
 
 from __future__ import annotations

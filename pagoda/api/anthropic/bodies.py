@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of the Messages API. https://docs.anthropic.com/en/api/messages"""
 
 from __future__ import annotations

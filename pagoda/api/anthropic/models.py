@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models as Anthropic's API lists them."""
 
 from __future__ import annotations

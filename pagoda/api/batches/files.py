@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that clients upload and batches write, each with a description beside it."""
 
 from __future__ import annotations

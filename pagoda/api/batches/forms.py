@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forms with files (multipart/form-data, RFC 7578), read part by part as their bytes come."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/v1/files` and `/v1/batches`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lines of OpenAI's batch files.
 
 in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}

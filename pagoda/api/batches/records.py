@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches and their states, each in a file."""
 
 from __future__ import annotations

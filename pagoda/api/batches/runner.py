@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers to the lines of batches, one batch of a key after the other, behind all other requests.
 
 Results are appended as they come. After a restart a batch goes on with the lines that have no result yet.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uploads under way: how many there may be, and how slow each may be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of llama.cpp's completions."""
 
 from __future__ import annotations

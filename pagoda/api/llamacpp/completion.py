@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /completion` and `POST /infill`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The form of llama.cpp's errors and streams."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /embedding`: vectors of texts in llama.cpp's form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of the server in llama.cpp's words: properties, slots, adapters and the chat template."""
 
 from __future__ import annotations

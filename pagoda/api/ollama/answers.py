@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes of Ollama's answers."""
 
 from __future__ import annotations

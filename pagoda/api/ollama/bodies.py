@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of Ollama's API and what they mean in OpenAI's words."""
 
 from __future__ import annotations

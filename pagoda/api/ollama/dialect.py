@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The form of Ollama's errors and streams: one JSON object a line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /api/embed`, and `POST /api/embeddings`, its older form for one text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /api/chat` and `POST /api/generate`."""
 
 from __future__ import annotations

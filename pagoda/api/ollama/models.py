@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's list of models, and what it says of one."""
 
 from __future__ import annotations

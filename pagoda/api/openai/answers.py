@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The types of answers in one piece, for `/openapi.json` and the clients that are generated from it.
 
 Answers are put together as dicts; further fields may stand beside these. The names are those of OpenAI's API

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of text and chat completions."""
 
 from __future__ import annotations

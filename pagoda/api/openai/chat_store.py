@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat completions that are kept in memory, as conversations are, each for the API key that asked for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The object around the choices of text and chat completions, in one piece and in events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /v1/fim/completions`: a gap in a text is filled, in the form of Mistral, which editors ask in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probabilities in the two shapes of the OpenAI API."""
 
 from __future__ import annotations

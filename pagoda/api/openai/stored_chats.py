@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat completions that are kept, as their clients asked with `store`: a list, one, its messages, its metadata."""
 
 from __future__ import annotations

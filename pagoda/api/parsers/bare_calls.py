@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls without tags of their own: JSON objects, or a Python list of calls with keyword arguments.
 
 Models (Llama 3 and 4) are asked for one spelling and write the other, with text in front of it, or in a code

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of an answer, as a parser puts them together from text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harmony format of gpt-oss: messages with channels (https://github.com/openai/harmony, docs/format.md).
 
 `analysis` is reasoning, `final` is content, and a message to `functions.name` is a tool call. The prompt ends with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls as JSON objects with a name and arguments: alone, in lists, in code blocks, or behind their name.
 
 The arguments stream as they come where the object begins with its name; objects in other orders of keys are read

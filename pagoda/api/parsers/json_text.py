@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON as models write it, made valid JSON as it comes.
 
 Models break lines within strings, escape what JSON does not and forget what it does, take Python's quotes and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that models write in JSON or as Python's literals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The types of arguments by the schemas of tools, for formats that write values without quotes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls as tags: around JSON (Hermes), or around names and values (Qwen3-Coder and GLM-4.5).
 
 Values may hold what looks like a tag: a tag ends a value only where what follows is what follows it in a call.

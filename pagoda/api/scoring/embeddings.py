@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /v1/embeddings` as OpenAI has it, and `POST /pooling` as vLLM does."""
 
 from __future__ import annotations

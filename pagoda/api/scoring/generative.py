@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /generative_scoring` as vLLM has it: how likely labels are behind a query and each of several items."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /v1/score` as vLLM has it, and `POST /v1/rerank` as Jina, Cohere and vLLM do.
 
 A model that scores pairs of texts does so; any other scores two texts by the cosine of their vectors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The body of SGLang's `/generate`, and what it means in the words of completions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`POST /generate` as SGLang has it."""
 
 from __future__ import annotations

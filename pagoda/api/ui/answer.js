@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One answer in a pane: takes the events of its stream, shows them, and says how fast it was.
 
 import { h, setText } from "./dom.js";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Requests to the server: the API key, errors as sentences, events as they come.
 
 import { Stored } from "./storage.js";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lines over time, in SVG: themes come from the style sheet, and there is nothing to repaint by hand.
 
 import { h, onResize, placeAfter, setText, slider, svg, tellSlider } from "./dom.js";

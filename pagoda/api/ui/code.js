@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A request as something to paste: `curl`, or Python with the `openai` package.
 
 import { key } from "./api.js";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shows a request as code, and puts it on the clipboard where the browser allows that.
 
 import { $, setText } from "./dom.js";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The page of routes: shows /openapi.json, searches it, and writes a curl line for each route.
 
 const MAX_DEPTH = 3;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The few lines that stand in for a framework.
 
 export const $ = (id) => document.getElementById(id);

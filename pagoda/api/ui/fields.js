@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fields of a request that a pane can set, and the conversion of typed text to their values.
 
 const number = (name, label, hint = "") => ({ name, label, hint, kind: "number" });

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KV blocks as a picture: a field of cells for the device, or a bar for each of several replicas, of which one may
 // be full while another is empty; and a bar for each tier below.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Live view: follows the server's snapshots, keeps the last minutes of them, and draws.
 
 import { ApiFailure, events, request, sentence } from "./api.js";

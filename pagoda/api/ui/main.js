@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The frame around the two views: tabs, theme, API key.
 
 import { key, onKeyNeeded } from "./api.js";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One pane of the playground: a model, its parameters, and a conversation of its own.
 
 import { events, request, sentence } from "./api.js";

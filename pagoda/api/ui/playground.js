@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Playground view: panes side by side, and one prompt for all of them.
 
 import { request } from "./api.js";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of running answers, each with a button that cancels it.
 
 import { request, sentence } from "./api.js";

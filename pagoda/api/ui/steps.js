@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The steps of the last minute: height says how long, colour what was in them.
 
 import { h, onResize, placeAfter, setText, slider, svg, tellSlider } from "./dom.js";

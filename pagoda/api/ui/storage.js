@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values that the browser keeps. If it refuses, the page keeps them until it is left.
 
 export class Stored {

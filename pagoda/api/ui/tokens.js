@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An answer token by token: the probability of each, and the alternatives.
 
 import { $, h } from "./dom.js";

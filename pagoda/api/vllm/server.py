@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small routes of vLLM: its tokenizer, its load, SageMaker's names, and several conversations in one body."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens in, tokens out: `POST /inference/v1/generate`, and the routes that render its bodies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations as native kernels for x86-64 CPUs; see csrc/.
 
 The kernels keep one order of summation whatever the step holds: a linear layer adds up along its inputs, attention

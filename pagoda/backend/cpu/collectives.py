@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of processes on one host, through memory that they share; see csrc/collectives.h."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The library of native kernels, where it is installed, and what it has for this CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph of the cpu backend as one native call; see csrc/lowering.h and csrc/program.h."""
 
 from __future__ import annotations

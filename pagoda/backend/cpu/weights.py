@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights, caches and steps as the native kernels take them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices of adapters on the device, and the table of a layer by which kernels find them."""
 
 from __future__ import annotations

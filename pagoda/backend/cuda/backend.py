@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend of one GPU: weights, KV and activations in its memory, kernels in Triton."""
 
 from __future__ import annotations

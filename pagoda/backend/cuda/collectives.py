@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on several GPUs: sums and gathers over NCCL, or RCCL, whose ranks find each other over the host group."""
 
 from __future__ import annotations

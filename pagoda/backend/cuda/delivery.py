@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of a step on their way from host memory to where its launches read it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device of CPU tensors, for tests: kernels run in Triton's interpreter, and all comes as late as it may.
 
 Work is done when somebody waits for its event, or looks at a result, or when another rank's device waits for

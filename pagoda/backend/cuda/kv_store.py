@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV on the device as bytes: blocks are gathered there, and copied in one piece, on streams beside steps.
 
 What is read lies in pinned memory first, and whoever waits for its event copies it on to where it was wanted. What

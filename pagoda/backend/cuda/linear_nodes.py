@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers and embeddings as launches, in every format of weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of a device that has failed, told apart from those of a request."""
 
 from __future__ import annotations

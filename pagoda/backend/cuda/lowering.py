@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes of a graph as launches of kernels, made once; a step's launches read tensors by their numbers only."""
 
 from __future__ import annotations

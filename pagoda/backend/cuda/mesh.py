@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections between all ranks of a group whose devices are emulated, beside those that their hosts talk over.
 
 What a GPU exchanges with others goes on while its host does something else, or waits for other ranks itself. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Needs of networks: memory of torch's that stays where it is, and threads that have the device's context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowering of the nodes of one graph: what they share, and the memory of a step."""
 
 from __future__ import annotations

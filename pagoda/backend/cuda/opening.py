@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opening of the backend: what it needs, and one sentence where that is not here."""
 
 from __future__ import annotations

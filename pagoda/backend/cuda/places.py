@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata of attention: the places of a step's tokens, packed in host memory and then on the device.
 
 A step of one token of each sequence is filled up to one of some sizes, with rows that write nothing and attend to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph of the GPU backend: launches that are made once, and captured for steps of a token of each sequence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that only products with bfloat16 weights read: they are bfloat16 from the start, as products round them.
 
 That is half the memory to write and to read, and kernels load such inputs without a detour over registers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam between the backend and what computes: streams, events, pinned memory, capture and figures of memory.
 
 `torch_runtime` is a GPU through torch; `emulation` is a device of CPU tensors that computes as late as it may, for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling and scoring on the device: parameters of rows go there, tokens and reports come back."""
 
 from __future__ import annotations

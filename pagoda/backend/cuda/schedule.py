@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches of the steps of a graph that want some results, and the memory that such a step computes in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a step's values: those that are never needed at the same time share it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts, maps of heads, adapters and latent attention as launches."""
 
 from __future__ import annotations

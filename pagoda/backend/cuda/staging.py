@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned host memory on its way to the device and back, used again once the device is done with it."""
 
 from __future__ import annotations

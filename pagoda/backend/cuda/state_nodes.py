@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that keep a state as launches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU through torch: CUDA on NVIDIA's, and HIP, under the same names, on AMD's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of the device on their way to host memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of linear layers in the device's memory, as kernels take them."""
 
 from __future__ import annotations

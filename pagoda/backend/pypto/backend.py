@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend for Ascend: it hands whole decoders to the programs of a PyPTO kernel library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contracts: what the programs of a kernel library take and give, as the library says it.
 
 The library owns the calling convention of its programs. A contract is data: for each program its arguments in

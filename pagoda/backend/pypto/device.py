@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chips of a rank: the worker that drives them, memory there, and memory of the host that it sees."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel libraries: how the installed one is found, and what Pagoda calls of it and of PyPTO's runtime.
 
 A package brings a library by an entry point of the group `pagoda.pypto_kernels`, whose object has the methods of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder that programs compute, found in a recorded graph.
 
 A graph is data: the nodes of a Qwen3 decoder come in one order, and their weights are what the programs take. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV on the chips: one flat pool for all layers, and the store through which pages go out and in.
 
 A pool is [layers * pages * page * heads, head_dim], layer after layer; a page is [token, head, element]. To

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder's graph as calls of its programs.
 
 Programs give logits and keep hidden states to themselves. So the rows of hidden states that a step gives are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel library of a checkout of pypto-lib (github.com/hw-native-sys/pypto-lib), named by `PYPTO_LIB_ROOT`.
 
 The order of arguments is that of the HOST functions in the checkout, read from their source; their meanings are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder on its chips: programs, weights, and calls under way."""
 
 from __future__ import annotations

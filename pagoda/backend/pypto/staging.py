@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights as contracts want them: stacked over layers, transposed, padded, and cut for several chips.
 
 They are staged in memory that is shared before a worker forks, for its processes upload them from there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps as calls of programs: where tokens lie in the pool, and what the host writes for a call."""
 
 from __future__ import annotations

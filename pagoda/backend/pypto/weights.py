@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear maps as a checkpoint gave them, kept on the host until they are staged for the chips."""
 
 from __future__ import annotations

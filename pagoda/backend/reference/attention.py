@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in plain PyTorch: tiles of queries by tiles of cached tokens at fixed absolute positions.
 
 The softmax is carried on from tile to tile (FlashAttention, Dao et al. 2022). A step only changes how many tiles

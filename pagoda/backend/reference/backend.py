@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations in plain PyTorch, on the CPU: the specification that other backends are tested against.
 
 Every result is the same in all bits whatever else is in the batch. Library kernels choose their order of

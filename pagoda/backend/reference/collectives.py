@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges between ranks, in plain PyTorch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in plain PyTorch: which of them a token goes through, and what they give."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention in plain PyTorch: attention of all heads over one key, which holds its value."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers, embeddings and adapters in plain PyTorch."""
 
 from __future__ import annotations

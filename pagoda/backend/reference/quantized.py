@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized linear layers in plain PyTorch: the specification that other backends are tested against.
 
 Inputs are rounded as `weights` says. Sums of products of integers are exact in any order, as every partial sum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on rows by themselves, in plain PyTorch: sums, norms and activations."""
 
 from __future__ import annotations

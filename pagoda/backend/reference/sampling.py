@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling in plain PyTorch, row by row: the specification of `Backend.sample`; see `pagoda.backend.sampling`.
 
 All that is rounded is rounded by single operations on float32 or float64, which every backend can repeat; sums

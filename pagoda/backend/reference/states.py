@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that keep one state of all tokens so far, in plain PyTorch: token by token, or element by element.
 
 No sum has terms of tokens whose number depends on the step, so results do not depend on how sequences are cut.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed shapes of what library kernels are given: they choose their order of summation by it."""
 
 ROWS = 16

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families of models that Pagoda runs: one file for each, and a line here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command R and Command A: attention and MLP side by side behind one layer norm, and scaled logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2: latent attention, and experts scored by a softmax, chosen within groups (Liu et al. 2024)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V3: latent attention, and experts scored by sigmoids behind some dense layers (DeepSeek-AI 2024).
 
 Layers that predict several tokens at once, which lie behind the others in files, are not read.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EXAONE 4: norms behind instead of before, and layers of full attention that do not tell positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma 2: norms before and behind, scaled embeddings, capped scores and logits (Gemma Team 2024).
 
 All but some layers have a window. Gemma 3 has most of it in common.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma 3: Gemma 2 with norms of queries and keys, not caps, and a rotary table of windows (Gemma Team 2025)."""
 
 from __future__ import annotations

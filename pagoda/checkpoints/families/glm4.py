@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GLM-4: half of every head is rotated, in pairs of neighbours; from GLM-4-0414 on with norms behind, too."""
 
 from __future__ import annotations

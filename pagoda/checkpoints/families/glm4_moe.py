@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GLM-4.5: experts scored by sigmoids behind some dense layers, and one for all tokens (Zeng et al. 2025).
 
 Layers for the prediction of several tokens at once, which lie behind the others in files, are not read.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GLM-4.7-Flash: latent attention and experts as in DeepSeek-V3, of other sizes (Z.ai 2026)."""
 
 from __future__ import annotations

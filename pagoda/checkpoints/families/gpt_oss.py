@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpt-oss: experts with clamped gates and biases, windows in every other layer, and sinks (OpenAI 2025)."""
 
 from __future__ import annotations

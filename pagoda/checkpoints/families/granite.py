@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Granite 3: Llama with four multipliers."""
 
 from __future__ import annotations

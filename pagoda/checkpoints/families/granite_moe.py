@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Granite 3 with experts, and Granite 4 without state layers, with experts or without."""
 
 from __future__ import annotations

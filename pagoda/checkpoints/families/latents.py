@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention, as config.json and GGUF files of several families spell it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LFM2: gated short convolutions in most layers, attention with norms of heads in the others (Liquid AI 2025)."""
 
 from __future__ import annotations

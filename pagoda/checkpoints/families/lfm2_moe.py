@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LFM2 with experts, which are scored by sigmoids, behind some dense layers (Liquid AI 2025)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama 4: chunks of attention, full layers that do not tell positions, experts that weigh inputs (Meta 2025)."""
 
 from __future__ import annotations

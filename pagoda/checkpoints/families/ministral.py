@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ministral: Mistral in which some layers have a window and others see all."""
 
 from __future__ import annotations

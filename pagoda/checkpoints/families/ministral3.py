@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ministral 3: Mistral whose queries are scaled by their positions (Mistral AI 2025)."""
 
 from __future__ import annotations

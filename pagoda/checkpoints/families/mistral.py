@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistral 7B and Nemo: Llama with a sliding window."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtral: Mistral with experts in every layer (Jiang et al. 2024)."""
 
 from __future__ import annotations

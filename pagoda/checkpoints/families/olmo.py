@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OLMo 2 and 3: norms behind instead of before, and one norm for the queries of all heads (OLMo Team 2024).
 
 OLMo 3 has windows in three of four layers, whose rotary table is not scaled.

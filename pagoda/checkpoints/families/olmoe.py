@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OLMoE: experts in every layer, and one norm for the queries of all heads (Muennighoff et al. 2024)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phi-3, Phi-3.5 and Phi-4: Llama with joined maps, and factors of frequencies for long contexts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen2-MoE: Qwen2 with experts, and one more that every token goes through by a score of its own."""
 
 from __future__ import annotations

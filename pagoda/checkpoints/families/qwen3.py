@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3: Llama with norms of queries and keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3.5: a gated delta rule in three of four layers, gated attention in the others (Qwen 2025).
 
 Layers that predict several tokens at once (`mtp.` in files) are left out.

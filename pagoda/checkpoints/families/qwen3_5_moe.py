@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3.5 with experts in all layers, and one more that every token goes through by its own score (Qwen 2025)."""
 
 from __future__ import annotations

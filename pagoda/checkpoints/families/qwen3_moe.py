@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3-MoE: Qwen3 with experts in some or all layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: layers as in Qwen3.5, with experts and one more by its own score, as in Qwen2-MoE (Qwen 2025)."""
 
 from __future__ import annotations

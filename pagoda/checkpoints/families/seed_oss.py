@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seed-OSS: Llama with biases of queries, keys and values, and of the MLP if it says so."""
 
 from __future__ import annotations

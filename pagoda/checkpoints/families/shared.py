@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts, sliding windows, rotary tables and norms, as several families spell them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM3: Llama in which every fourth layer does not tell positions (NoPE, Yang et al. 2025)."""
 
 from __future__ import annotations

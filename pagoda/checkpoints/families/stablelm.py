@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StableLM 2: Llama with layer norms, a quarter of every head being rotated (Bellagente et al. 2024)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model in a GGUF file: its metadata in the words of config.json, and what only tensors say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of GGUF files: metadata and places of tensors. The bytes of tensors are not read.
 
 The format is ggml's (docs/gguf.md in its repository): a header of keys with typed values, a table of tensors, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda bench accuracy`: held-out questions asked over HTTP, and right answers counted by skill."""
 
 from __future__ import annotations

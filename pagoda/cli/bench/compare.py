@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda bench compare`: the same load on two or more running servers in turn, and the ratios of their figures.
 
 A machine that is shared drifts by more than what two servers differ, so only figures from one sitting compare:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of a load test: random tokens, ShareGPT, or a JSONL file.
 
 A dataset is a list of `Sample`s, made before the clock starts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sending the requests of a benchmark, and when.
 
 Open loop: requests arrive at random at a given rate, however the server fares. Closed loop: a fixed

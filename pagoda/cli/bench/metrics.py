@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of a benchmark.
 
 TTFT is the time from sending a request to its first token; TPOT the mean time of each further token of a request;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda bench offline`: the throughput of the engine with all prompts at hand, without HTTP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda bench quality`: next-token distributions of a model beside those of a reference, on texts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Held-out questions with answers that can be checked, and the checks.
 
 A file holds one question a line: `id`, `skill`, the `messages`, `tools` and `chat_template_kwargs` of a chat

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling parameters of a benchmark's requests: every request says them, so that servers compare."""
 
 from __future__ import annotations

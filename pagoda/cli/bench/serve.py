@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pagoda bench serve`: load on a running server, and its latencies.
 
 The server may be any that speaks the OpenAI API. Nothing of Pagoda's engine is used here.

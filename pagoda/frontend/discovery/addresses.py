@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses of hosts, routers and etcd in flags."""
 
 from __future__ import annotations

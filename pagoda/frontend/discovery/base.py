@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Discovery: routers find hosts, and hosts make themselves known.
 
 A discovery names hosts. Everything else, such as a host's limits and health, is said over the connection to the

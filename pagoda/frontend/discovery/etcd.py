@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts write themselves into an etcd, and routers read it: all of these have one view.
 
 A key is `PREFIX/HOST_ID`, and hangs on a lease that the host renews; what is further below belongs to others.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client of etcd 3.4 and later, over its JSON gateway: leases, keys, watches.
 
 https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/; bytes are in base64, numbers may come as strings.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Discoveries and registrations for `--join`, `--discovery` and `--join-listen`."""
 
 from __future__ import annotations

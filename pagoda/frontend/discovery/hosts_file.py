@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts are listed in a file, one `HOST:PORT` a line, which is read again when it has changed."""
 
 from __future__ import annotations

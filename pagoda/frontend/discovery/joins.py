@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts join a router: they send it a join message, and repeat it as long as they are there."""
 
 from __future__ import annotations

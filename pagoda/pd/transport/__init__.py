@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transports of KV from the workers of one engine to those of another: one small protocol, several ways."""

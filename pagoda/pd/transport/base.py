@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of transports: one worker exports memory, and another one reads it.
 
 Reads are one-sided: the exporter does not know who reads what when. The engines find out if the blocks were still

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transports by their names."""
 
 from __future__ import annotations

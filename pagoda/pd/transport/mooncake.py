@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV over Mooncake's transfer engine (`pagoda-llm[mooncake]`): TCP, or RDMA where there is a device for it.
 
 Mooncake does not know the cluster's secret: any process that reaches an exporter's port can read. The network

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV over NIXL (`pagoda-llm[nixl]`): by UCX over whatever network there is, InfiniBand among them.
 
 Memory of a device that networks reach is read and written where it lies (GPUDirect); the two sides may have memory

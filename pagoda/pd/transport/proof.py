@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutual proof that both ends of a stream know the secret, without sending it.
 
     exporter ── nonce ──>                         reader

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common parts of links that read memory by its address."""
 
 from __future__ import annotations

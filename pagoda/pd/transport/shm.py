@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV within one host: the exporter passes its memory to readers, which copy from it.
 
 The memory is a file without a name (memfd) that cannot shrink, and that nobody else can write to. It goes over a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serves streams to readers, and limits strangers: few of them, for a short time."""
 
 from __future__ import annotations

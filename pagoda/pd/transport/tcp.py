@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV over TCP: between any two hosts, without further software.
 
 A reader connects, opens a confidential channel (TLS with anonymous Diffie-Hellman over an elliptic curve, which

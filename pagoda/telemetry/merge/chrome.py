@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace as Chrome's trace-event format has it, which Perfetto and `chrome://tracing` open.
 
 Times are microseconds there. They are written with three decimals, so that no nanosecond is lost. An outer span

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trace out of the fragments of all processes."""
 
 from __future__ import annotations

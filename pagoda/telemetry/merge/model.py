@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace: all processes of all hosts, on one clock.
 
 Times are whole nanoseconds, so that what touches still touches after any arithmetic.

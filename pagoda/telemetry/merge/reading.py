@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fragments as they lie on disk, whatever has become of them: what can be understood of each.
 
 A process that was killed leaves a file that ends in the middle of a line. Anything that is no event is left out

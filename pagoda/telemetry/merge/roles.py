@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and order of processes: every server's frontend, its engines, their workers.
 
 Process ids do not tell processes apart, since systems use them again. A role that several processes had, one after

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests in each step of an engine, and the steps of workers that computed it."""
 
 from __future__ import annotations

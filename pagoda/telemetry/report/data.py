@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a report. Times are in seconds, shares between 0 and 1."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets of moments, as intervals in order that do not overlap. Times are in nanoseconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A report of a trace: where the time of requests and steps went."""
 
 from __future__ import annotations

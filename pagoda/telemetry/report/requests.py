@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the time of each request, from the spans of its rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the time of steps: in the engine, on the way, in the worker."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of KV blocks between the device, its tiers and other engines."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches KV from workers of other engines into the blocks where it belongs.
 
 Each rank of a peer has a thread of its own, so peers, and ranks of one peer, never wait for each other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's part in prefill/decode handoff: exports its KV memory, and reads that of other engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers under way on one rank, and the threads that carry them out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways of KV of other engines to its blocks: straight to where they lie, or by a buffer to a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifest of all that makes two blocks under one key the same bytes: model, arithmetic and layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that holds KV: that of a rank's tensors, which others may map, and slots for blocks."""
 
 from __future__ import annotations

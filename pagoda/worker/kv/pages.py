@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of host memory, taken from the system at once instead of one by one as they are written to."""
 
 from __future__ import annotations

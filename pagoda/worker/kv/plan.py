@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan of a handoff: the bytes of other ranks' memory that hold the KV of blocks which another engine computed.
 
 Both engines may have cut the model into any number of stages and tensor-parallel ranks; with more ranks than KV

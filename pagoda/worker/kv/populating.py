@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of the KV cache, taken from the system before requests write to them.
 
 The first write to a page waits until the system has found and cleared it: one to four milliseconds for a megabyte,

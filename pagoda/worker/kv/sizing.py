@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache of a rank: as large as its weights and its largest step have left room for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV of one rank in this process's own memory, and the choice of where KV lies."""
 
 from __future__ import annotations

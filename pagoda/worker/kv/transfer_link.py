@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's second connection to its engine: transfers begin and end on it while the worker computes a step."""
 
 from __future__ import annotations

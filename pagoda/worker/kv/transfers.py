@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker's half of KV transfers: copies blocks between device, tiers and other engines, beside the steps.
 
 Every block is copied by one thread: those between device and host memory by one, reads from disk by some, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of the GPU backend run in Triton's interpreter, which has to be chosen before they are imported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated device, which tells what was captured on it, and may refuse memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of adapters, by which kernels find their matrices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of KV on the emulated device, whose order is that of events and of nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated device does its work late, in order, and leaves poison where nobody waited."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint in 8-bit floats, with experts, answers on the emulated device as on the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU backend is given steps of models with states and with experts before those in front are computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers, embeddings and quantized experts as launches on the emulated device, in formats of all kinds."""
 
 from __future__ import annotations

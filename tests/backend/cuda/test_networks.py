@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that torch's allocator has mapped is not given to networks, and the reason says what to leave out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sentence says what the backend of GPUs lacks on a machine."""
 
 from __future__ import annotations

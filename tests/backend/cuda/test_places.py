@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places of steps of single tokens are filled up; those of prompts are as they are."""
 
 from __future__ import annotations

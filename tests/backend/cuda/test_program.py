@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of a small graph on the emulated device: captured, padded, late, and kept apart from one another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that are bfloat16 from the start are those that only products with bfloat16 weights read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, served in processes on the emulated device, answer as on the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that share memory are never needed at the same time."""
 
 from __future__ import annotations

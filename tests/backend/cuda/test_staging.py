@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned memory is used again in time, and parcels hold their tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with a state on the emulated device: captured steps, late ones, and states that are copied as blocks."""
 
 from __future__ import annotations

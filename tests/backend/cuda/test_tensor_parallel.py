@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel ranks on emulated devices answer as one alone on the reference."""
 
 from __future__ import annotations

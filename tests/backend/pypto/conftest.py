@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the device, on the path of tests and of the processes that they start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in CANN's PyPTO, computed by its graph interpreter: `interpreted.py CALCULATOR`, in an empty folder.
 
 The interpreter builds a graph as it would for a device, and computes its nodes with torch by a library that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs of decoders such as programs compute, and of others."""
 
 from __future__ import annotations

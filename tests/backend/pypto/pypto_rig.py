@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pagoda-tiny on the model of the device, in this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At any time one worker drives the chips: the one before it is closed, whatever it was opened for."""
 
 from __future__ import annotations

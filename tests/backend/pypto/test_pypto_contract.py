@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contracts are read as libraries say them, and what differs is named in one sentence."""
 
 from __future__ import annotations

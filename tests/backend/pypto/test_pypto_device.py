@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the device takes what the backend passes to it, and finds what is wrong with anything else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in CANN's PyPTO give the reference's values inside a serving step, by its graph interpreter."""
 
 from __future__ import annotations

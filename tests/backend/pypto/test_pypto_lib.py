@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapter to pypto-lib, over a checkout and a PyPTO that this test writes: published arguments, no kernels."""
 
 from __future__ import annotations

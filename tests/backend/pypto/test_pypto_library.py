@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Without package, device, right driver or right contracts there is one sentence that says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder that programs compute is found in graphs, and any other is refused by its first node."""
 
 from __future__ import annotations

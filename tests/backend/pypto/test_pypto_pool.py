@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages go out of the pool and in as blocks [head, token, element], whatever number of chips they lie on."""
 
 from __future__ import annotations

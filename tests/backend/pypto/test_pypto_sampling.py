@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens drawn from candidates of the device are those of all logits, which are copied where they are needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights are stacked, transposed, padded and cut as contracts say, and read back are what they were."""
 
 from __future__ import annotations

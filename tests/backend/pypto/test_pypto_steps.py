@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps become calls that the device takes: any shares of any sequences, and the rows of them that are wanted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The start of every process of a server with written answers: its worker says what a script says.
 
 Tests of servers ask for what models of billions of parameters would answer. Here the served model computes as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Written answers to prompts of tests, and the sampling that follows them."""
 
 from __future__ import annotations

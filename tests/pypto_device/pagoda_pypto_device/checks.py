@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what a call brings: each argument's dtype, shape, range and meaning."""
 
 from __future__ import annotations

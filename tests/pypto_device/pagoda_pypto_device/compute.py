@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the programs compute: the reference's functions on what lies in the chips' memory."""
 
 from __future__ import annotations

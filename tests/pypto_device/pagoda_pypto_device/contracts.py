@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contracts of the programs that the device runs: Qwen3-14B's, and smaller ones of the same form."""
 
 from __future__ import annotations

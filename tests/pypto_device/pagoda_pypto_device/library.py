@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel library of the device, as `pagoda.backend.pypto.library.KernelLibrary` says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of the chips, which no address of the host reaches, and memory of the host that their processes see."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests tell the device, in an environment variable that worker processes inherit."""
 
 from __future__ import annotations

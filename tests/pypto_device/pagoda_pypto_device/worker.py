@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers of the device, with the methods of PyPTO's `DistributedWorker`.
 
 Programs run in the order in which they were submitted: some at once, others only when something waits for them, as

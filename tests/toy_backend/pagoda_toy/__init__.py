@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Foreign backends in plain numpy; this module is light, the backends' own are imported by workers."""
 
 from pagoda.devices import BackendEntry

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The toy backend: float32 in numpy, one rank, no quantized weights, experts or adapters.
 
 Libraries choose their order of summation by shapes. So a product is made row by row, and attention token by token:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The toy with KV in memory of its own, which only copies reach, and each copy comes as late as it may.
 
 A copy is done when somebody waits for it (or a test runs it), behind the one that it was told to come after. Until

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations that are kept in memory, within bounds: the least recently used ones of who has most make room."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses that are made while no client waits for them."""
 
 from __future__ import annotations

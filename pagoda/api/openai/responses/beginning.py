@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The beginning of a response: its conversation, the generation of its answer, and what is kept of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of the Responses API. https://platform.openai.com/docs/api-reference/responses"""
 
 from __future__ import annotations

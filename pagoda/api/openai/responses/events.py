@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The events of one response: numbered, encoded, and kept if they may be asked for later."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Input items as they are kept: with ids, and with references resolved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output of a response: items that grow with the answer, and their events.
 
 One item is open at a time. Its events are written as it grows, and its value in the response is what the events

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The response object and its events, filled by one answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/v1/responses`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses that are kept in memory, within bounds: the least recently used ones of who has most make room.
 
 Each belongs to the API key that asked for it, and no other key finds it. A response knows the one before it by id

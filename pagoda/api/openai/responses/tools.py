@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools of a response in the form of chat completions.
 
 Functions are served, also those in a namespace, whose names the model sees as one: `files__read` is `read` of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translation of a body of the Responses API: items become messages, and errors keep the client's names."""
 
 from __future__ import annotations

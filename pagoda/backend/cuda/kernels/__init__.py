@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the GPU backend, one code for NVIDIA and AMD, as plain functions over tensors of the device.
 
 Every function launches its kernels on the current stream and returns at once: it reads nothing back, allocates

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over paged keys and values, for prompts and for single tokens in one kernel.
 
 A context is cut into splits of `SPLIT` tokens at fixed places. Each has a softmax of its own, carried on from tile

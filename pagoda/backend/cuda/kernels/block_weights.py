@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products with weights in blocks of GGUF, and embeddings of them, which are decoded where they are multiplied.
 
 One decoding serves all formats: codes lie in one or two planes of bits, and stand for themselves less the code of

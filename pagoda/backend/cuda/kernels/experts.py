@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routed experts: the choice of each token's, rows sorted by expert into tiles, and products of tiles.
 
 A tile has rows of one expert only, and rows of a tile do not meet: a token's bits do not depend on others. What

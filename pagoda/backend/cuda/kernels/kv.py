@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries, keys and values made ready: norms of heads, rotary positions, and the way into blocks of the cache.
 
 A token's slot is its block's number times the block size, plus its place in the block; -1 for none.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over latents: all heads attend to one key of each token, whose beginning is its value (DeepSeek-V2).
 
 As in `attention`, contexts are cut at fixed places. A tile of latents is loaded once, for scores and for sums.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products with dense weights and 8-bit floats.
 
 A row's bits do not depend on how many rows there are: tiles have one shape, or their shapes are among those that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products with weights of small integers, whose inputs are rounded to integers too.
 
 Sums of integers are exact in any order, and scales are multiplied and added as the reference does, one operation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routed experts of weights of small integers: inputs are rounded before each map, as in linear layers.
 
 Rows lie in tiles of one expert, as `experts` sorts them. One kernel multiplies the tiles of any map.

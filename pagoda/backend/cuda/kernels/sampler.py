@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a sampling table packed for the device, the launches that sample or score, and their results."""
 
 from __future__ import annotations

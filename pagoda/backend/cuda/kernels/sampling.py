@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling on the device: the reference's tokens in every bit, by search for thresholds instead of sorting.
 
 Weights of tokens are whole numbers, whose sums are exact in any order. What a token must have to be kept is found

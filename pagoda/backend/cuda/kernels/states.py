@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that keep one state of all tokens so far: short convolutions, and the gated delta rule.
 
 A block holds the state behind its last computed token: the first half of the units lies where the block's keys

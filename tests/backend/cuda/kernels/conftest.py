@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels are imported for Triton's interpreter, also those that the backend does not import itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compilation of kernels for NVIDIA's and AMD's GPUs, on a machine that has neither."""
 
 from __future__ import annotations

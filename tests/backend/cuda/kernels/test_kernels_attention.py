@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of the KV cache and of attention in Triton's interpreter, against the reference and in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of weights in blocks in Triton's interpreter: they have the bits of the reference, in every format."""
 
 from __future__ import annotations

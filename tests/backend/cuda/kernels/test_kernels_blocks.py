@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that gather and scatter blocks of the KV cache, in Triton's interpreter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of linear layers, adapters and experts in Triton's interpreter against the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of rows in Triton's interpreter: the reference's results, and the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampler of the device in Triton's interpreter: the reference's tokens and log-probabilities in every bit."""
 
 from __future__ import annotations

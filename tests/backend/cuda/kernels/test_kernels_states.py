@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of layers with a state in Triton's interpreter: the reference's results, the same bits in pieces."""
 
 from __future__ import annotations
