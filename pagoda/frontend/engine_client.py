@@ -278,6 +278,8 @@ class EngineClient:
             self._engine.socket.send(*frames)
 
     def _take(self, engine: _Engine, frames: list[bytes]) -> None:
+        if engine.ended.done():  # it is given up; what it goes on saying counts for nothing
+            return
         self._start_watchdog.heard()
         self._heard_at = asyncio.get_running_loop().time()
         try:

@@ -34,12 +34,13 @@ class Incoming:
         self.are_numbered = False
 
     def payload(self, frames: Sequence[bytes]) -> bytes:
-        """The message in `frames`; a peer that numbers none need not. Raises LostMessageError."""
+        """The message in `frames`; a peer that numbers none need not.
+        Raises LostMessageError, also for all that comes behind a message that was lost."""
         *number, payload = frames
         if number:
             self.are_numbered = True
-            self._count += 1
-            came = int.from_bytes(number[0], "little")
-            if came != self._count:
-                raise LostMessageError(f"sent message {came} where number {self._count} was due")
+            due, came = self._count + 1, int.from_bytes(number[0], "little")
+            if came != due:
+                raise LostMessageError(f"sent message {came} where number {due} was due")
+            self._count = due
         return payload

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from test_fleet import collect, fleet
@@ -41,3 +42,15 @@ def test_numbers() -> None:
     with pytest.raises(LostMessageError, match="sent message 2 where number 3 was due"):
         incoming.payload(sent[1])
     assert Incoming().payload([b"of one who numbers none"]) == b"of one who numbers none"
+
+
+def test_what_comes_behind_a_lost_message_counts_for_nothing() -> None:
+    outgoing, incoming = Outgoing(), Incoming()
+    first, second, third, fourth = (
+        outgoing.frames(payload) for payload in (b"a", b"b", b"c", b"d")
+    )
+    taken = []
+    for frames in (first, third, second, fourth):
+        with contextlib.suppress(LostMessageError):
+            taken.append(incoming.payload(frames))
+    assert taken == [b"a", b"b"]
