@@ -9,6 +9,7 @@ import pytest
 
 from tools import check_files
 from tools.check_files import (
+    LICENSE,
     MAX_LINES,
     Offence,
     check_elapsed,
@@ -23,11 +24,14 @@ def _messages(check: Callable[[ast.Module], Iterator[Offence]], source: str) -> 
 
 
 def test_a_long_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "long.py").write_text("pass\n" * (MAX_LINES + 1))
-    (tmp_path / "short.js").write_text(";\n" * MAX_LINES)
+    (tmp_path / "long.py").write_text(f"# {LICENSE}\n" + "pass\n" * (MAX_LINES + 1))
+    (tmp_path / "short.js").write_text(f"// {LICENSE}\n" + ";\n" * MAX_LINES)
     assert check_files.main([str(tmp_path)]) == 1
     assert f"long.py:{MAX_LINES + 1}: {MAX_LINES + 1} lines" in capsys.readouterr().out
     assert check_files.main([str(tmp_path / "short.js")]) == 0
+    (tmp_path / "node_modules").mkdir()
+    (tmp_path / "long.py").rename(tmp_path / "node_modules" / "others.py")
+    assert check_files.main([str(tmp_path)]) == 0
 
 
 SOURCES = {
@@ -45,10 +49,7 @@ SOURCES = {
 """Files without the line of the licence, and with it."""
 
 
-def test_files_begin_with_their_licence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_files, "LICENSE_IS_CHECKED", True)
+def test_files_begin_with_their_licence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, (before, _) in SOURCES.items():
         (tmp_path / name).write_text(before)
     assert check_files.main([str(tmp_path)]) == 1
@@ -131,7 +132,7 @@ def test_assertions_on_elapsed_time_are_refused() -> None:
 
 
 def test_counts_by_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "long.py").write_text("pass\n" * 601)
+    (tmp_path / "long.py").write_text(f"# {LICENSE}\n" + "pass\n" * 601)
     assert check_files.main(["--rooms", str(tmp_path)]) == 1
     assert capsys.readouterr().out == f"{tmp_path}: size 1\n"
 
