@@ -242,7 +242,10 @@ def mended(text: str) -> str | None:
 
 def dumped(value: object) -> str:
     """The JSON text of a value; halves of surrogate pairs are escaped. Raises ValueError: JSON has none."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
     try:
         text.encode()
     except UnicodeEncodeError:
