@@ -196,7 +196,10 @@ CONVERSATION = [
             "[tool]3[assistant]It is 3.[user]Sure?[assistant]",
         ),
         ({"instructions": "I", "input": "hi"}, "[system]I[user]hi[assistant]"),
-        ({"instructions": "I", "input": CONVERSATION[:2]}, "[system]I[system]S[user]1+2[assistant]"),
+        (
+            {"instructions": "I", "input": CONVERSATION[:2]},
+            "[system]I[system]S[user]1+2[assistant]",
+        ),
         (
             {"input": [{"role": "assistant", "content": "It", "status": "incomplete"}]},
             "[assistant]It",

@@ -358,7 +358,9 @@ def test_templates_that_look_at_all_later_messages_have_steps_for_each_pair() ->
 
 
 @pytest.mark.parametrize(
-    "source", ["{% for %}", "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}", "{{ x"]
+    "source",
+    ["{% for %}", "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}", "{{ x", "x" * (2**20 + 1)],
+    ids=["syntax", "depth", "open", "length"],
 )
 def test_a_template_that_is_none_is_a_configuration_error(source: str) -> None:
     with pytest.raises(ConfigError, match="chat template"):
