@@ -171,8 +171,8 @@ def text_in(fields: Mapping[str, Any], name: str, place: str) -> str:
 def text_or_parts(
     content: object, place: str, part_text: Callable[[object, str], str]
 ) -> str | list[dict[str, str]]:
-    """The content at `place` in a body, a string or a list of parts, as chat completions have it. Each part is read by
-    `part_text`, which gets the part and its place. Raises InvalidRequestError: it is neither."""
+    """The content at `place` in a body, a string or a list of parts, as chat completions have it. `part_text`
+    reads a part; it gets the part and its place. Raises InvalidRequestError: the content is neither."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
