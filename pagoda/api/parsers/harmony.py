@@ -58,7 +58,7 @@ def _read_message(
     channels = _NAME.findall(header)
     name = _called(header, tools)
     emit: Emit = answer.add_content
-    answer.end_part()
+    answer.end_part("\n")
     if name is not None:
         return (yield from _read_call(source, answer, name))
     if channels and channels[-1] == "analysis":
