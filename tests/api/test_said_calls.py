@@ -116,7 +116,7 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "openai",
         "<|channel|>Well<|end|><|start|>assistant<|channel|>final<|message|> so",
         [],
-        "Wellso",
+        "Well\nso",
     ),
     (
         "kimi_k2",
@@ -315,6 +315,17 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "<tool_call>f<arg_key>a<arg_value>1</arg_value><tool_call>g</tool_call>",
         [("f", {"a": 1}), ("g", {})],
         "",
+    ),
+    # Values that JSON does not have.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": +01, "o": {"a": .5, "b": [1., NaN]}, "s": C#}}</tool_call>',
+        [("f", {"a": 1, "o": {"a": 0.5, "b": [1.0, "NaN"]}, "s": "C#"})],
+        "",
+    ),
+    *(
+        ("pythonic", f"[f(a={value})]", [], f"[f(a={value})]")
+        for value in ("1j", "b'x'", "{1, 2}", "...")
     ),
     # No calls.
     ("llama3_json", '{"city": "Oslo"}', [], '{"city": "Oslo"}'),
