@@ -254,8 +254,9 @@ class ChatTemplate:
 
 
 def _refusal(reason: str) -> InvalidRequestError:
+    line = reason.strip().partition("\n")[0].rstrip(".\r") or "it does not say why"
     return InvalidRequestError(
-        f"the chat template refuses these messages: {reason.splitlines()[0].rstrip('.')}.",
+        f"the chat template refuses these messages: {line}.",
         param="messages",
     )
 

@@ -251,6 +251,7 @@ def _grown(expression: str, first: str = "'aaaaaaaa'", shown: str = "1") -> str:
     ("source", "message"),
     [
         ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate"),
+        ("{{ raise_exception('') }}", "it does not say why"),
         ("{{ messages[0].missing.field }}", "missing"),
         ("{{ messages[0].content + 1 }}", "chat template refuses"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
