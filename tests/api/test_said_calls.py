@@ -323,6 +323,7 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         [("f", {"a": 1, "o": {"a": 0.5, "b": [1.0, "NaN"]}, "s": "C#"})],
         "",
     ),
+    ("openai", "<|channel|>commentary to=f<|message|>so<|call|>", [("f", "so")], ""),
     *(
         ("pythonic", f"[f(a={value})]", [], f"[f(a={value})]")
         for value in ("1j", "b'x'", "{1, 2}", "...")
