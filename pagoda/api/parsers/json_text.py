@@ -160,9 +160,10 @@ class JsonMender:
         """The JSON of a value without quotes: a number, a constant, or else a string."""
         if _SCALAR.fullmatch(word) or word in _CONSTANTS or not self._takes_words:
             return _CONSTANTS.get(word, word)
-        for read in (int, float):
-            with suppress(ValueError):
-                return json.dumps(read(word), allow_nan=False)
+        with suppress(ValueError):
+            return json.dumps(int(word))
+        with suppress(ValueError):
+            return json.dumps(float(word), allow_nan=False)
         return json.dumps(word)
 
     def _in_string(self, text: str, at: int) -> tuple[int, bool]:
