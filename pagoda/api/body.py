@@ -8,7 +8,7 @@ change nothing at any value. A field that is null counts as left out, and a numb
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
@@ -168,14 +168,23 @@ def text_in(fields: Mapping[str, Any], name: str, place: str) -> str:
     return value
 
 
-def joined_text(content: object, place: str, part_text: Callable[[object, str], str]) -> str:
-    """The text at `place` in a body: a string, or the lines of a list of parts, each read by `part_text`, which
-    gets the part and its place. Raises InvalidRequestError: it is neither."""
+def text_or_parts(
+    content: object, place: str, part_text: Callable[[object, str], str]
+) -> str | list[dict[str, str]]:
+    """The content at `place` in a body, a string or a list of parts, as chat completions have it. `part_text`
+    reads a part; it gets the part and its place. Raises InvalidRequestError: the content is neither."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         refuse(place, "must be a string or a list")
-    return "\n".join(part_text(part, f"{place}[{i}]") for i, part in enumerate(content))
+    return content_of([part_text(part, f"{place}[{i}]") for i, part in enumerate(content)])
+
+
+def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """The content of a message of chat completions with these texts: parts if there are several."""
+    if len(texts) > 1:
+        return [{"type": "text", "text": text} for text in texts]
+    return "".join(texts)
 
 
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")

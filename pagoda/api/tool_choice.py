@@ -31,7 +31,7 @@ class ToolChoice:
 
     mode: Mode
     tools: Sequence[Mapping[str, Any]] = ()
-    """All tools that the model is shown, in OpenAI's form."""
+    """All tools that the model is shown, in OpenAI's form; none where it must not call."""
     allowed: tuple[str, ...] | None = None
     """Names of the tools that may be called; None if all may."""
     is_single: bool = False
@@ -139,9 +139,10 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     is_single = body.parallel_tool_calls is False
     if choice == "any":  # Mistral's word
         choice = "required"
-    if choice is None or choice in ("auto", "none"):
-        mode: Mode = "none" if choice == "none" else "auto"
-        return ToolChoice(mode, tools, is_single=is_single)
+    if choice == "none":
+        return ToolChoice("none")
+    if choice in (None, "auto"):
+        return ToolChoice("auto", tools, is_single=is_single)
     if choice == "required":
         if not tools:
             refuse("tool_choice", "is required, but there are no tools")
@@ -174,9 +175,10 @@ def _functions_of(body: ChatRequest) -> ToolChoice:
         )
     tools = [{"type": "function", "function": function} for function in body.functions or ()]
     call = body.function_call
-    if call is None or call in ("auto", "none"):
-        mode: Mode = "none" if call == "none" else "auto"
-        return ToolChoice(mode, tools, is_single=True, is_function=True)
+    if call == "none":
+        return ToolChoice("none", is_function=True)
+    if call in (None, "auto"):
+        return ToolChoice("auto", tools, is_single=True, is_function=True)
     try:
         name = msgspec.convert(call, _Name).name
     except msgspec.ValidationError:

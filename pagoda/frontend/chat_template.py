@@ -33,6 +33,8 @@ from pagoda.frontend.template_traits import TemplateTraits, probe_traits
 from pagoda.frontend.template_turns import fitted_tools, fitted_turns
 
 MAX_SWITCH_CHARS = 1024
+MAX_SOURCE_CHARS = 2**20
+"""Characters of a template. Those of models have some 10,000."""
 
 _RESERVED = frozenset(
     {BUDGET, "messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
@@ -62,7 +64,9 @@ class _Source:
     """A compiled template."""
 
     def __init__(self, source: str) -> None:
-        """Raises ConfigError: the source is not a Jinja template."""
+        """Raises ConfigError: the source is not a Jinja template, or too long."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ConfigError(f"the chat template has more than {MAX_SOURCE_CHARS} characters.")
         environment = Sandbox()
         try:
             tree = environment.parse(source)
@@ -250,8 +254,9 @@ class ChatTemplate:
 
 
 def _refusal(reason: str) -> InvalidRequestError:
+    line = reason.strip().partition("\n")[0].rstrip(".\r") or "it does not say why"
     return InvalidRequestError(
-        f"the chat template refuses these messages: {reason.splitlines()[0].rstrip('.')}.",
+        f"the chat template refuses these messages: {line}.",
         param="messages",
     )
 

@@ -99,15 +99,18 @@ def render_conversation(
 
 
 def texts_of(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    switches: Mapping[str, object] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The client's texts in a conversation, each with its name for errors."""
+    """The client's texts in a conversation, each with its name for errors. Parts of a content are one text, as
+    templates join them."""
     for i, message in enumerate(messages):
         content = message.content or message.refusal or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
         calls = [*(message.tool_calls or ())]
         calls += [] if message.function_call is None else [ToolCall(message.function_call)]
-        yield from ((f"messages[{i}].content", part) for part in parts)
+        yield f"messages[{i}].content", "".join(parts)
         yield f"messages[{i}].name", message.name or ""
         yield f"messages[{i}].tool_call_id", message.tool_call_id or ""
         yield f"messages[{i}].reasoning_content", message.reasoning_content or ""
@@ -117,6 +120,8 @@ def texts_of(
                 yield f"messages[{i}].tool_calls", text
     for i, tool in enumerate(tools or ()):
         yield f"tools[{i}]", json.dumps(tool, ensure_ascii=False)
+    for name, value in (switches or {}).items():
+        yield "chat_template_kwargs", f"{name} {value}"
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:

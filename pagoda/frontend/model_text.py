@@ -270,13 +270,10 @@ def _template_sources(
     """The templates of a model by name; empty if it has none."""
     if operators is not None:
         return {"default": read_template(operators)}
-    jinja_file = directory / "chat_template.jinja"
-    if jinja_file.is_file():
-        files = {"default": jinja_file}
+    default = _template_in(directory / "chat_template.jinja")
+    if default:
         named = directory / "additional_chat_templates" / f"{_TOOL_USE}.jinja"
-        if named.is_file():
-            files[_TOOL_USE] = named
-        return {name: read_template(file) for name, file in files.items()}
+        return {"default": default, _TOOL_USE: _template_in(named)}
     for holder in (_read_json(directory / "chat_template.json"), config):
         template = holder.get("chat_template")
         if isinstance(template, str):
@@ -289,6 +286,16 @@ def _template_sources(
             pairs = template.items()
             return {name: it for name, it in pairs if isinstance(name, str) and isinstance(it, str)}
     return {}
+
+
+def _template_in(path: Path) -> str:
+    """The template in a file of a model; empty when there is no such file."""
+    try:
+        return read_regular(path).decode()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as a chat template: {error}.") from None
 
 
 def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:

@@ -15,9 +15,10 @@ from pagoda.frontend.text_source import Steps, Tags, TextSource
 
 _START, _CHANNEL = "<|start|>", "<|channel|>"
 _MESSAGE = "<|message|>"
-_HEADERS, _HEADER_END = Tags(_START, _CHANNEL), Tags(_MESSAGE, _START, "<|end|>")
-_BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
-_MAX_HEADER_CHARS = 1024
+_HEADERS = Tags(_START, _CHANNEL)
+HARMONY_HEADER_END = Tags(_MESSAGE, _START, "<|end|>")
+HARMONY_BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
+MAX_HARMONY_HEADER_CHARS = 1024
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ class BorderFinder:
         while True:
             if tag not in (_START, _CHANNEL):
                 tag = yield from source.until(_HEADERS, self._outside)
-            header, end = yield from source.collect(_HEADER_END, limit=_MAX_HEADER_CHARS)
+            header, end = yield from source.collect(
+                HARMONY_HEADER_END, limit=MAX_HARMONY_HEADER_CHARS
+            )
             self._tell(counts=False)
             if end != _MESSAGE:
                 if end is None and source.ended:
@@ -127,7 +130,7 @@ class BorderFinder:
                 continue
             is_reasoning = "analysis" in header and "to=" not in header
             emit = self._inside if is_reasoning else self._outside
-            tag = yield from source.until(_BODY_ENDS, emit)
+            tag = yield from source.until(HARMONY_BODY_ENDS, emit)
             self._tell(counts=False)
             if tag is None:
                 return

@@ -8,6 +8,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -211,14 +212,16 @@ def _one_call_a_turn(turns: Sequence[Turn]) -> list[Turn]:
         results: list[Turn] = []
         while rest and rest[0]["role"] == "tool":
             results.append(rest.popleft())
-        # A result without an id is that of the call in its place.
-        left = {result.get("tool_call_id") or i: result for i, result in enumerate(results)}
+        # A result without an id is that of the call in its place. Several calls may have one id.
+        left: dict[object, deque[Turn]] = {}
+        for index, result in enumerate(results):
+            left.setdefault(result.get("tool_call_id") or index, deque()).append(result)
         for index, call in enumerate(calls):
             fitted.append({**turn, "tool_calls": [call]})
             turn = {"role": turn["role"], "content": ""}
-            result = left.pop(call.get("id"), None) or left.pop(index, None)
-            fitted += [] if result is None else [result]
-        fitted += left.values()
+            answers = left.get(call.get("id")) or left.get(index)
+            fitted += [answers.popleft()] if answers else []
+        fitted += chain.from_iterable(left.values())
     return fitted
 
 

@@ -222,7 +222,8 @@ class TextGenerator:
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
         template = self.text.require_template()
         if self.text.special_tokens_in_text == "reject":
-            for param, text in texts_of(messages, options.get("tools")):
+            switches = options.get("chat_template_kwargs")
+            for param, text in texts_of(messages, options.get("tools"), switches):
                 token = self.text.tokenizer.special_token_in(text)
                 if token is not None:
                     refuse(param, f"holds the special token {token!r}, which texts here must not")

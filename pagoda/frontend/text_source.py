@@ -90,11 +90,11 @@ class TextSource:
     def _is_empty(self) -> bool:
         return self._at == len(self._text)
 
-    def take_some(self) -> Steps[str]:
-        """Takes text that is there, at least a character; empty at the end."""
+    def take_some(self, most: int = _MAX_PIECE_CHARS) -> Steps[str]:
+        """Takes text that is there, one to `most` characters; empty at the end."""
         while self._is_empty and not self.ended:
             yield
-        text = self._text[self._at : self._at + _MAX_PIECE_CHARS]
+        text = self._text[self._at : self._at + most]
         self._at += len(text)
         return text
 

@@ -316,18 +316,19 @@ def _harmony(
     budget: int | None,
     content: Grammar | None,
 ) -> str:
-    """An expression for messages: reasoning, a preamble, and a call or the final one."""
+    """An expression for messages: reasoning, then a call or the final one. A preamble may come before, but for a
+    final message that is held to `content`: a preamble would be content too."""
     ending = "<|end|><|start|>assistant"
     analysis = writer.literal("<|channel|>analysis<|message|>")
     preamble = writer.literal("<|channel|>commentary<|message|>")
-    text = TEXT if content is None else writer.content(content)
-    final = f"{writer.literal('<|channel|>final<|message|>')} {text}"
-    last = final
+    said = f"({preamble} {writer.until(ending)})?"
+    final = writer.literal("<|channel|>final<|message|>")
+    held = None if content is None else writer.content(content)
+    last = f"{said} {final} {TEXT}" if held is None else f"{final} {held}"
     if calls is not None:
-        call = _call(writer, _STYLES["openai"].call, calls, "openai")
-        last = call if calls.must_call else f"({call} | {final})"
-    thinks = f"({analysis} {writer.until(ending, max_tokens=budget)})?"
-    return f"{thinks} ({preamble} {writer.until(ending)})? {last}"
+        call = f"{said} {_call(writer, _STYLES['openai'].call, calls, 'openai')}"
+        last = call if calls.must_call else f"({call} | {last})"
+    return f"({analysis} {writer.until(ending, max_tokens=budget)})? {last}"
 
 
 def _properties(tool: CallableTool) -> tuple[Mapping[str, Any], Sequence[str]]:

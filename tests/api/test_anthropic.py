@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from pydantic import TypeAdapter
-from template_texts import CALL, QWEN, prompt_of, text
+from template_texts import CALL, PARTS, QWEN, prompt_of, text
 
 from pagoda.api.keys import ApiKeys
 
@@ -234,6 +234,21 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
     api = await serve_api("ok", text=QWEN)
     await create(api, **body)
     assert prompt_of(api) == prompt
+
+
+async def test_several_texts_of_one_message_reach_the_template_as_parts(serve_api) -> None:
+    api = await serve_api("ok", text=PARTS)
+    one, two = ({"type": "text", "text": it} for it in ("One.", "Two."))
+    call = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [one, two], "is_error": True}
+    messages = [
+        {"role": "user", "content": [one, two]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, one, two]},
+    ]
+    await create(api, system=[one, two], messages=messages)
+    texts = "[system]One.Two.[user]One.Two.[assistant]add{}[tool]Error: One.Two.[user]One.Two."
+    assert prompt_of(api) == f"{texts}[assistant]"
 
 
 async def test_thoughts_of_an_earlier_turn_reach_the_template(serve_api) -> None:

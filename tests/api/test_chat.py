@@ -189,6 +189,18 @@ ARGUMENTS = {"name": "add", "arguments": f'{{"a": "{MARK}"}}'}
             "messages[0].content",
         ),
         (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": it} for it in (MARK[:3], MARK[3:])],
+                    }
+                ]
+            },
+            "messages[0].content",
+        ),
+        ({"chat_template_kwargs": {"model_identity": MARK}}, "chat_template_kwargs"),
+        (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": ARGUMENTS}]}]},
             "messages[0].tool_calls",
         ),

@@ -30,6 +30,7 @@ from pagoda.api.ollama.models import ShowBody
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
 from pagoda.api.openai.conversations.routes import ConversationBody
 from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
+from pagoda.api.openai.stored_chats import MetadataBody
 from pagoda.api.profile import StartBody
 from pagoda.api.routes import ROUTES
 from pagoda.api.scoring.embeddings import EmbeddingRequest
@@ -145,6 +146,7 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
         {"items": _items(801, WORDS)},
         {"metadata": {f"k{i}": "x" * 512 for i in range(16)}},
     ],
+    MetadataBody: lambda: [{"metadata": {f"k{i}": "x" * 512 for i in range(16)}}],
     TokenizeRequest: lambda: [
         {"prompt": LONG, "return_token_strs": True},
         {"content": LONG, "with_pieces": True},

@@ -272,6 +272,17 @@ HARMONIES = (
     ("<|channel|>commentary<|message|>I call.<|end|>", "I call.", "", 0),
     (" to=functions.f<|channel|>commentary json<|message|>{}", "", "", 1),
     ("<|channel|>analysis<|message|>why<|channel|>final<|message|>so", "so", "why", 0),
+    # Messages of one kind have a line break between them, if there is text on both sides.
+    (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|><|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>c<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>so",
+        "I look.\nso",
+        "a\nb\nc",
+        0,
+    ),
     ("no header", "no header", "", 0),
     ("<|channel|>fin", "", "", 0),
     ("<|channel|>" + "x" * 2000, "<|channel|>" + "x" * 2000, "", 0),

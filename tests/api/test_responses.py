@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tables import each_row
-from template_texts import CALL, QWEN, prompt_of, text
+from template_texts import CALL, PARTS, QWEN, prompt_of, text
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
@@ -196,7 +196,10 @@ CONVERSATION = [
             "[tool]3[assistant]It is 3.[user]Sure?[assistant]",
         ),
         ({"instructions": "I", "input": "hi"}, "[system]I[user]hi[assistant]"),
-        ({"instructions": "I", "input": CONVERSATION[:2]}, "[system]I\n\nS[user]1+2[assistant]"),
+        (
+            {"instructions": "I", "input": CONVERSATION[:2]},
+            "[system]I[system]S[user]1+2[assistant]",
+        ),
         (
             {"input": [{"role": "assistant", "content": "It", "status": "incomplete"}]},
             "[assistant]It",
@@ -212,6 +215,23 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
     api = await serve_api("ok", text=QWEN)
     await respond(api, **body)
     assert prompt_of(api) == prompt
+
+
+async def test_several_texts_of_one_message_reach_the_template_as_parts(serve_api) -> None:
+    api = await serve_api("ok", text=PARTS)
+    one, two = ({"type": "input_text", "text": it} for it in ("One.", "Two."))
+    said = [{**one, "type": "output_text"}, {**two, "type": "output_text"}]
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [one, two]}
+    items = [
+        {"role": "user", "content": [one, two]},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [one]},
+        *(call, output),
+    ]
+    await respond(api, input=items)
+    texts = "[user]One.Two.[assistant]One.Two.[user]One.[assistant]add{}[tool]One.Two."
+    assert prompt_of(api) == f"{texts}[assistant]"
 
 
 async def test_reasoning_of_an_earlier_turn_reaches_the_template(serve_api) -> None:

@@ -116,7 +116,7 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         "openai",
         "<|channel|>Well<|end|><|start|>assistant<|channel|>final<|message|> so",
         [],
-        "Wellso",
+        "Well\nso",
     ),
     (
         "kimi_k2",
@@ -316,6 +316,27 @@ SAID: list[tuple[str, str, list[tuple[str, object]], str]] = [
         [("f", {"a": 1}), ("g", {})],
         "",
     ),
+    # Values that JSON does not have.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": +01, "o": {"a": .5, "b": [1., NaN]}, "s": C#}}</tool_call>',
+        [("f", {"a": 1, "o": {"a": 0.5, "b": [1.0, "NaN"]}, "s": "C#"})],
+        "",
+    ),
+    ("openai", "<|channel|>commentary to=f<|message|>so<|call|>", [("f", "so")], ""),
+    *(
+        ("pythonic", f"[f(a={value})]", [], f"[f(a={value})]")
+        for value in ("1j", "b'x'", "{1, 2}", "...")
+    ),
+    # What is no call ends where that shows, and calls behind it are read.
+    ("llama3_json", f"{{{F}\n{F}\nso", [("f", {"a": 1})], f"{{{F}\n\nso"),
+    ("llama3_json", f'{{"x": 1}}\n{F}', [("f", {"a": 1})], '{"x": 1}'),
+    (
+        "llama3_json",
+        f'{{"name": "no", "arguments": {{}}}}\n{F}',
+        [("f", {"a": 1})],
+        '{"name": "no", "arguments": {}}',
+    ),
     # No calls.
     ("llama3_json", '{"city": "Oslo"}', [], '{"city": "Oslo"}'),
     ("llama3_json", "[text](url) and\n[f] and\n{x}", [], "[text](url) and\n[f] and\n{x}"),
@@ -354,7 +375,9 @@ def test_calls_as_models_say_them(case: int) -> None:
 
 SPANS = st.lists(
     st.tuples(
-        st.integers(0, 2000), st.integers(0, 12), st.sampled_from(["", "zq", "\n", '"', "}", "<"])
+        st.integers(0, 2000),
+        st.integers(0, 12),
+        st.sampled_from(["", "zq", "\n", '"', "{", "}", "<", f"\n{F}\n"]),
     ),
     max_size=4,
 )

@@ -299,6 +299,14 @@ async def test_an_answer_that_ends_before_the_call_that_it_must_make(serve_api) 
     assert "tool_calls" not in choice["message"]
 
 
+@pytest.mark.parametrize("tool", [{}, {"type": "function", "function": {"parameters": 5}}])
+async def test_tools_that_are_not_shown_need_not_be_any(serve_api, tool: dict[str, Any]) -> None:
+    api = await serve_api("ok", text=text("hermes"))
+    answer = await api.chat(tools=[tool], tool_choice="none")
+    assert answer.json()["choices"][0]["message"]["content"] == "ok"
+    assert (await api.chat(tools=[tool])).error()["param"].startswith("tools[0]")
+
+
 async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:
     call = '[{"name": "add", "parameters": {"a": 1}}]'
     api = await serve_api(call, text=text("none"), max_model_len=1000)

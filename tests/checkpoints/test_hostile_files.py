@@ -63,9 +63,17 @@ def test_a_file_that_is_none_ends_in_a_sentence_and_hangs_nothing(
     monkeypatch.setattr(files, "MAX_TEXT_BYTES", 2**20)
     monkeypatch.setattr(files.read_regular, "__defaults__", (2**20,))
     needed = {"config.json": 2, "tokenizer.json": 3, "model.safetensors": 6}
+    needed["chat_template.jinja"] = 3
     """The read that cannot do without the file."""
     names = [path.name for path in TINY.iterdir()]
-    names += ["notes.txt", "modules.json", "chat_template.json", "1_Pooling", "m.gguf"]
+    names += [
+        "chat_template.jinja",
+        "notes.txt",
+        "modules.json",
+        "chat_template.json",
+        "1_Pooling",
+        "m.gguf",
+    ]
     names += ["adapter_config.json", "adapter_model.safetensors", "model.safetensors.index.json"]
     for name in names:
         directory = tmp_path / name

@@ -27,6 +27,14 @@ def text(source: str | None) -> ModelText:
 
 
 QWEN = text(SOURCE)
+PARTS = text(
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""A template that takes the parts of a content."""
 
 
 def prompt_of(api: Any) -> str:

@@ -251,6 +251,7 @@ def _grown(expression: str, first: str = "'aaaaaaaa'", shown: str = "1") -> str:
     ("source", "message"),
     [
         ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate"),
+        ("{{ raise_exception('') }}", "it does not say why"),
         ("{{ messages[0].missing.field }}", "missing"),
         ("{{ messages[0].content + 1 }}", "chat template refuses"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
@@ -358,7 +359,9 @@ def test_templates_that_look_at_all_later_messages_have_steps_for_each_pair() ->
 
 
 @pytest.mark.parametrize(
-    "source", ["{% for %}", "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}", "{{ x"]
+    "source",
+    ["{% for %}", "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}", "{{ x", "x" * (2**20 + 1)],
+    ids=["syntax", "depth", "open", "length"],
 )
 def test_a_template_that_is_none_is_a_configuration_error(source: str) -> None:
     with pytest.raises(ConfigError, match="chat template"):

@@ -252,6 +252,16 @@ def test_any_history_is_rendered_or_refused_in_a_sentence(
     assert not continues or prompt.rstrip().endswith(last.strip())
 
 
+def test_results_of_calls_with_one_id_all_stay() -> None:
+    traits = TemplateTraits(calls=True, parallel_calls=False)
+    calls = call("{}", "[]", ids=False)
+    for one in calls["tool_calls"]:
+        one["id"] = "c"
+    results = [{**result(text), "tool_call_id": "c"} for text in ("one", "two", "three")]
+    turns = fitted_turns([USER, calls, *results], traits)
+    assert [turn["content"] for turn in turns] == [USER["content"], "", "one", "", "two", "three"]
+
+
 def test_turns_that_need_nothing_stay_as_they_are() -> None:
     turns = [{"role": "system", "content": "S"}, dict(USER), {"role": "assistant", "content": "A"}]
     assert fitted_turns(turns, TemplateTraits(system="anywhere")) == turns

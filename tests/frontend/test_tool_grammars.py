@@ -270,6 +270,29 @@ def test_a_budget_ends_the_analysis_of_gpt_oss() -> None:
     assert not model.accepts(text, answer.format("123456"))
 
 
+@pytest.mark.parametrize("may_call", [False, True])
+def test_no_preamble_of_gpt_oss_stands_before_content_that_is_held(may_call: bool) -> None:
+    formats = AnswerFormats("openai", HARMONY)
+    model = Model(formats.tokens(calls_tools=True))
+    text = answer_grammar(
+        model.tokenizer.added_token_id,
+        formats,
+        calls=CallRules(TOOLS[1:], must_call=False, is_single=True) if may_call else None,
+        tool_format="openai" if may_call else None,
+        reasoning=ReasoningBorder(HARMONY, is_open=False),
+        content=Grammar("regex", "[0-9]"),
+    ).text
+    start = "<|start|>assistant"
+    analysis = f"<|channel|>analysis<|message|>so<|end|>{start}"
+    preamble = f"<|channel|>commentary<|message|>I look.<|end|>{start}"
+    final = "<|channel|>final<|message|>1"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    assert model.accepts(text, final)
+    assert model.accepts(text, analysis + final)
+    assert not model.accepts(text, preamble + final)
+    assert model.accepts(text, analysis + preamble + call) is may_call
+
+
 def test_a_budget_needs_a_token_that_ends_reasoning() -> None:
     with pytest.raises(InvalidRequestError, match="</think>"):
         answer_grammar(

@@ -14,7 +14,7 @@ from pagoda.api.anthropic.bodies import (
     MessagesRequest,
     ToolChoice,
 )
-from pagoda.api.body import convert_body, joined_text, text_in
+from pagoda.api.body import content_of, convert_body, text_in, text_or_parts
 from pagoda.api.context_management import check_edits
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.ignored_fields import Ignored
@@ -52,9 +52,8 @@ class MessagesTranslation:
         self.names = dict(_NAMES)
         """The client's names of fields and places of the chat body, for `renamed`."""
         if body.system is not None:
-            self._add(
-                {"role": "system", "content": joined_text(body.system, "system", _text)}, "system"
-            )
+            content = text_or_parts(body.system, "system", _text)
+            self._add({"role": "system", "content": content}, "system")
             self.names["messages[0].content"] = "system"
         for index, message in enumerate(body.messages):
             self._add_message(message, f"messages[{index}]")
@@ -96,7 +95,7 @@ class MessagesTranslation:
 
     def _add_texts(self, role: str, texts: list[str], place: str) -> None:
         if texts:
-            self._add({"role": role, "content": "\n".join(texts)}, place)
+            self._add({"role": role, "content": content_of(texts)}, place)
             texts.clear()
 
 
@@ -135,8 +134,10 @@ def _call(block: Block, place: str) -> dict[str, Any]:
 
 def _result(block: Block, place: str) -> dict[str, Any]:
     """A tool's message. The word `Error` tells the model of a failed call, for which templates have no field."""
-    content = joined_text(block.get("content") or "", f"{place}.content", _text)
-    if block.get("is_error"):
+    content = text_or_parts(block.get("content") or "", f"{place}.content", _text)
+    if block.get("is_error") and isinstance(content, list):
+        content[0]["text"] = f"Error: {content[0]['text']}"
+    elif block.get("is_error"):
         content = f"Error: {content}"
     call_id = text_in(block, "tool_use_id", place)
     return {"role": "tool", "tool_call_id": call_id, "content": content}

@@ -53,7 +53,9 @@ class AnswerBuilder:
         self.in_arguments = False
         self.skips_space = False
         """White space is dropped until other text comes: a tag was before it."""
-        self._has_content = False
+        self._has_content = self._has_reasoning = False
+        self._separator = ""
+        """Text between two messages of one kind, if both have text."""
         self._is_behind_call = False
         """White space that is held back is that around calls."""
         self._content: list[str] = []
@@ -69,10 +71,12 @@ class AnswerBuilder:
     def add_reasoning(self, text: str) -> None:
         self._add(self._reasoning, text)
 
-    def end_part(self) -> None:
-        """Notes a tag, which ends a part and swallows the white space around itself."""
+    def end_part(self, separator: str = "") -> None:
+        """Notes a tag, which ends a part and swallows the white space around itself. `separator` stands between
+        the part and the next, if that is of the same kind."""
         self._space.clear()
         self.skips_space = True
+        self._separator = separator
 
     def pass_content(self, text: str) -> None:
         """Adds content behind which no tag can come, so that its white space is certain."""
@@ -96,7 +100,7 @@ class AnswerBuilder:
 
     def begin_call(self, name: str) -> None:
         self._is_behind_call = True
-        if not self._has_content:
+        if not (self._has_content or self._has_reasoning):
             self.end_part()
         self.num_calls += 1
         self.in_arguments = True
@@ -123,11 +127,14 @@ class AnswerBuilder:
             self.skips_space = not text
         solid = text.rstrip()
         if solid:
-            part += self._space
-            part.append(solid)
+            if self._has_content if part is self._content else self._has_reasoning:
+                part.append(self._separator)
+            part += (*self._space, solid)
             self._space.clear()
+            self._separator = ""
             self._is_behind_call = False
-            self._has_content = True
+            self._has_content = self._has_content or part is self._content
+            self._has_reasoning = self._has_reasoning or part is self._reasoning
         if len(solid) < len(text):
             self._space.append(text[len(solid) :])
 

@@ -11,15 +11,18 @@ import re
 
 from pagoda.api.parsers.deltas import AnswerBuilder
 from pagoda.api.parsers.json_calls import closers_behind, read_closers, read_fence
-from pagoda.api.parsers.json_text import read_json
-from pagoda.api.parsers.schemas import ToolSchemas
+from pagoda.api.parsers.json_text import dumped, read_json
+from pagoda.api.parsers.literals import read_literal
+from pagoda.api.parsers.schemas import ToolSchemas, quoted
+from pagoda.frontend.reasoning_border import (
+    HARMONY_BODY_ENDS,
+    HARMONY_HEADER_END,
+    MAX_HARMONY_HEADER_CHARS,
+)
 from pagoda.frontend.text_source import Emit, Steps, Tags, TextSource
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADER = Tags(_START, _CHANNEL, "<|end|>")
-_HEADER_END = Tags(_MESSAGE, _START, "<|end|>")
-_BODY_ENDS = Tags(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
-_MAX_HEADER_CHARS = 1024
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _NAMES = re.compile(r"(<\|start\|>\w*)?(<\|channel\|>(analysis|commentary|final|[\W\d])*)?")
 """Beginning of a header that says nothing by itself."""
@@ -38,7 +41,7 @@ def read_harmony(
             tag = yield from source.until(_HEADER, answer.add_content)
             if tag is None:
                 return
-        header, end = yield from source.collect(_HEADER_END, limit=_MAX_HEADER_CHARS)
+        header, end = yield from source.collect(HARMONY_HEADER_END, limit=MAX_HARMONY_HEADER_CHARS)
         header = (tag or "") + header
         if end != _MESSAGE:
             # A header that the text ends in says nothing; of another, what is no header is content.
@@ -58,13 +61,13 @@ def _read_message(
     channels = _NAME.findall(header)
     name = _called(header, tools)
     emit: Emit = answer.add_content
-    answer.end_part()
+    answer.end_part("\n")
     if name is not None:
         return (yield from _read_call(source, answer, name))
     if channels and channels[-1] == "analysis":
         answer.in_reasoning = True
         emit = answer.add_reasoning
-    tag = yield from source.until(_BODY_ENDS, emit)
+    tag = yield from source.until(HARMONY_BODY_ENDS, emit)
     if tag is not None:
         answer.in_reasoning = False
         answer.end_part()
@@ -77,15 +80,23 @@ def _read_call(source: TextSource, answer: AnswerBuilder, name: str) -> Steps[st
     if (yield from source.peek()) == "{":
         answer.in_arguments = not (yield from read_json(source, answer.add_arguments))
         yield from read_closers(source, closers_behind(taken), "")
-        tag = yield from source.until(_BODY_ENDS, answer.add_content)
+        tag = yield from source.until(HARMONY_BODY_ENDS, answer.add_content)
     else:
-        body, tag = yield from source.collect(_BODY_ENDS)
+        body, tag = yield from source.collect(HARMONY_BODY_ENDS)
         body = (taken + body).strip()
-        answer.add_arguments("{}" if not body and not source.is_cut else body)
+        answer.add_arguments(body if source.is_cut else _value(body or "{}"))
     if tag is not None:
         answer.end_call()
         answer.end_part()
     return tag
+
+
+def _value(body: str) -> str:
+    """The JSON of a body that is no object."""
+    try:
+        return dumped(read_literal(body))
+    except ValueError:
+        return quoted(body)
 
 
 def _called(header: str, tools: ToolSchemas | None) -> str | None:

@@ -17,6 +17,8 @@ from pagoda.frontend.text_source import Steps, Tags, TextSource, ignore
 
 MAX_HEAD_CHARS = 1024
 """The name of a call must come within so many characters to be streamed; names have at most 64."""
+_FIRST_CHARS = 16
+"""Characters of an object that are taken at a time until its name is known."""
 _HEAD = re.compile(
     r"""\{\s*(?:(["'])type\1\s*:\s*(["'])function\2\s*,\s*)?(["'])name\3\s*:\s*"""
     r"""(?P<name>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*,"""
@@ -270,7 +272,12 @@ def _read_object(
         return ""
     mender, held, parts = JsonMender(), list[str](), list[str]()
     num_held, end = 0, None
-    while end is None and (text := (yield from source.take_some())):
+    while end is None:
+        # Little at first: where it shows that this is no call, the rest is read again.
+        few = num_held < MAX_HEAD_CHARS
+        text = yield from (source.take_some(_FIRST_CHARS) if few else source.take_some())
+        if not text:
+            break
         part, end = mender.push(text)
         if end is not None:
             source.put_back(text[end:])
@@ -279,14 +286,16 @@ def _read_object(
         if num_held < MAX_HEAD_CHARS:
             num_held += len(held[-1])
             begun = "".join(held)
-            if is_known and _is_other_object(begun):
-                return begun
+            first = _FIRST_KEY.match(begun, 0, MAX_HEAD_CHARS) if is_known else None
+            if first is not None and first["key"] not in _KEYS | _ADDED_KEYS:
+                source.put_back(begun[first.end() :])
+                return first[0]
             head = _HEAD.match(begun, 0, MAX_HEAD_CHARS)
             if head is not None:
                 name = json.loads(mended(f"[{head['name']}]") or "[]", strict=False)[0]
-                if not _is_name(name, tools, is_known=is_known):
-                    return begun
                 source.put_back(begun[head.end() :])
+                if not _is_name(name, tools, is_known=is_known):
+                    return head[0]
                 answer.begin_call(tools.meant(name))
                 answer.in_arguments = not (yield from read_json(source, answer.add_arguments))
                 yield from _skip_rest(source)
@@ -300,12 +309,6 @@ def _read_object(
     answer.add_arguments(call[1])
     answer.in_arguments = False
     return None
-
-
-def _is_other_object(begun: str) -> bool:
-    """True if an object does not begin as a call."""
-    found = _FIRST_KEY.match(begun)
-    return found is not None and found["key"] not in _KEYS | _ADDED_KEYS
 
 
 def _is_name(name: str, tools: ToolSchemas, *, is_known: bool) -> bool:

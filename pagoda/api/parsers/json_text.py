@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 
 from pagoda.frontend.text_source import Emit, Steps, TextSource, ignore
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 _CLOSING = {"{": "}", "[": "]"}
 _WORD = re.compile(r"[^\s\"'{}\[\],:<`]+")
 _PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")
 _MAX_HELD = 64
-"""Characters of a number or a name, or of white space, that wait for what follows them."""
+"""Characters of white space that wait for what follows them."""
+_MAX_WORD = 4300
+"""Characters of a number or a name; Python reads no longer numbers."""
 _HEX_DIGITS = {"u": 4, "x": 2}
 
 
 class JsonMender:
     """Follows one JSON object or list to the brace that closes it. Work is linear in the text."""
 
-    def __init__(self, within: str = "") -> None:
-        """`within` are opening braces in front of the text."""
+    def __init__(self, within: str = "", *, takes_words: bool = True) -> None:
+        """`within` are opening braces in front of the text. `takes_words`: values without quotes are strings."""
+        self._takes_words = takes_words
         self._open = list(within)
         self._quote = ""
         """The quote that ends the string that has begun."""
@@ -80,9 +85,8 @@ class JsonMender:
         word = _WORD.match(text, at)
         if word is not None:
             self._word += word[0]
-            if len(self._word) > _MAX_HELD:
+            if len(self._word) > _MAX_WORD:
                 self._end_word(is_key=False)
-                self._follows_item = False
             return word.end(), False
         character = text[at]
         self._end_word(is_key=character == ":")
@@ -147,10 +151,20 @@ class JsonMender:
         if self._word:
             self._begin_item()
             self._follows_item = True
-            word = json.dumps(self._word) if is_key else _CONSTANTS.get(self._word, self._word)
+            word = json.dumps(self._word) if is_key else self._value(self._word)
             self._out.append(word)
             self._word = ""
             self._wants_value = False
+
+    def _value(self, word: str) -> str:
+        """The JSON of a value without quotes: a number, a constant, or else a string."""
+        if _SCALAR.fullmatch(word) or word in _CONSTANTS or not self._takes_words:
+            return _CONSTANTS.get(word, word)
+        with suppress(ValueError):
+            return json.dumps(int(word))
+        with suppress(ValueError):
+            return json.dumps(float(word), allow_nan=False)
+        return json.dumps(word)
 
     def _in_string(self, text: str, at: int) -> tuple[int, bool]:
         """Takes text within a string. Returns the index behind it; no value ends there."""
@@ -231,9 +245,9 @@ def read_json(
     return not mender.is_open
 
 
-def mended(text: str) -> str | None:
-    """The JSON of a whole text; None if it is more than one object or list."""
-    mender = JsonMender()
+def mended(text: str, *, takes_words: bool = True) -> str | None:
+    """The JSON of a whole text; None if it is more than one object or list. `takes_words` as in `JsonMender`."""
+    mender = JsonMender(takes_words=takes_words)
     part, end = mender.push(text)
     if end is None:
         return part + mender.finish(is_cut=False)
@@ -242,7 +256,10 @@ def mended(text: str) -> str | None:
 
 def dumped(value: object) -> str:
     """The JSON text of a value; halves of surrogate pairs are escaped. Raises ValueError: JSON has none."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
     try:
         text.encode()
     except UnicodeEncodeError:

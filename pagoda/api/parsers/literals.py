@@ -25,7 +25,7 @@ def read_literal(text: str) -> object:
 
 
 def _mended_value(text: str) -> object:
-    [value] = json.loads(mended(f"[{text}]") or "")
+    [value] = json.loads(mended(f"[{text}]", takes_words=False) or "")
     return value
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagoda.api.body import convert_body, joined_text, text_in
+from pagoda.api.body import convert_body, text_in, text_or_parts
 from pagoda.api.context_management import check_edits
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.ignored_fields import Ignored
@@ -14,6 +14,7 @@ from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
 from pagoda.api.openai.responses.tools import chat_tool_choice, chat_tools, joined_name
 from pagoda.errors import refuse
+from pagoda.frontend.generic_tools import text_of
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url"})
@@ -77,7 +78,7 @@ class ChatTranslation:
                 self._add_call(item, place)
             case "function_call_output":
                 call_id = text_in(item, "call_id", place)
-                content = joined_text(item.get("output"), f"{place}.output", _part_text)
+                content = text_or_parts(item.get("output"), f"{place}.output", _part_text)
                 self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
             case str():
                 refuse(f"{place}.type", f"{kind[:64]!r} is not served here", "not_supported")
@@ -88,14 +89,9 @@ class ChatTranslation:
         role = text_in(item, "role", place)
         if role not in _ROLES:
             refuse(f"{place}.role", f"must be one of {', '.join(sorted(_ROLES))}")
-        content = joined_text(item.get("content"), f"{place}.content", _part_text)
+        content = text_or_parts(item.get("content"), f"{place}.content", _part_text)
         if role == "assistant":
             self._open_reply(place, "content", "tool_calls")["content"] = content
-            return
-        first = self.messages[0] if len(self.messages) == 1 else None
-        if role in _SYSTEM_ROLES and first is not None and first["role"] == "system":
-            # Instructions and a system message: many templates take one system message only.
-            first["content"] = f"{first['content']}\n\n{content}"
             return
         self._add({"role": role, "content": content}, place)
 
@@ -214,7 +210,7 @@ def _reasoning(item: Item, place: str) -> str:
     """The text of a reasoning item: its content, else its summary."""
     for name in ("content", "summary"):
         if item.get(name):
-            return joined_text(item[name], f"{place}.{name}", _part_text)
+            return text_of(text_or_parts(item[name], f"{place}.{name}", _part_text))
     if item.get("encrypted_content"):
         refuse(f"{place}.encrypted_content", "of another server cannot be read", "not_supported")
     return ""
