@@ -121,3 +121,15 @@ async def test_what_is_not_kept_is_refused(serve_api, path: str, body: Any, para
     answer = await api.post(path.replace("/one", one) or "/v1/conversations", body)
     assert (answer.status, answer.error()["param"]) == (400, param)
     assert (await api.get(one)).status == 200
+
+
+def test_items_that_go_take_all_of_their_bytes_with_them() -> None:
+    store = ConversationStore(max_bytes=10**6)
+    stored = StoredConversation("", {})
+    store.put(stored, [])
+    before = store.num_bytes
+    store.add(stored, [{"id": "a", "text": "x"}, {"id": "b", "text": "é"}])
+    store.add(stored, [{"id": "a", "text": "y"}])  # which gets an id of its own
+    for item_id in list(stored.items):
+        store.remove_item(stored, item_id)
+    assert store.num_bytes == before

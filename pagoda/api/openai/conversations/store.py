@@ -97,10 +97,12 @@ class ConversationStore:
 
     def add(self, stored: StoredConversation, items: Sequence[Item]) -> None:
         """Adds items with ids, of which none replaces another."""
+        added = []
         for item in items:
             item_id = item["id"] if item["id"] not in stored.items else new_id("item")
             stored.items[item_id] = {**item, "id": item_id}
-        self._resize(stored, _num_bytes(items))
+            added.append(stored.items[item_id])
+        self._resize(stored, _num_bytes(added))
 
     def remove_item(self, stored: StoredConversation, item_id: str) -> None:
         self._resize(stored, -kept_bytes(stored.items.pop(item_id)))
@@ -122,4 +124,5 @@ class ConversationStore:
 
 
 def _num_bytes(items: Sequence[Item]) -> int:
-    return kept_bytes(items)
+    """Bytes that items take, each as much as is taken back when it goes."""
+    return sum(map(kept_bytes, items))
