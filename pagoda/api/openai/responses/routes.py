@@ -80,7 +80,9 @@ async def get_response(context: RequestContext) -> web.StreamResponse:
     stored = context.service.responses.get(_key(context), response_id)
     query = context.http.query
     if part == "input_items":
-        return context.json(page_of_items(stored.input_items, query))
+        return await context.sized_json(
+            page_of_items(stored.input_items, query), stored.num_input_bytes
+        )
     _check_part(part, "")
     if query.get("stream", "false").lower() not in ("true", "1"):
         return context.json(stored.current)
