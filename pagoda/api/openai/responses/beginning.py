@@ -63,7 +63,7 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     store = caller.service.responses
     if body.background:
         store.check_room(_key(caller))
-    items = await caller.translate(partial(input_items, caller, body))
+    items = await input_items(caller, body)
     talk = None
     if body.conversation_id is not None:
         talk = caller.service.conversations.get(_key(caller), body.conversation_id)
@@ -102,12 +102,12 @@ def _key(caller: Caller) -> str:
     return caller.client_request.key_name
 
 
-def input_items(caller: Caller, body: ResponsesRequest | InputTokensRequest) -> list[Item]:
+async def input_items(caller: Caller, body: ResponsesRequest | InputTokensRequest) -> list[Item]:
     """The items of the input; none if it is a text."""
     if body.input is None or isinstance(body.input, str):
         return []
     find = partial(caller.service.responses.item, _key(caller))
-    return without_references(body.input, find)
+    return await without_references(body.input, find)
 
 
 def conversation_items(

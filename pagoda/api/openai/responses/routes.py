@@ -63,7 +63,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(InputTokensRequest)
     caller = context.caller
     translation = ChatTranslation()
-    own = await caller.translate(partial(input_items, caller, body))
+    own = await input_items(caller, body)
     items = conversation_items(caller, body, own)
     chat = await caller.translate(
         partial(chat_request, body, translation, items, caller.ignored),
