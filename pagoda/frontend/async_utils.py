@@ -84,6 +84,8 @@ _SHORT_TEXT_CHARS = 256
 """Work on so short a text takes less time than a thread does to begin it."""
 _ITEM_CHARS = 32
 """Counted for each piece of work beside its text."""
+_SPARE_CHARS = LONG_TEXT_CHARS // 4
+"""Characters of a turn that bodies leave to others once they have spent their own budget."""
 
 
 class LoopBudget:
@@ -92,9 +94,9 @@ class LoopBudget:
     def __init__(self) -> None:
         self._left = LONG_TEXT_CHARS
 
-    def take(self, cost: int) -> bool:
-        """True if there was room for so much more, which is counted."""
-        if cost > self._left:
+    def take(self, cost: int, spare: int = 0) -> bool:
+        """True if there was room for so much more, which is counted, and for `spare` beside it."""
+        if cost + spare > self._left:
             return False
         self._left -= cost
         return True
@@ -123,9 +125,10 @@ class LongWork:
         `budget` of its body and that of the turn last, else in a thread, or in a later turn if it is short."""
         cost = size + _ITEM_CHARS
         is_short = size <= _SHORT_TEXT_CHARS
-        if not budget.take(cost) and not is_short:
+        spare = 0 if budget.take(cost) else _SPARE_CHARS
+        if spare and not is_short:
             return await self.run(work, tenant)
-        while not self._budget_of_turn().take(cost):
+        while not self._budget_of_turn().take(cost, spare):
             if not is_short:
                 return await self.run(work, tenant)
             await asyncio.sleep(0)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from openai.types.conversations import Conversation, ConversationItemList
 from template_texts import QWEN, prompt_of
 from test_responses import respond
 
+from pagoda.api import request_context
+from pagoda.api.kept_json import kept_bytes
 from pagoda.api.keys import ApiKeys
-from pagoda.api.openai.conversations.store import ConversationStore, StoredConversation
+from pagoda.api.openai.conversations import store as store_module
+from pagoda.api.openai.conversations.store import ConversationStore, StoredConversation, sized
+from pagoda.api.sse import encode_json
 
 USER = {"role": "user", "content": "a"}
 
@@ -78,7 +84,7 @@ def test_the_oldest_conversations_make_room() -> None:
     store = ConversationStore(max_bytes=2000)
     for number in range(20):
         stored = StoredConversation("", {})
-        store.put(stored, [{"id": str(number), "text": "x" * 100}])
+        store.put(stored, sized([{"id": str(number), "text": "x" * 100}]))
     assert 0 < store.num_bytes <= 2000
     assert 2 < len(store) < 20
     assert json.dumps(store.get("", stored.conversation_id).object())
@@ -89,7 +95,7 @@ def test_a_conversation_that_grows_too_large_displaces_no_other() -> None:
     small, large = StoredConversation("", {}), StoredConversation("", {})
     for stored in (small, large):
         store.put(stored, [])
-    store.add(large, [{"id": "1", "text": "x" * 2000}])
+    store.add(large, sized([{"id": "1", "text": "x" * 2000}]))
     assert len(store) == 1
     assert store.get("", small.conversation_id) is small
 
@@ -121,3 +127,43 @@ async def test_what_is_not_kept_is_refused(serve_api, path: str, body: Any, para
     answer = await api.post(path.replace("/one", one) or "/v1/conversations", body)
     assert (answer.status, answer.error()["param"]) == (400, param)
     assert (await api.get(one)).status == 200
+
+
+def test_items_that_go_take_all_of_their_bytes_with_them() -> None:
+    store = ConversationStore(max_bytes=10**6)
+    stored = StoredConversation("", {})
+    store.put(stored, [])
+    before = store.num_bytes
+    store.add(stored, sized([{"id": "a", "text": "x"}, {"id": "b", "text": "é"}]))
+    store.add(stored, sized([{"id": "a", "text": "y"}]))  # which gets an id of its own
+    for item_id in list(stored.items):
+        store.remove_item(stored, item_id)
+    assert store.num_bytes == before
+
+
+async def test_long_items_are_measured_and_written_beside_the_event_loop(
+    serve_api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, long = threading.get_ident(), "x" * 100_000
+    told: list[str] = []
+
+    def watched(name: str, work: Callable[[object], Any]) -> Callable[[object], Any]:
+        def watch(value: object) -> Any:
+            if threading.get_ident() == here and long in str(value):
+                told.append(name)
+            return work(value)
+
+        return watch
+
+    api = await serve_api("ok", text=QWEN, max_model_len=2**20)
+    monkeypatch.setattr(store_module, "kept_bytes", watched("measured", kept_bytes))
+    monkeypatch.setattr(request_context, "encode_json", watched("written", encode_json))
+    items = [{"role": "user", "content": long}]
+    path = await begin(api, items=items)
+    assert (await api.post(f"{path}/items", {"items": items})).status == 200
+    [item, _] = await listed(api, path)
+    assert (await api.get(f"{path}/items/{item['id']}")).status == 200
+    response = await respond(api, input=long, conversation=path.rpartition("/")[2])
+    assert (await api.get(f"/v1/responses/{response['id']}/input_items")).status == 200
+    assert (await api.request("DELETE", f"{path}/items/{item['id']}")).status == 200
+    assert told == []

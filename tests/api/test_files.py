@@ -83,6 +83,18 @@ async def test_what_a_killed_server_left_unfinished_is_removed(serve_api, attach
     again.close()
 
 
+async def test_results_that_are_made_a_file_again_count_once(tmp_path: Path) -> None:
+    """A server may be killed between the description of the results and that of their batch."""
+    files = FileStore(tmp_path)
+    for num_bytes in (10, 10, 15):
+        await files.add_results("file-a", "a.jsonl", num_bytes, "k")
+        assert files.num_bytes == num_bytes
+    [record] = files.all_of("k")
+    await files.delete(record)
+    assert files.num_bytes == 0
+    files.close()
+
+
 async def test_an_upload_that_is_too_slow_is_cut_off(
     serve_api, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:

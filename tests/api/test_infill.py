@@ -77,6 +77,13 @@ async def test_mistrals_route_answers_with_messages(serve_api) -> None:
     assert api.endpoint.requests[1].sampling.max_tokens > 200, "as long as the context allows"
 
 
+async def test_messages_tell_no_probabilities_and_no_prompt(serve_api) -> None:
+    api = await serve_api(text=fim_text())
+    for name, value in (("logprobs", 0), ("echo", True), ("prompt_logprobs", 1)):
+        answer = await api.post(FIM, {"prompt": "ab", name: value})
+        assert (answer.status, answer.error()["param"]) == (400, name)
+
+
 async def test_ollama_fills_gaps(serve_api) -> None:
     api = await serve_api(text=fim_text())
     body = {"model": "tiny", "prompt": "ab", "suffix": "yz", "stream": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -64,6 +65,24 @@ async def test_a_conversation_needs_all_its_responses(serve_api) -> None:
     body = {"input": "x", "previous_response_id": second["id"]}
     answer = await api.post("/v1/responses", body)
     assert (answer.status, answer.error()["code"]) == (400, "previous_response_not_found")
+
+
+async def test_items_of_a_long_body_are_looked_up_on_the_event_loop(
+    serve_api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is no thing for threads: one could find a response that another request takes away."""
+    api = await serve_api("ok", text=QWEN, max_model_len=2**20)
+    response = await respond(api, input="a")
+    find, threads = api.service.responses.item, set[int]()
+
+    def watched(*given: str) -> Any:
+        threads.add(threading.get_ident())
+        return find(*given)
+
+    monkeypatch.setattr(api.service.responses, "item", watched)
+    reference = {"id": response["output"][0]["id"]}
+    await respond(api, input=[reference, {"role": "user", "content": "x" * 100_000}])
+    assert threads == {threading.get_ident()}
 
 
 async def test_items_that_are_named_by_id(serve_api) -> None:

@@ -266,6 +266,12 @@ async def test_reasoning_of_an_earlier_turn_reaches_the_template(serve_api) -> N
         ({"temperature": -1}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}, {"type": "function"}]}]},
+            "tools[0].tools[1].name",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "namespace": 5}}, "tool_choice.namespace"),
+        ({"input": [{"type": "function_call", "namespace": [], "name": "f"}]}, "input[0].namespace"),
         ({"tools": [{"type": "function", "name": "?"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "?"}}, "tool_choice.name"),

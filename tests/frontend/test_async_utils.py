@@ -87,3 +87,22 @@ async def test_all_bodies_of_a_turn_have_one_budget() -> None:
         await asyncio.sleep(0)
     assert max(done) <= LONG_TEXT_CHARS
     assert sum(done) >= 300 * (50 + 250)  # short work is never worth a thread
+
+
+async def test_a_body_of_many_short_texts_lets_others_go_first() -> None:
+    threads = LongWork(1)
+    num_done = 0
+
+    async def work_on_many() -> None:
+        nonlocal num_done
+        budget = LoopBudget()
+        while num_done < 5000:
+            await threads.run_sized(int, 100, budget)
+            num_done += 1
+
+    many = asyncio.create_task(work_on_many())
+    while num_done < 1000:
+        await asyncio.sleep(0)
+    await asyncio.create_task(threads.run_sized(int, 100, LoopBudget()))
+    assert num_done < 2000
+    await many

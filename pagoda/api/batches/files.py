@@ -247,10 +247,12 @@ class FileStore:
     async def add_results(
         self, file_id: str, filename: str, num_bytes: int, key_name: str
     ) -> FileRecord:
-        """Makes results of a batch, which are in their place, a file."""
+        """Makes results of a batch, which are in their place, a file, also where a server was about to that has
+        been killed meanwhile."""
+        before = self._records.get(file_id)
         record = await self._add(file_id, filename, "batch_output", num_bytes, key_name)
-        self._bytes.change(key_name, num_bytes)
-        self._counts.change(key_name, 1)
+        self._bytes.change(key_name, num_bytes - (0 if before is None else before.bytes))
+        self._counts.change(key_name, int(before is None))
         return record
 
     async def _add(

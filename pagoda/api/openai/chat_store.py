@@ -10,6 +10,7 @@ from pagoda.api.openai.conversations.store import (
     MAX_CONVERSATIONS,
     ConversationStore,
     StoredConversation,
+    sized,
 )
 
 
@@ -24,7 +25,7 @@ class ChatStore:
 
     def put(self, stored: StoredConversation, items: list[dict[str, Any]]) -> None:
         """Keeps a completion. Raises InvalidRequestError: it is larger than all that is kept."""
-        self._kept.put(stored, items)
+        self._kept.put(stored, sized(items))
         ids = self._ids.setdefault(stored.key_name, {})
         ids[stored.conversation_id] = None
         if len(ids) > 2 * MAX_CONVERSATIONS:

@@ -11,11 +11,16 @@ from pagoda.api.openai.bodies import FimRequest
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import RequestContext
+from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
 
 
 async def fim_completions(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(FimRequest)
+    for name in ("echo", "logprobs", "prompt_logprobs"):
+        value = getattr(body, name)
+        if value is not None and value is not False:
+            refuse(name, "is not served here; POST /v1/completions takes it", "not_supported")
     generation, _ = await begin_completion(context.caller, body, default_tokens=None)
     envelope = Envelope(
         body,

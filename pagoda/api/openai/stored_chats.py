@@ -62,7 +62,8 @@ async def list_chats(context: RequestContext) -> web.StreamResponse:
     ]
     model = query.get("model")
     found = [one for one in shown if model in (None, one["model"])]
-    return context.json(page_of_items(found, _oldest_first(query)))
+    page = page_of_items(found, _oldest_first(query))
+    return await context.sized_json(page, MAX_KEPT_CHARS * len(page["data"]))
 
 
 async def get_chat(context: RequestContext) -> web.StreamResponse:

@@ -14,8 +14,10 @@ from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
 from pagoda.api.openai.conversations.store import (
     ConversationStore,
+    SizedItems,
     StoredConversation,
     check_room,
+    sized,
 )
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.items import kept_items, page_of_items
@@ -51,9 +53,10 @@ async def get_conversation(context: RequestContext) -> web.StreamResponse:
         case []:
             return context.json(stored.object())
         case ["items"]:
-            return context.json(page_of_items(list(stored.items.values()), context.http.query))
+            page = page_of_items(list(stored.items.values()), context.http.query)
+            return await context.sized_json(page, stored.num_bytes)
         case ["items", item_id]:
-            return context.json(_item(stored, item_id))
+            return await context.sized_json(_item(stored, item_id), stored.sizes[item_id])
     raise _no_part(parts)
 
 
@@ -74,7 +77,8 @@ async def change_conversation(context: RequestContext) -> web.StreamResponse:
         num_before = len(stored.items)
         store.add(stored, items)
         added = list(stored.items.values())[num_before:]
-        return context.json(page_of_items(added, {"order": "asc", "limit": "100"}))
+        page = page_of_items(added, {"order": "asc", "limit": "100"})
+        return await context.sized_json(page, context.client_request.num_body_bytes)
     if body.items is not None:
         refuse("items", "are added at the conversation's path with /items", "unknown_field")
     if body.metadata is not None:
@@ -116,13 +120,13 @@ def _item(stored: StoredConversation, item_id: str) -> dict[str, Any]:
     return item
 
 
-def _checked(body: ConversationBody) -> list[Item]:
-    """The items of a body, with ids. Raises InvalidRequestError: one is no item that a response can go on from."""
+def _checked(body: ConversationBody) -> SizedItems:
+    """The items of a body. Raises InvalidRequestError: one is no item that a response can go on from."""
     translation = ChatTranslation()
     items = body.items or []
     for index, item in enumerate(items):
         translation.add_item(item, f"items[{index}]")
-    return kept_items(items, items)
+    return sized(kept_items(items, items))
 
 
 ROUTES: dict[str, dict[str, Route]] = {

@@ -27,6 +27,8 @@ class StoredConversation:
     metadata: dict[str, str]
     items: dict[str, Item] = field(default_factory=dict)
     """The items by id, in their order."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes that each of them takes."""
     conversation_id: str = field(default_factory=lambda: new_id("conv"))
     created_at: int = field(default_factory=lambda: int(time.time()))
     num_bytes: int = 0
@@ -46,6 +48,15 @@ def check_room(stored: StoredConversation, num_items: int, param: str) -> None:
         refuse(param, f"has too many items: a conversation has at most {MAX_MESSAGES}")
 
 
+SizedItems = Sequence[tuple[Item, int]]
+"""Items with ids, each with the bytes that it takes."""
+
+
+def sized(items: Sequence[Item]) -> list[tuple[Item, int]]:
+    """Takes time linear in the text of all items."""
+    return [(item, kept_bytes(item)) for item in items]
+
+
 class ConversationStore:
     """The conversations of all clients."""
 
@@ -61,7 +72,7 @@ class ConversationStore:
     def num_bytes(self) -> int:
         return self._kept.bytes.total
 
-    def put(self, stored: StoredConversation, items: Sequence[Item]) -> None:
+    def put(self, stored: StoredConversation, items: SizedItems) -> None:
         """Keeps a conversation with its first items; others make room.
         Raises InvalidRequestError: it is larger than all that is kept."""
         num_bytes = kept_bytes(stored.metadata)
@@ -78,7 +89,7 @@ class ConversationStore:
             raise ApiError(404, message, "conversation", "not_found")
         return stored
 
-    def check_bytes(self, stored: StoredConversation, items: Sequence[Item]) -> None:
+    def check_bytes(self, stored: StoredConversation, items: SizedItems) -> None:
         """Raises InvalidRequestError: with these items the conversation is larger than all that is kept."""
         self._check_bytes(stored.num_bytes + _num_bytes(items))
 
@@ -95,15 +106,17 @@ class ConversationStore:
         stored.metadata = metadata
         self._resize(stored, change)
 
-    def add(self, stored: StoredConversation, items: Sequence[Item]) -> None:
-        """Adds items with ids, of which none replaces another."""
-        for item in items:
+    def add(self, stored: StoredConversation, items: SizedItems) -> None:
+        """Adds items, of which none replaces another."""
+        for item, size in items:
             item_id = item["id"] if item["id"] not in stored.items else new_id("item")
             stored.items[item_id] = {**item, "id": item_id}
+            stored.sizes[item_id] = size
         self._resize(stored, _num_bytes(items))
 
     def remove_item(self, stored: StoredConversation, item_id: str) -> None:
-        self._resize(stored, -kept_bytes(stored.items.pop(item_id)))
+        del stored.items[item_id]
+        self._resize(stored, -stored.sizes.pop(item_id))
 
     def remove(self, stored: StoredConversation) -> None:
         self._kept.pop(stored.key_name, stored.conversation_id)
@@ -121,5 +134,5 @@ class ConversationStore:
             pass
 
 
-def _num_bytes(items: Sequence[Item]) -> int:
-    return kept_bytes(items)
+def _num_bytes(items: SizedItems) -> int:
+    return sum(size for _, size in items)

@@ -11,8 +11,7 @@ from typing import Any
 from pagoda.api.conversation import Conversation, begin_conversation
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
-from pagoda.api.kept_json import kept_bytes
-from pagoda.api.openai.conversations.store import check_room
+from pagoda.api.openai.conversations.store import SizedItems, check_room, sized
 from pagoda.api.openai.responses.background import BackgroundRun
 from pagoda.api.openai.responses.bodies import (
     InputTokensRequest,
@@ -64,7 +63,7 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     store = caller.service.responses
     if body.background:
         store.check_room(_key(caller))
-    items = await caller.translate(partial(input_items, caller, body))
+    items = await input_items(caller, body)
     talk = None
     if body.conversation_id is not None:
         talk = caller.service.conversations.get(_key(caller), body.conversation_id)
@@ -73,13 +72,14 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     generation = conversation.generation
     streams = bool(body.stream)
     log = EventLog() if body.background and streams else None
-    kept, num_bytes = await caller.translate(partial(_kept, body, items))
-    stored = StoredResponse(_key(caller), {}, kept, num_bytes, log=log)
+    kept = await caller.translate(partial(_kept, body, items))
+    num_bytes = sum(size for _, size in kept)
+    stored = StoredResponse(_key(caller), {}, [item for item, _ in kept], num_bytes, log=log)
 
     def keep(response: dict[str, Any]) -> None:
         stored.response, stored.run = response, None
         if talk is not None and response["status"] in ("completed", "incomplete"):
-            caller.service.conversations.add(talk, stored.items)
+            caller.service.conversations.add(talk, [*kept, *sized(response["output"])])
         if body.is_stored:
             store.put(stored)
 
@@ -93,22 +93,21 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     return BegunResponse(answer, generation, stored)
 
 
-def _kept(body: ResponsesRequest, items: Sequence[Item]) -> tuple[list[Item], int]:
-    """The items of an input as they are kept, and the bytes that they take."""
-    kept = kept_items(body.input or "", items)
-    return kept, kept_bytes(kept)
+def _kept(body: ResponsesRequest, items: Sequence[Item]) -> SizedItems:
+    """The items of an input as they are kept."""
+    return sized(kept_items(body.input or "", items))
 
 
 def _key(caller: Caller) -> str:
     return caller.client_request.key_name
 
 
-def input_items(caller: Caller, body: ResponsesRequest | InputTokensRequest) -> list[Item]:
+async def input_items(caller: Caller, body: ResponsesRequest | InputTokensRequest) -> list[Item]:
     """The items of the input; none if it is a text."""
     if body.input is None or isinstance(body.input, str):
         return []
     find = partial(caller.service.responses.item, _key(caller))
-    return without_references(body.input, find)
+    return await without_references(body.input, find)
 
 
 def conversation_items(

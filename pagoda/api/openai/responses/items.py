@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from pagoda.api.openai.responses.output import new_id
 from pagoda.errors import refuse
 
 _MAX_ID_CHARS = 128
+_ITEMS_OF_TURN = 1024
 _MAX_LISTED = 100
 _DEFAULT_LISTED = 20
 _MAX_DIGITS = 16
@@ -22,12 +24,15 @@ _PREFIXES = {
 }
 
 
-def without_references(items: Sequence[Item], find: Callable[[str, str], Item]) -> list[Item]:
-    """The items, with those that are named by id alone in full. `find` takes the id and the place of each."""
-    return [
-        find(item["id"], f"input[{index}]") if _is_reference(item) else item
-        for index, item in enumerate(items)
-    ]
+async def without_references(items: Sequence[Item], find: Callable[[str, str], Item]) -> list[Item]:
+    """The items, with those that are named by id alone in full. `find` takes the id and the place of each; it is
+    called on the event loop, where others go on between the items of a long list."""
+    found = []
+    for index, item in enumerate(items, start=1):
+        if index % _ITEMS_OF_TURN == 0:
+            await asyncio.sleep(0)
+        found.append(find(item["id"], f"input[{index - 1}]") if _is_reference(item) else item)
+    return found
 
 
 def _is_reference(item: Item) -> bool:

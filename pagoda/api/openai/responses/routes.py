@@ -63,7 +63,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(InputTokensRequest)
     caller = context.caller
     translation = ChatTranslation()
-    own = await caller.translate(partial(input_items, caller, body))
+    own = await input_items(caller, body)
     items = conversation_items(caller, body, own)
     chat = await caller.translate(
         partial(chat_request, body, translation, items, caller.ignored),
@@ -80,7 +80,9 @@ async def get_response(context: RequestContext) -> web.StreamResponse:
     stored = context.service.responses.get(_key(context), response_id)
     query = context.http.query
     if part == "input_items":
-        return context.json(page_of_items(stored.input_items, query))
+        return await context.sized_json(
+            page_of_items(stored.input_items, query), stored.num_input_bytes
+        )
     _check_part(part, "")
     if query.get("stream", "false").lower() not in ("true", "1"):
         return context.json(stored.current)

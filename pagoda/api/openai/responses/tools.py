@@ -31,6 +31,13 @@ def joined_name(namespace: str, name: str) -> str:
     return name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
+def named_in(item: Mapping[str, Any], place: str) -> str:
+    """The name that the model sees of the function that a call or a choice at `place` names.
+    Raises InvalidRequestError: it has no name, or its namespace is no text."""
+    namespace = "" if item.get("namespace") is None else text_in(item, "namespace", place)
+    return joined_name(namespace, text_in(item, "name", place))
+
+
 def function_tools(tools: Sequence[Tool], place: str) -> Iterator[NamedTool]:
     """The functions among the tools at `place` of a body, with those of its namespaces.
     Raises InvalidRequestError: a tool is not as it must be; names it."""
@@ -44,9 +51,9 @@ def function_tools(tools: Sequence[Tool], place: str) -> Iterator[NamedTool]:
             if not isinstance(inner, list) or not all(isinstance(it, dict) for it in inner):
                 refuse(f"{where}.tools", "must be a list of tools")
             name = text_in(tool, "name", where)
-            functions = (it for it in inner if it.get("type") == "function")
-            for number, function in enumerate(functions):
-                yield NamedTool(f"{where}.tools[{number}]", name, function)
+            for number, function in enumerate(inner):
+                if function.get("type") == "function":
+                    yield NamedTool(f"{where}.tools[{number}]", name, function)
 
 
 def names_in(tools: Sequence[Tool]) -> dict[str, tuple[str, str]]:
@@ -94,9 +101,7 @@ def chat_tool_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
     if kind == "function":
         if "function" in choice:
             return dict(choice)
-        name = text_in(choice, "name", "tool_choice")
-        name = joined_name(choice.get("namespace") or "", name)
-        return {"type": "function", "function": {"name": name}}
+        return {"type": "function", "function": {"name": named_in(choice, "tool_choice")}}
     if kind != "allowed_tools":
         rule = "must be auto, none, required, function or allowed_tools"
         refuse("tool_choice.type", rule, "not_supported")

@@ -12,7 +12,7 @@ from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
-from pagoda.api.openai.responses.tools import chat_tool_choice, chat_tools, joined_name
+from pagoda.api.openai.responses.tools import chat_tool_choice, chat_tools, named_in
 from pagoda.errors import refuse
 from pagoda.frontend.generic_tools import text_of
 
@@ -97,7 +97,7 @@ class ChatTranslation:
 
     def _add_call(self, item: Item, place: str) -> None:
         function = {
-            "name": joined_name(item.get("namespace") or "", text_in(item, "name", place)),
+            "name": named_in(item, place),
             "arguments": text_in(item, "arguments", place),
         }
         call = {"id": text_in(item, "call_id", place), "type": "function", "function": function}
