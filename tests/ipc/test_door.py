@@ -92,6 +92,7 @@ async def test_strangers_are_sent_away_beyond_a_number_and_peers_come_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(door, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 600.0)  # nobody is sent away for being slow
     with bound() as (server, port):
         heard = asyncio.Event()
         events = EventSocket(server, lambda _: heard.set(), lambda: None)
@@ -109,6 +110,7 @@ async def test_strangers_are_sent_away_beyond_a_number_and_peers_come_in(
 
 def test_a_guard_keeps_the_door_until_the_socket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 600.0)
     with bound() as (server, port):
         guard(server)
         crowd = [stranger(port) for _ in range(6)]
