@@ -17,6 +17,7 @@ from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
+from pagoda.files import read_regular
 
 _CONFIG_KEYS = {
     "embedding_length": "hidden_size",
@@ -61,8 +62,8 @@ def read_card(files: ModelFiles) -> ModelCard:
             return _of_gguf(files.gguf)
         if files.directory is not None:
             return _of_directory(files.directory)
-    except ConfigError:
-        pass  # a shape without weights
+    except (ConfigError, OSError, ValueError):
+        pass  # a shape without weights, or files that have changed since the model was loaded
     return ModelCard(digest=hashlib.sha256(files.model.encode()).hexdigest())
 
 
@@ -80,7 +81,7 @@ def _of_gguf(path: Path) -> ModelCard:
 
 
 def _of_directory(directory: Path) -> ModelCard:
-    text = (directory / "config.json").read_bytes()
+    text = read_regular(directory / "config.json")
     config: dict[str, Any] = json.loads(text)
     inner = config.get("text_config")
     shape = {**config, **inner} if isinstance(inner, dict) else config

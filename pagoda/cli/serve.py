@@ -67,6 +67,7 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.version import __version__
 
 _log = logging.getLogger("pagoda.cli")
+_RESPONSE_STORE = "256MiB"
 _SHOWN_KEYS = 8
 """Names of keys in the summary of a server."""
 _SWITCH_INTERVAL_S = 0.001
@@ -143,7 +144,7 @@ class ServerOptions:
     """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
     vllm_metrics: bool = False
     """Give figures under vLLM's names at /metrics too, for what reads them there."""
-    response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
+    response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = _RESPONSE_STORE
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     files_dir: Path | None = None
     """A directory for files that clients upload and for batches, which go on after a restart; by default a
@@ -265,9 +266,9 @@ def _bytes_of(flag: str, given: int | str) -> int:
 
 
 def _memory_of(flag: str, given: int | str) -> int:
-    """Raises ConfigError: the amount is none, or more than the memory that is free."""
+    """Raises ConfigError: the amount is none, or the operator's, and more than the memory that is free."""
     amount, free = _bytes_of(flag, given), available_memory_bytes()
-    if amount > free:
+    if amount > free and given != _RESPONSE_STORE:
         raise ConfigError(
             f"{flag} {format_bytes(amount)} is more than the {format_bytes(free)} of memory that are free; "
             "lower it."

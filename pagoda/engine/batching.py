@@ -20,7 +20,7 @@ from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.leaders import Leaders
 from pagoda.engine.places import Places, Quarantine
-from pagoda.engine.plans import Behind, InFlightStep, PlanBuilder
+from pagoda.engine.plans import Behind, InFlightStep, PlanBuilder, Wishes
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
@@ -376,6 +376,7 @@ class Batcher:
         preemptions = self.counters.num_preemptions
         index = num_led = 0
         first = self._next_in_line(_NO_KEY)
+        wishes: Wishes | None = None
         while plan.budget > 0:
             request = self._running[index] if index < len(self._running) else None
             if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
@@ -402,10 +403,15 @@ class Batcher:
                     first = self._next_in_line(first.order_key)
             elif request is not None:
                 available = request.num_schedulable_tokens
-                behind = self._behind(index, first, plan) if available > 1 else None
+                behind = None
+                if available > 1:
+                    wishes = wishes or Wishes(self._running)
+                    place = len(self._running) - 1 - index
+                    behind = self._behind(request, place, wishes, first, plan)
                 self._extend(request, plan, available, behind)
                 if self.counters.num_preemptions != preemptions:
-                    first = None
+                    preemptions = self.counters.num_preemptions
+                    first = wishes = None
                 index += 1
             else:
                 return
@@ -414,33 +420,33 @@ class Batcher:
         """The first waiting request behind `key` that may go on, if there is room for it."""
         return self.hooks.first_ready(self._waiting.after(key)) if self._waiting else None
 
-    def _behind(self, index: int, first: Request | None, plan: PlanBuilder) -> Behind:
-        """Wishes of requests behind running request `index` and of its priority: a token for each of those that
-        decode, and for prompts of other tenants a share by their weights."""
-        request = self._running[index]
+    def _behind(
+        self, request: Request, place: int, wishes: Wishes, first: Request | None, plan: PlanBuilder
+    ) -> Behind:
+        """Wishes of requests behind this running one, which is so many places in front of the last, and of its
+        priority: a token for each that decodes, and for prompts of other tenants a share by their weights."""
         priority, tenant, weight = request.order_key[0], request.tenant, request.charge.weight
-        others = {}
-        num_tokens = num_decodes = 0
-        for other in self._running[index + 1 :]:
-            if other.order_key[0] == priority:
-                wanted = other.num_schedulable_tokens
-                if wanted == 1:
-                    num_decodes += 1
-                elif wanted and other.tenant != tenant:
-                    num_tokens += wanted
-                    others[other.tenant] = other.charge.weight
+        num_decodes, num_tokens, others = wishes.behind(place)
+        has_others = num_tokens > 0
         if plan.is_mixed:
             num_tokens += min(num_decodes, plan.decodes_left)
         if first is not None and first.tenant != tenant and first.order_key[0] == priority:
             hit = self._fitting_prefix(first)
             if hit is not None:
+                waiting = [first]
                 num_tokens += first.num_tokens - hit.num_blocks * self._kv.block_size
-                others[first.tenant] = first.charge.weight
                 for other in islice(self._waiting.after(first.order_key), _MAX_OTHERS):
                     if other.tenant != tenant and other.order_key[0] == priority:
                         num_tokens += other.num_tokens
-                        others[other.tenant] = other.charge.weight
-        share = weight / (weight + sum(others.values())) if others else 0.5
+                        waiting.append(other)
+                new = {one.tenant: one.charge.weight for one in waiting}
+                others += sum(
+                    its_weight
+                    for name, its_weight in new.items()
+                    if not wishes.has_prompt_behind(place, priority, name)
+                )
+                has_others = True
+        share = weight / (weight + others) if has_others else 0.5
         return Behind(num_tokens, min(0.5, share))
 
     def _extend(

@@ -299,7 +299,9 @@ class EngineCore:
                     else:
                         is_astray = True
                         self.executor.close()
-                        chunks += self._on_worker_lost(WorkerLost(problem, suspicion=0))
+                        # One that came in turn says of its requests what cannot be: one of them may be why.
+                        suspicion = int(self.scheduler is not None and self.scheduler.awaits(event))
+                        chunks += self._on_worker_lost(WorkerLost(problem, suspicion=suspicion))
                 case TransferEnd():
                     if self.parts is not None:
                         self.parts.scheduler.hooks.transfer_ended(event)

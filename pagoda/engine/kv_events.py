@@ -19,6 +19,7 @@ import zmq
 from pagoda.engine.config import KVEventsConfig
 from pagoda.errors import ConfigError
 from pagoda.ipc.addresses import allow_ipv6
+from pagoda.ipc.door import Door, guard
 from pagoda.kv.events import AllBlocksCleared, KVEvent, KVEventBatch
 
 TOPIC = b"kv-events"
@@ -127,8 +128,10 @@ def _bound(
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, most_unsent)
     socket.setsockopt(zmq.LINGER, 0)
+    Door.limit(socket)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     allow_ipv6(socket, host)
+    guard(socket)
     try:
         socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -40,6 +42,47 @@ class Behind(NamedTuple):
     num_tokens: int
     share: float
     """Part of the budget that the chunk takes in any case."""
+
+
+class Wishes:
+    """Wishes of running requests for a step, summed over those behind each one that are of its priority.
+
+    All are looked at once; the sums hold until a request behind the one that is asked for has changed or gone.
+    """
+
+    def __init__(self, running: Sequence[Request]) -> None:
+        self._behind: list[tuple[int, int, float]] = []
+        """Results of `behind`, by place."""
+        self._lasts: dict[tuple[int, str], tuple[int, float]] = {}
+        """Place of the last prompt of each priority and tenant, and the tenant's weight."""
+        priority: int | None = None
+        own_tokens: Counter[str] = Counter()
+        for place, request in enumerate(reversed(running)):
+            key = request.order_key[0], request.tenant
+            if key[0] != priority:
+                priority, num_decodes, num_tokens, weight = key[0], 0, 0, 0.0
+                own_tokens.clear()
+            own_weight = self._lasts[key][1] if key in self._lasts else 0.0
+            others = num_tokens - own_tokens[request.tenant]
+            self._behind.append((num_decodes, others, weight - own_weight if others else 0.0))
+            wanted = request.num_schedulable_tokens
+            if wanted == 1:
+                num_decodes += 1
+            elif wanted:
+                num_tokens += wanted
+                own_tokens[request.tenant] += wanted
+                if key not in self._lasts:
+                    self._lasts[key] = place, request.charge.weight
+                    weight += request.charge.weight
+
+    def behind(self, place: int) -> tuple[int, int, float]:
+        """Requests that decode behind the one that is so many places in front of the last, the tokens of other
+        tenants' prompts there, and the weights of these tenants, added up."""
+        return self._behind[place]
+
+    def has_prompt_behind(self, place: int, priority: int, tenant: str) -> bool:
+        last = self._lasts.get((priority, tenant))
+        return last is not None and last[0] < place
 
 
 class PlanBuilder:

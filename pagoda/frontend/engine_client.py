@@ -293,7 +293,7 @@ class EngineClient:
         try:
             self._apply(engine, message)
         except PeerError as error:
-            engine.end(str(error), blames_requests=False)
+            engine.end(str(error))
 
     def _apply(self, engine: _Engine, message: EngineMessage) -> None:
         match message:
@@ -402,7 +402,8 @@ class _Engine:
 
     def _receive(self, frames: list[bytes]) -> None:
         self._num_messages += 1
-        self._on_message(self, frames)
+        if not self.ended.done():  # what comes behind a message that was no good may lack a piece
+            self._on_message(self, frames)
 
     def _on_hangup(self) -> None:
         self._loop.remove_reader(self.child.fileno())

@@ -145,18 +145,19 @@ class FetchedTrace:
     async def stop(self) -> list[str]:
         """Ends the trace and brings the host's fragments into the directory of the router's; returns sentences
         about what is missing."""
+        problems: list[str] = []
         try:
             stopped = await self._ask(StopTrace(), HostTraceStopped, _STOP_S)
-            problems = list(stopped.problems)
+            problems += stopped.problems
             for name in stopped.fragments[:_MAX_FRAGMENTS]:
                 if _NAME.fullmatch(name):
                     await self._fetch(name)
         except TimeoutError:
-            problems = ["It does not answer; what it has traced is in its own --profile-dir."]
+            problems.append("It does not answer; what it has traced is in its own --profile-dir.")
         except ConnectionError as error:
-            problems = [f"It {error}; what it has traced is in its own --profile-dir."]
+            problems.append(f"It {error}; what it has traced is in its own --profile-dir.")
         except OSError as error:
-            problems = [f"Its fragments cannot be written here ({error.strerror or error})."]
+            problems.append(f"Its fragments cannot be written here ({error.strerror or error}).")
         return [f"{self._host}: {problem}" for problem in problems]
 
     async def _ask(self, message: RouterMessage, kind: type[T], limit_s: float) -> T:

@@ -121,7 +121,7 @@ def _keep(monitor: zmq.Socket[bytes]) -> None:
 
 def _origin(fd: int) -> str:
     """The address of the host at the other end; empty where that cannot be said."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
+    with contextlib.suppress(OSError), _stream(fd) as stream:
         address = stream.getpeername()
         return str(address[0]) if isinstance(address, tuple) else ""
     return ""
@@ -129,5 +129,15 @@ def _origin(fd: int) -> str:
 
 def _hang_up(fd: int) -> None:
     """Ends a connection whose descriptor another thread owns, and will close."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
+    with contextlib.suppress(OSError), _stream(fd) as stream:
         stream.shutdown(socket.SHUT_RDWR)
+
+
+def _stream(fd: int) -> socket.socket:
+    """Raises OSError: what is behind the descriptor by now is no connection."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -88,7 +88,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
     role: Name
     """The part of the server, for example `engine dp0` or `worker dp0 tp1 pp0`."""
     pid: Count
-    resident_bytes: int
+    resident_bytes: Count
     """Memory that several processes share counts in each."""
 
 

@@ -51,6 +51,18 @@ def test_a_shape_without_weights_has_a_name_alone() -> None:
     assert (card.num_bytes, card.architecture, len(card.digest)) == (0, "unknown", 64)
 
 
+@pytest.mark.parametrize("text", [None, b"{", b"\xff"])
+def test_a_model_whose_files_have_changed_has_a_name_alone(
+    tmp_path: Path, text: bytes | None
+) -> None:
+    _model(tmp_path)
+    files, path = resolve_model(str(tmp_path)), tmp_path / "config.json"
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text)
+    assert read_card(files).architecture == "unknown"
+
+
 @pytest.mark.parametrize(
     ("count", "said"),
     [(7_615_616_512, "7.62B"), (2 * 10**9, "2B"), (135 * 10**6, "135M"), (960, "0.96K")],

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.main import EXIT_USAGE, main
+from pagoda.cli.serve import ServerOptions
+from pagoda.errors import ConfigError
 
 ONE, TWO = "--base-url=http://127.0.0.1:1", "--base-url=http://127.0.0.1:2"
 
@@ -203,3 +206,13 @@ def test_a_bad_environment_variable_is_named(
     monkeypatch.setenv("PAGODA_NUM_PROMPTS", "many")
     assert main(["bench", "serve"]) == EXIT_USAGE
     assert "PAGODA_NUM_PROMPTS" in capsys.readouterr().err
+
+
+def test_a_machine_with_little_free_memory_takes_the_default_of_the_store_of_responses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.cli.serve.available_memory_bytes", lambda: 2**27)
+    files = resolve_model(None)
+    assert ServerOptions().config(files).api.response_store_bytes == 2**28
+    with pytest.raises(ConfigError, match="--response-store-bytes 300 MiB is more than the 128"):
+        ServerOptions(response_store_bytes="300MiB").config(files)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from pagoda.api.batches.directory import MAX_TEMPORARY_BYTES
 from pagoda.cli.main import build_app
 from pagoda.frontend.discovery.addresses import Advertised, parse_address
 from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.engine_options import HandoffOptions
+from pagoda.frontend.engine_options import HandoffOptions, parse_bytes
 from pagoda.frontend.replica import QUERY_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 
@@ -121,6 +122,8 @@ def test_pods_are_spread_and_may_do_little(path: Path) -> None:
         assert own["capabilities"] == {"drop": ["ALL"]}
         places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert places["tmp"] == "/tmp"
+        [room] = [one for one in template["spec"]["volumes"] if one["name"] == "tmp"]
+        assert parse_bytes(room["emptyDir"]["sizeLimit"] + "B") > MAX_TEMPORARY_BYTES
         environment = {one["name"]: one.get("value") for one in container["env"]}
         assert environment["HF_HOME"] == places["models"]
 

@@ -105,7 +105,7 @@ class Subscriber:
         self.last_number: int | None = None
         self.num_replays = 0
 
-    def receive(self, timeout_s: float = 5.0) -> bool:
+    def receive(self, timeout_s: float = 60.0) -> bool:
         """Takes one message, after a replay if some are missing before it; False if none came."""
         if not self._publications.poll(1000 * timeout_s):
             return False
@@ -123,7 +123,7 @@ class Subscriber:
         first = 0 if self.last_number is None else self.last_number + 1
         self._replays.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
-            assert self._replays.poll(10_000)
+            assert self._replays.poll(60_000)
             empty, number_bytes, payload = self._replays.recv_multipart()
             assert empty == b""
             if payload == b"":

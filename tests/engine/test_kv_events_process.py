@@ -93,7 +93,7 @@ async def answer(
 
 async def until(subscriber: Subscriber, num_cached: int) -> None:
     """Listens until so many blocks are cached. The first time round it asks for what went before."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(subscriber.view.keys) != num_cached:
             await asyncio.to_thread(subscriber.replay)
 

@@ -110,6 +110,33 @@ def test_every_request_is_answered_whatever_a_result_says(
         assert restarts > 100
 
 
+class _Forgetful:
+    """A simulated executor that never gives log-probabilities of what it samples."""
+
+    def __init__(self, inner: SimExecutor) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def poll(self) -> list[ExecutorEvent]:
+        return [
+            msgspec.structs.replace(event, logprobs={}) if isinstance(event, StepResult) else event
+            for event in self._inner.poll()
+        ]
+
+
+def test_a_request_that_no_worker_has_a_right_result_for_fails_alone() -> None:
+    harness = Harness(wrap=lambda inner, _: _Forgetful(inner))  # type: ignore[arg-type, return-value]
+    for request in requests():
+        harness.add(request, steps=False)
+    harness.run()
+    errors = {name: end.error for name, end in harness.finished.items()}
+    assert errors["scored"]
+    assert (errors["plain"], errors["pooled"]) == (None, None)
+    assert len(harness.tokens["plain"]) == MAX_TOKENS
+
+
 def test_a_worker_that_comes_back_as_another_one_is_replaced() -> None:
     harness, executor = life(1, WorkerReady, None)
     assert isinstance(executor.truth, WorkerReady)

@@ -397,7 +397,7 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
             pass
 
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.gather(ask("a"), ask("b"))
             await asyncio.gather(*(event.wait() for event in heard.values()))
             first = dispatcher.replicas[0]

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
 from harness import Harness, make_request, make_scheduler
+from hypothesis import given
+from hypothesis import strategies as st
 from operations import assert_constant, assert_linear
 
 from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.plans import Wishes
+from pagoda.engine.request import Request
 from pagoda.engine.scheduler import Scheduler
 
 SIZES = (256, 512, 1024)
@@ -66,6 +73,61 @@ def test_planning_a_step_is_linear() -> None:
         return scheduler.schedule
 
     assert_linear(planning, SIZES)
+
+
+@pytest.mark.parametrize("num_tenants", [1, 4, 10_000])
+def test_planning_chunks_of_many_prompts_is_linear(num_tenants: int) -> None:
+    def planning(size: int) -> Callable[[], object]:
+        limits = {"max_num_seqs": size, "max_num_batched_tokens": 4 * size, "max_chunk_tokens": 2}
+        scheduler = make_scheduler(num_blocks=16 * size, **limits)
+        for index in range(size):
+            prompt = [index % 50, index // 50, *[1] * 38]
+            tenant = f"t{index % num_tenants}"
+            scheduler.add(make_request(f"r{index}", prompt, tenant=tenant))
+        scheduler.schedule()
+        assert len(scheduler.running) == size
+
+        def plan() -> None:
+            step = scheduler.schedule()
+            assert step is not None
+            assert step.num_tokens == [2] * size
+
+        return plan
+
+    assert_linear(planning, SIZES)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 2)] * 2, st.sampled_from([0, 1, 1, 5, 9])), max_size=12),
+    st.data(),
+)
+def test_wishes_behind_each_request_are_those_of_a_look_at_all(
+    running: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    running.sort(key=lambda it: it[0])
+    requests = [
+        SimpleNamespace(
+            order_key=(priority, float(index), index),
+            tenant=f"t{tenant}",
+            charge=SimpleNamespace(weight=2.0**tenant),
+            num_schedulable_tokens=wanted,
+        )
+        for index, (priority, tenant, wanted) in enumerate(running)
+    ]
+    wishes = Wishes(cast(list[Request], requests))
+    for index, one in enumerate(requests):
+        equals = [it for it in requests[index + 1 :] if it.order_key[0] == one.order_key[0]]
+        prompts = [it for it in equals if it.num_schedulable_tokens > 1]
+        others = [it for it in prompts if it.tenant != one.tenant]
+        place = len(requests) - 1 - index
+        assert wishes.behind(place) == (
+            sum(it.num_schedulable_tokens == 1 for it in equals),
+            sum(it.num_schedulable_tokens for it in others),
+            sum({it.tenant: it.charge.weight for it in others}.values()),
+        )
+        name = data.draw(st.sampled_from(["t0", "t1", "t2"]))
+        has_prompt = any(it.tenant == name for it in prompts)
+        assert wishes.has_prompt_behind(place, one.order_key[0], name) == has_prompt
 
 
 def test_an_arrival_costs_the_same_however_many_run_or_wait() -> None:

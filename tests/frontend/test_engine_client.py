@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +21,11 @@ from virtual_fleet import VOCAB_SIZE, expected, request
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend import engine_client, engine_restarts
+from pagoda.frontend.answer_check import PeerError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.messages.adapters import Adapter
-from pagoda.messages.frontend import EngineMessage, GenerateRequest, TokenChunk
+from pagoda.messages.frontend import EngineMessage, GenerateRequest, TokenChunk, TokenChunks
 from pagoda.messages.hosts import HostLeave
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
@@ -220,6 +222,29 @@ async def test_an_idle_engine_that_answers_is_left_alone(monkeypatch: pytest.Mon
             while len(reports) < 5:
                 await asyncio.sleep(0.01)
         assert client.engine_pid == pid
+
+
+async def test_nothing_counts_behind_what_cannot_be(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the answer would go on behind a gap."""
+    heard: list[TokenChunks] = []
+    receive = client.replica.receive
+
+    def hear(message: EngineMessage | HostLeave) -> None:
+        if isinstance(message, TokenChunks):
+            heard.append(message)
+            if len(heard) == 3:
+                time.sleep(0.2)  # more comes meanwhile
+                raise PeerError("sent what cannot be")
+        receive(message)
+
+    monkeypatch.setattr(client.replica, "receive", hear)
+    with pytest.raises(EngineLostError):
+        await collect(client, make_request(1, 100_000))
+    await until_ready(client)
+    assert len(heard) == 3
+    assert client.replica.blames_requests
 
 
 async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(

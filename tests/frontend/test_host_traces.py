@@ -121,7 +121,7 @@ async def test_what_a_host_must_not_say_is_not_taken(
     def send(message: RouterMessage) -> None:
         asked.append(message)
         if isinstance(message, StopTrace):
-            trace.receive(HostTraceStopped(fragments=names))
+            trace.receive(HostTraceStopped(["The disk was full."], names))
         elif isinstance(message, FetchFragment) and answer is not None:
             trace.receive(answer(message))
 
@@ -129,12 +129,13 @@ async def test_what_a_host_must_not_say_is_not_taken(
     trace.receive(HostTraceStopped())  # nobody has asked
     problems = await trace.stop()
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert problems[0] == "the host: The disk was full."
     if left:
-        [sentence] = problems
+        [_, sentence] = problems
         assert sentence.startswith("the host: It said what it was not asked; ")
         assert [path.stat().st_size for path in here.iterdir()] == [0]
     else:
-        assert problems == []
+        assert len(problems) == 1
         assert list(here.iterdir()) == []
         assert len(asked) == 2
 

@@ -212,6 +212,14 @@ async def test_a_router_survives_every_lie_and_serves_with_the_others(
     assert num_lies == 0 or num_lost > num_lies / 4, "lies are found out"
 
 
+@pytest.mark.parametrize("resident_bytes", [-1, 2**60])
+def test_the_memory_of_a_process_is_an_amount(resident_bytes: int) -> None:
+    memory = ProcessMemory("worker", 1, resident_bytes)
+    payload = msgspec.msgpack.encode(msgspec.structs.replace(REPORT, processes=(memory,)))
+    with pytest.raises(msgspec.DecodeError, match="processes"):
+        Codec[HostMessage](HostMessage).decode(payload)
+
+
 GOOD = TokenChunk("1", [3], None, None, [LOGPROBS], 2, prompt_logprobs=SCORES)
 
 

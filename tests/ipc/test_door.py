@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import zmq
@@ -92,6 +94,7 @@ async def test_strangers_are_sent_away_beyond_a_number_and_peers_come_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(door, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 600.0)  # nobody is sent away for being slow
     with bound() as (server, port):
         heard = asyncio.Event()
         events = EventSocket(server, lambda _: heard.set(), lambda: None)
@@ -109,6 +112,7 @@ async def test_strangers_are_sent_away_beyond_a_number_and_peers_come_in(
 
 def test_a_guard_keeps_the_door_until_the_socket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 600.0)
     with bound() as (server, port):
         guard(server)
         crowd = [stranger(port) for _ in range(6)]
@@ -142,3 +146,14 @@ def test_those_that_have_passed_or_gone_or_are_old_are_no_strangers(
     for fd in range(1000, 1015):
         kept.take(event(zmq.EVENT_ACCEPTED, fd))
     assert sent_away == list(range(1000, 1006))  # those of the crowd, not the one from elsewhere
+
+
+def test_a_descriptor_that_is_a_file_by_now_costs_none(tmp_path: Path) -> None:
+    """Connections may have gone, and something else have their numbers, before anybody looks."""
+    with (tmp_path / "f").open("wb") as file:
+        before = os.listdir("/proc/self/fd")
+        for _ in range(8):
+            assert door._origin(file.fileno()) == ""
+            door._hang_up(file.fileno())
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        file.write(b"x")
