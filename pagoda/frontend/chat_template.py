@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,10 @@ class _Source:
                 if size > MAX_RENDERED_CHARS:
                     raise TemplateError(f"the prompt grows beyond {MAX_RENDERED_CHARS} characters")
                 parts.append(part)
-        except _TEMPLATE_FAULTS as error:
+        except (TemplateError, *_TEMPLATE_FAULTS) as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the template's values
+            if isinstance(error, TemplateError):
+                raise
             raise TemplateError(str(error) or type(error).__name__) from error
         return "".join(parts)
 

@@ -280,7 +280,7 @@ def test_a_damaged_file_is_one_sentence(data: bytes, message: str, path: Path) -
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.gguf cannot be read: No such file"):
         read_gguf(tmp_path / "missing.gguf")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
         read_gguf(tmp_path)
 
 

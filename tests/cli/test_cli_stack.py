@@ -294,7 +294,7 @@ def test_chat_answers_piped_lines_and_commands(dummy_model: Path) -> None:
 
 
 def test_chat_talks_to_a_running_server(sim_server: ServerProcess) -> None:
-    done = _pagoda(f"chat --base-url {sim_server.base_url} --max-tokens 5", stdin="hello\n")
+    done = _pagoda(f"chat --base-url {sim_server.base_url} --max-tokens 40", stdin="hello\n")
     assert done.stdout.strip()
 
 

@@ -97,7 +97,8 @@ def test_what_is_not_supported_is_named(
 
 
 def _config(directory: Path, architecture: str, **fields: Any) -> None:
-    shape = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     values = {**shape, "intermediate_size": 8, "architectures": [architecture], **fields}
     (directory / "config.json").write_text(json.dumps(values))
 

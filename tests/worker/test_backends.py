@@ -88,6 +88,7 @@ def _shape(architecture: str) -> dict[str, Any]:
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 64,
     }
     if architecture == "Lfm2ForCausalLM":
