@@ -127,7 +127,10 @@ class _Forgetful:
 
 
 def test_a_request_that_no_worker_has_a_right_result_for_fails_alone() -> None:
-    harness = Harness(wrap=lambda inner, _: _Forgetful(inner))  # type: ignore[arg-type, return-value]
+    def wrap(inner: SimExecutor, _: VirtualClock) -> Any:
+        return _Forgetful(inner)
+
+    harness = Harness(wrap=wrap)
     for request in requests():
         harness.add(request, steps=False)
     harness.run()

@@ -78,8 +78,12 @@ def test_planning_a_step_is_linear() -> None:
 @pytest.mark.parametrize("num_tenants", [1, 4, 10_000])
 def test_planning_chunks_of_many_prompts_is_linear(num_tenants: int) -> None:
     def planning(size: int) -> Callable[[], object]:
-        limits = {"max_num_seqs": size, "max_num_batched_tokens": 4 * size, "max_chunk_tokens": 2}
-        scheduler = make_scheduler(num_blocks=16 * size, **limits)
+        scheduler = make_scheduler(
+            num_blocks=16 * size,
+            max_num_seqs=size,
+            max_num_batched_tokens=4 * size,
+            max_chunk_tokens=2,
+        )
         for index in range(size):
             prompt = [index % 50, index // 50, *[1] * 38]
             tenant = f"t{index % num_tenants}"
