@@ -394,6 +394,8 @@ async def test_malformed_forms_are_refused_in_a_sentence_and_leave_nothing(
         (form(PURPOSE, b"X: y\r\n" * 5000 + FILE), "head of a part is longer than 8192"),
         (form(FILE, part(b"_charset_", b"x" * 100)), "_charset_ is not a known field"),
         (form(PURPOSE, part(b"file", b"x", b'; filename="a\xff"')), "a name in UTF-8"),
+        (form(PURPOSE, part(b"file", b"x", b"; filename*=utf-7''%2B2AA-")), "a name in UTF-8"),
+        (form(PURPOSE, part(b"file", b"x", b"; filename*=undefined''%41")), "a name in UTF-8"),
         (form(FILE, PURPOSE, b"\r\nx"), "must be a part with a name"),
         (form(FILE, part(b"purpose", long)), "purpose is longer than 1024 bytes"),
         (form(PURPOSE, FILE)[:-8], "it ends early"),

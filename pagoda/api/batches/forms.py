@@ -117,14 +117,17 @@ class FormReader:
 def _head_of(head: bytes) -> PartHead:
     try:
         lines = head.decode("utf-8").split("\r\n")
-    except UnicodeDecodeError:
+        given = [line for line in lines if line.lower().startswith(_DISPOSITION)]
+        _, params = parse_content_disposition(given[0][len(_DISPOSITION) :] if given else None)
+        name = content_disposition_filename(params, "name")
+        filename = content_disposition_filename(params, "filename")
+        for one in (name, filename):
+            (one or "").encode()  # `filename*` may name any encoding of Python's
+    except UnicodeError:
         refuse("file", "must have a head in UTF-8, with a name in UTF-8")
-    given = [line for line in lines if line.lower().startswith(_DISPOSITION)]
-    _, params = parse_content_disposition(given[0][len(_DISPOSITION) :] if given else None)
-    name = content_disposition_filename(params, "name")
     if name is None:
         refuse("file", "must be a part with a name")
-    return PartHead(name, content_disposition_filename(params, "filename"))
+    return PartHead(name, filename)
 
 
 def _malformed(reason: str) -> NoReturn:

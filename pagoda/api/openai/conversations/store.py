@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from pagoda.api.errors import ApiError
@@ -135,4 +136,4 @@ class ConversationStore:
 
 
 def _num_bytes(items: SizedItems) -> int:
-    return sum(size for _, size in items)
+    return sum(map(itemgetter(1), items))

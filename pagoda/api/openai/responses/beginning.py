@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from pagoda.api.conversation import Conversation, begin_conversation
@@ -73,8 +74,8 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     streams = bool(body.stream)
     log = EventLog() if body.background and streams else None
     kept = await caller.translate(partial(_kept, body, items))
-    num_bytes = sum(size for _, size in kept)
-    stored = StoredResponse(_key(caller), {}, [item for item, _ in kept], num_bytes, log=log)
+    num_bytes = sum(map(itemgetter(1), kept))
+    stored = StoredResponse(_key(caller), {}, list(map(itemgetter(0), kept)), num_bytes, log=log)
 
     def keep(response: dict[str, Any]) -> None:
         stored.response, stored.run = response, None
