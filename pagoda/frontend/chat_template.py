@@ -29,6 +29,7 @@ from pagoda.frontend.template_sandbox import (
     Budget,
     Sandbox,
     TemplateError,
+    TemplateRefusalError,
 )
 from pagoda.frontend.template_traits import TemplateTraits, probe_traits
 from pagoda.frontend.template_turns import fitted_tools, fitted_turns
@@ -100,20 +101,25 @@ class _Source:
             traceback.clear_frames(error.__traceback__)  # they hold the template's values
             if isinstance(error, TemplateError):
                 raise
-            raise TemplateError(str(error) or type(error).__name__) from error
+            raise TemplateRefusalError(str(error) or type(error).__name__) from error
         return "".join(parts)
 
     def probed(self, *, with_tools: bool, **variables: object) -> TemplateTraits:
         budget = Budget()  # one for all: a template that runs long ends them
+        breaks_limits = False  # as it would each time, and hold much memory until it is collected
 
         def render(
             turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
         ) -> str:
+            nonlocal breaks_limits
+            if breaks_limits:
+                return ""
             try:
                 return self.render(
                     budget, messages=turns, tools=tools, add_generation_prompt=False, **variables
                 )
-            except TemplateError:
+            except TemplateError as error:
+                breaks_limits = not isinstance(error, TemplateRefusalError)
                 return ""
 
         return probe_traits(render, with_tools=with_tools)

@@ -53,7 +53,11 @@ _WIDTH_OF_TIME = re.compile(r"%[-_0^#+]*\d")
 
 
 class TemplateError(Exception):
-    """A template refuses a conversation through `raise_exception`, or breaks a limit."""
+    """A template refuses a conversation, or breaks a limit."""
+
+
+class TemplateRefusalError(TemplateError):
+    """A template refuses a conversation through `raise_exception`, or lacks something in it."""
 
 
 class Budget:
@@ -387,7 +391,7 @@ def _tojson(
 
 
 def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise TemplateRefusalError(message)
 
 
 def _strftime_now(layout: str) -> str:
