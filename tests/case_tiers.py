@@ -65,8 +65,8 @@ class Tier(NamedTuple):
 
 TIERS = {
     "quick": Tier(0.6, 1, 0, 40, 1, 0.05, 0.1, 0.2),
-    "check": Tier(4.5, 1, 4, 20, 1, 0.2, 6.0, 5.0),
-    "test": Tier(13, 2, 0, 5, 2, 4.0, 30.0, 60.0),
+    "check": Tier(4.2, 1, 4, 20, 1, 0.1, 0.5, 2.0),
+    "test": Tier(12, 2, 0, 5, 2, 0.3, 1.5, 20.0),
     "all": Tier(60, 0, 0, 1, 99, 1e9, 1e9, 1e9),
 }
 NEXT = {"quick": "check", "check": "test", "test": "all"}
