@@ -57,17 +57,19 @@ class Tier(NamedTuple):
     """Besides the reference, the best one first."""
     whole: float
     """Seconds: functions whose cases take less in all run whole."""
+    cheap: float
+    """Seconds: cases that take no more run wherever the rules above ask for them."""
     share: float
-    """Seconds that a function's further cases may take, after the first."""
+    """Seconds that a function's further cases may take, after the first and beside the cheap ones."""
     dearest: float
     """Seconds: cases that take more do not run, unless the change touches what they test."""
 
 
 TIERS = {
-    "quick": Tier(0.6, 1, 0, 40, 1, 0.05, 0.1, 0.2),
-    "check": Tier(4.2, 1, 4, 20, 1, 0.1, 0.5, 2.0),
-    "test": Tier(12, 2, 0, 5, 2, 0.3, 1.5, 20.0),
-    "all": Tier(60, 0, 0, 1, 99, 1e9, 1e9, 1e9),
+    "quick": Tier(0.6, 1, 0, 40, 1, 0.05, 0.0, 0.1, 0.2),
+    "check": Tier(4.2, 1, 4, 20, 1, 0.1, 0.1, 0.2, 2.0),
+    "test": Tier(12, 2, 0, 5, 2, 0.3, 0.1, 1.0, 20.0),
+    "all": Tier(60, 0, 0, 1, 99, 1e9, 1e9, 1e9, 1e9),
 }
 NEXT = {"quick": "check", "check": "test", "test": "all"}
 """The tier whose rules hold for tests of the modules that a change touches."""
@@ -224,8 +226,10 @@ def _of_function(
         cases = [case for case in cases if case.axes[axis] in kept]
     chosen, left = set[str](), rules.share
     for case in _in_order_of_need(cases, rules, change):
-        left -= case.cost(durations) if chosen else 0
-        if left >= 0:
+        cost = case.cost(durations)
+        if cost > rules.cheap:
+            left -= cost if chosen else 0
+        if cost <= rules.cheap or left >= 0:
             chosen.add(case.name)
     return chosen
 
