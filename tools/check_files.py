@@ -26,7 +26,7 @@ INSTALLED = "node_modules"
 SUFFIXES = {".c", ".cpp", ".css", ".h", ".html", ".js", ".py", ".pyi"}
 
 LICENSE = "SPDX-License-Identifier: Apache-2.0"
-"""What the first line of every source file says that is not empty."""
+"""Words of the first line of every source file that is not empty."""
 COMMENTS = {".py": "# {}", ".pyi": "# {}", ".css": "/* {} */", ".html": "<!-- {} -->"}
 """Comments by suffix; others are `// ...`."""
 FIRST = ("#!", "<!doctype")
