@@ -180,10 +180,10 @@ async def test_a_cut_call_is_not_to_be_made(serve_api) -> None:
 
 
 async def test_input_that_is_not_json_becomes_text(serve_api) -> None:
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": one}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": New York}}\n</tool_call>'
     api = await serve_api(call, text=QWEN)
     message = await create(api, tools=TOOLS)
-    assert (texts(message), message["stop_reason"]) == (['{"a": one}'], "end_turn")
+    assert (texts(message), message["stop_reason"]) == (['{"a": "New" ,"York"}'], "end_turn")
 
 
 async def test_cached_tokens_are_no_input_tokens(serve_api) -> None:
