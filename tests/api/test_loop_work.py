@@ -63,7 +63,7 @@ def _tools(count: int) -> list[dict[str, Any]]:
 
 def _chats() -> list[dict[str, Any]]:
     return [
-        {"messages": _turns(8191, "a")},
+        {"messages": _turns(8191, "a"), "store": True},
         {"messages": _turns(801, WORDS)},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1024}] * 15},
         {"messages": _turns(1, LONG), "max_tokens": 1},
