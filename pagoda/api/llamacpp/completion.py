@@ -118,15 +118,15 @@ async def _infill_prompt(
     body: InfillBody, generator: TextGenerator, marks: InfillMarks
 ) -> list[int]:
     """The prompt for the gap between prefix and suffix."""
-    prompt = await infill_prompt(
-        generator,
-        marks,
-        (body.input_prefix, "input_prefix"),
-        (body.input_suffix, "input_suffix"),
-        await _extra_prompt(body.input_extra or (), generator),
-    )
-    given = await generator.encode(body.prompt or "", add_special_tokens=False, param="prompt")
-    return [*prompt, *given]
+
+    async def encode(text: str, param: str) -> list[int]:
+        return await generator.encode(text, add_special_tokens=False, param=param)
+
+    before = await encode(body.input_prefix, "input_prefix")
+    behind = await encode(body.input_suffix, "input_suffix")
+    extra = await _extra_prompt(body.input_extra or (), generator)
+    prompt = await infill_prompt(generator, marks, before, behind, extra)
+    return [*prompt, *await encode(body.prompt or "", "prompt")]
 
 
 async def _extra_prompt(files: Sequence[ExtraFile], generator: TextGenerator) -> list[int]:
