@@ -166,7 +166,7 @@ async def test_conversations_with_nothing_to_clear(serve_api) -> None:
 
 
 async def test_a_conversation_that_would_be_cleared(serve_api) -> None:
-    api = await serve_api("ok", text=QWEN)
+    api = await serve_api("ok", text=QWEN, max_model_len=4096)
     thoughts = [{"type": "thinking", "thinking": "so", "signature": ""}]
     turn = [{"role": "assistant", "content": thoughts}, *HI]
     call = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
@@ -188,6 +188,13 @@ async def test_a_conversation_that_would_be_cleared(serve_api) -> None:
         assert answer.status == 400
         message = answer.json()["error"]["message"]
         assert message.startswith("context_management.edits[0].type")
+    edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 500}}
+    tool = {"name": "add", "description": "x" * 1000, "input_schema": {"type": "object"}}
+    body = {"messages": HI, "max_tokens": 9, **_edits(**edit)}
+    statuses = [
+        (await api.post("/v1/messages", {**body, "tools": it})).status for it in ([], [tool])
+    ]
+    assert statuses == [200, 400], "tools are part of the prompt"
 
 
 # ---- tools in namespaces

@@ -173,10 +173,10 @@ def chat_request(
     user_id = (body.metadata or {}).get("user_id")
     if user_id is not None:
         fields["user"] = user_id
-    if body.context_management is not None:
-        edits = body.context_management.edits
-        check_edits(edits, "context_management.edits", translation.messages, body.tools)
     fields |= _tools(body, translation, ignored) | _thinking(body)
+    if body.context_management is not None:
+        edits, tools = body.context_management.edits, fields.get("tools")
+        check_edits(edits, "context_management.edits", translation.messages, tools)
     config = body.output_config
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema, "strict": True}
