@@ -157,7 +157,7 @@ def _text(block: object, place: str) -> str:
 def chat_request(
     body: CountTokensRequest, translation: MessagesTranslation, ignored: Ignored
 ) -> ChatRequest:
-    """The chat body; what of the tools is left out is noted in `ignored`.
+    """The chat body; what has no effect is noted in `ignored`.
     Raises InvalidRequestError: a field is not as it must be; names it."""
     fields: dict[str, Any] = {"messages": translation.messages}
     for name in _SHARED_FIELDS:
@@ -182,7 +182,7 @@ def chat_request(
         schema = {"name": "output", "schema": config.format.schema, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     with renamed(translation.names):
-        return convert_body(fields, ChatRequest)
+        return convert_body(fields, ChatRequest, ignored)
 
 
 def _tools(

@@ -98,8 +98,8 @@ async def begin_llama(
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
             request["stop_token_ids"] = list(ends)
-            converted = await caller.translate(partial(convert_body, request, CompletionRequest))
-            begun, _ = await begin_completion(caller, converted)
+            work = partial(convert_body, request, CompletionRequest, caller.ignored)
+            begun, _ = await begin_completion(caller, await caller.translate(work))
             begun.rename_constraints(NAMES)
             requests += begun.requests
             texts += [await generator.decode(prompt)] * len(begun.requests)
