@@ -143,8 +143,9 @@ def _is_number(raw: msgspec.Raw) -> bool:
     return bytes(raw)[:1] in b"-0123456789"
 
 
-def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """The body of another API, translated to the fields of `kind`, as that struct.
+def convert_body(fields: Mapping[str, Any], kind: type[T], ignored: Ignored) -> T:
+    """The body of another API, translated to the fields of `kind`, as that struct; fields without effect are noted
+    in `ignored`.
     Raises InvalidRequestError: the fields are not such a body; names the field."""
     given = {name: value for name, value in fields.items() if value is not None}
     try:
@@ -154,7 +155,7 @@ def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
     if isinstance(converted, msgspec.Struct):
-        _check_neutral(converted, Ignored())
+        _check_neutral(converted, ignored)
     return converted
 
 

@@ -228,9 +228,9 @@ def windowed_penalty(
 ) -> float | None:
     """The repetition penalty of llama.cpp and Ollama, who look at the last `window` tokens, none of them with 0.
     Here it looks at all of prompt and answer; a window below the context is noted in `ignored` as `param`."""
-    if penalty is None or window == 0:
-        return None if penalty is None else 1.0
-    if penalty != 1 and window is not None and 0 < window < context:
+    if penalty is not None and window == 0:
+        return 1.0
+    if penalty not in (None, 1) and window is not None and 0 < window < context:
         ignored.note(param)
     return penalty
 

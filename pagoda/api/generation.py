@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,10 +124,10 @@ class Generation:
             firsts = [i for i, request in enumerate(self.requests) if request.index == 0]
             works = [self._search(first, shape.answers, self._beams) for first in firsts]
         await gather_all(works)
-        return await self.generator.run_sized(shape.whole, self._size)
+        return await self.generator.run_sized(shape.whole, self.size)
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
         """Tokens and log-probabilities of a response in one piece, each of which takes about as long as a
         character, and what its answers take beside them."""
         return self.usage.num_completion_tokens + self._num_kept + ANSWER_CHARS * len(self.requests)
@@ -153,15 +153,15 @@ class Generation:
         shape: Shape,
         *,
         streams: bool,
-        keep: Callable[[dict[str, Any]], None] | None = None,
+        keep: Callable[[dict[str, Any], int], Awaitable[None]] | None = None,
     ) -> web.StreamResponse:
-        """The response to an HTTP request, as a stream or in one piece, which `keep` is told."""
+        """The response to an HTTP request, as a stream or in one piece, which `keep` is told with its size."""
         if streams:
             return await context.stream(lambda stream: self.stream(shape, stream))
         whole = await self.run(shape)
         if keep is not None:
-            keep(whole)
-        return await context.sized_json(whole, self._size)
+            await keep(whole, self.size)
+        return await context.sized_json(whole, self.size)
 
     async def _run(self, index: int, answer: Answer, stream: EventStream | None = None) -> None:
         """Brings one answer to its end: as events to `stream`, or without one in one piece."""

@@ -81,17 +81,12 @@ def known_tokens(tokenizer: Tokenizer, families: Sequence[Sequence[str]]) -> lis
 async def infill_prompt(
     generator: TextGenerator,
     marks: InfillMarks,
-    before: tuple[str, str],
-    behind: tuple[str, str],
+    before: Sequence[int],
+    behind: Sequence[int],
     extra: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens of a prompt. `before` and `behind` are the texts around the gap, each with the field it is from;
-    `extra` are tokens in front of them. Raises InvalidRequestError: a text is too long; names its field."""
-
-    async def encode(text: tuple[str, str]) -> list[int]:
-        return await generator.encode(text[0], add_special_tokens=False, param=text[1])
-
-    parts = [[marks.prefix, *await encode(before)], [marks.suffix, *await encode(behind)]]
+    """The tokens of a prompt. `before` and `behind` are those around the gap, `extra` those in front of them."""
+    parts = [[marks.prefix, *before], [marks.suffix, *behind]]
     if marks.is_suffix_first:
         parts.reverse()
     begin = await generator.encode("", add_special_tokens=True)

@@ -32,11 +32,13 @@ from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.trace_control import TraceControl
 
-_NUM_BODY_THREADS = 2
-
 if TYPE_CHECKING:
     from pagoda.api.batches.files import FileStore
     from pagoda.api.batches.runner import BatchRunner
+
+_NUM_BODY_THREADS = 2
+_MAX_HELD = 1024
+"""Requests that wait for the model at once: of each, what the socket's buffers take of its body is in memory."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,6 @@ class ApiConfig:
     """Seconds after which a client that reads nothing of an answer is cut off."""
     max_connections: int = UNLIMITED
     """Open connections; at the limit those that wait longest for a request are closed."""
-
-
-_MAX_HELD = 1024
-"""Requests that wait for the model at once: of each, what the socket's buffers take of its body is in memory."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def _of_directory(directory: Path) -> ModelCard:
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     card = _card(str(config.get("model_type")), "safetensors", tensors, set(paths), text, sizes)
-    return card if method is None else ModelCard(**{**vars(card), "weights": str(method).upper()})
+    return card if method is None else replace(card, weights=str(method).upper())
 
 
 _Tensor = tuple[str, str, tuple[int, ...], int, int]

@@ -9,11 +9,12 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from pagoda.admission.turns import Turns
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _MAX_WAITING = 64
 """Items that may wait for a slow reader before the streams behind them wait too."""
@@ -75,6 +76,20 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def bound_to_loop(work: Callable[[*Ts], object]) -> Callable[[*Ts], None]:
+    """`work` on what belongs to the running loop, as its thread and others may call it: in that thread it is done
+    at once, else in a turn of the loop, before the result of what the other thread does is there."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def call(*args: *Ts) -> None:
+        if threading.get_ident() == thread:
+            work(*args)
+        else:
+            loop.call_soon_threadsafe(work, *args)
+
+    return call
 
 
 LONG_TEXT_CHARS = 8192

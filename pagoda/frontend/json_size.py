@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 
 def json_size(value: Any, most: int) -> int:
     """Characters of a value's JSON text, without its blanks and escapes. A number above `most` stands for all
@@ -16,6 +18,8 @@ def json_size(value: Any, most: int) -> int:
         size += 2
         if isinstance(part, str):
             size += len(part)
+        elif isinstance(part, msgspec.Raw):  # JSON that has been written
+            size += memoryview(part).nbytes
         elif isinstance(part, list | tuple):
             size += len(part)
             if size <= most:

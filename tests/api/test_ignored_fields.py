@@ -26,6 +26,8 @@ OLLAMA: tuple[str, dict[str, Any]] = (
     "/api/chat",
     {"model": "tiny", "messages": HI, "stream": False},
 )
+BATCH: tuple[str, dict[str, Any]] = ("/v1/chat/completions/batch", {"messages": [HI, HI]})
+TOKENS: tuple[str, dict[str, Any]] = ("/inference/v1/generate", {"token_ids": [104]})
 KEPT_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
@@ -43,7 +45,10 @@ def _edits(**fields: Any) -> dict[str, Any]:
         (CHAT, {"cache_prompt": False, "n_keep": 5}, "cache_prompt, n_keep"),
         (CHAT, {"tools": [{"type": "web_search"}, FUNCTION]}, "tools.web_search"),
         (COMPLETIONS, {"trace_id": "t", "store": True}, "trace_id, store"),
+        (BATCH, {"trace_id": "t", "verbosity": "low", "store": True}, "trace_id, verbosity, store"),
+        (TOKENS, {"sampling_params": {"cache_prompt": False}}, "cache_prompt"),
         (RESPONSES, {"client_metadata": {}}, "client_metadata"),
+        (RESPONSES, {"verbosity": "low"}, "verbosity"),
         (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
         (RESPONSES, {"reasoning": {"summary": "concise"}}, "reasoning.summary"),
         (RESPONSES, {"service_tier": "priority"}, "service_tier"),
@@ -53,6 +58,7 @@ def _edits(**fields: Any) -> dict[str, Any]:
             "tools.web_search, tools.custom",
         ),
         (MESSAGES, {"service_tier": "priority", "speed": "fast"}, "service_tier, speed"),
+        (MESSAGES, {"cache_prompt": False}, "cache_prompt"),
         (MESSAGES, {"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         (
             MESSAGES,
@@ -166,7 +172,7 @@ async def test_conversations_with_nothing_to_clear(serve_api) -> None:
 
 
 async def test_a_conversation_that_would_be_cleared(serve_api) -> None:
-    api = await serve_api("ok", text=QWEN)
+    api = await serve_api("ok", text=QWEN, max_model_len=4096)
     thoughts = [{"type": "thinking", "thinking": "so", "signature": ""}]
     turn = [{"role": "assistant", "content": thoughts}, *HI]
     call = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
@@ -188,6 +194,13 @@ async def test_a_conversation_that_would_be_cleared(serve_api) -> None:
         assert answer.status == 400
         message = answer.json()["error"]["message"]
         assert message.startswith("context_management.edits[0].type")
+    edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 500}}
+    tool = {"name": "add", "description": "x" * 1000, "input_schema": {"type": "object"}}
+    body = {"messages": HI, "max_tokens": 9, **_edits(**edit)}
+    statuses = [
+        (await api.post("/v1/messages", {**body, "tools": it})).status for it in ([], [tool])
+    ]
+    assert statuses == [200, 400], "tools are part of the prompt"
 
 
 # ---- tools in namespaces
@@ -227,6 +240,7 @@ async def test_a_function_of_a_namespace_is_called(serve_api, stream: bool) -> N
     [
         (CHAT, {"max_tokens": 5.0, "seed": 7.0, "top_k": 3.0}),
         (CHAT, {"logit_bias": {"5": 1.0}, "stop_token_ids": [5.0], "temperature": 1.0}),
+        (BATCH, {"max_tokens": 5.0, "n": 2.0}),
         (COMPLETIONS, {"prompt": [104.0, 105.0], "max_tokens": 2.0, "logprobs": 1.0}),
         (COMPLETIONS, {"prompt": [[104.0], [105.0]], "n": 2.0}),
         (RESPONSES, {"max_output_tokens": 5.0}),

@@ -109,6 +109,16 @@ async def test_what_goes_not_with_a_gap(serve_api, body: dict[str, Any], param: 
     assert (await api.post("/v1/completions", body)).error()["param"] == param
 
 
+async def test_a_text_behind_many_gaps_is_bounded(serve_api) -> None:
+    """A small body would else become a thousand times as many tokens."""
+    api = await serve_api(text=fim_text(), max_model_len=4096)
+    body = {"prompt": ["ab"] * 400, "suffix": "y" * 2000}
+    error = (await api.post("/v1/completions", body)).error()
+    assert (error["param"], "in all prompts together" in error["message"]) == ("suffix", True)
+    few = await api.post("/v1/completions", {**body, "prompt": ["ab"] * 2})
+    assert [choice["text"] for choice in few.choices()] == ["ok", "ok"]
+
+
 async def test_a_model_without_such_tokens(api) -> None:
     for path in ("/v1/completions", FIM):
         error = (await api.post(path, {"prompt": "ab", "suffix": "yz"})).error()

@@ -38,6 +38,7 @@ from pagoda.api.scoring.generative import GenerativeScoringRequest
 from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest
 from pagoda.api.sglang.bodies import GenerateBody
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest
+from pagoda.api.vllm.server import ChatBatchRequest
 from pagoda.api.vllm.tokens import TokensBody
 from pagoda.frontend.async_utils import LONG_TEXT_CHARS
 
@@ -63,7 +64,7 @@ def _tools(count: int) -> list[dict[str, Any]]:
 
 def _chats() -> list[dict[str, Any]]:
     return [
-        {"messages": _turns(8191, "a")},
+        {"messages": _turns(8191, "a"), "store": True},
         {"messages": _turns(801, WORDS)},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1024}] * 15},
         {"messages": _turns(1, LONG), "max_tokens": 1},
@@ -105,6 +106,11 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
         {"prompt": "a", "guided_choice": ["x" * 20] * 5000},
         {"prompt": "a", "guided_json": SCHEMA},
         {"prompt": "a", "stop_token_ids": [7] * 1000, "allowed_token_ids": [7] * 16384},
+    ],
+    ChatBatchRequest: lambda: [
+        {"messages": [_turns(3, WORDS)] * 200},
+        {"messages": [_turns(1, "a")] * 500, "logit_bias": BIAS},
+        {"messages": [_turns(1001, "a")] * 10},
     ],
     FimRequest: lambda: [{"prompt": LONG, "suffix": LONG}, {"prompt": "a", "stop": [WORDS] * 8}],
     ChatRequest: _chats,
@@ -193,11 +199,6 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
 """Bodies by their type."""
 
 PATHS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "/v1/chat/completions/batch": lambda: [
-        {"messages": [_turns(3, WORDS)] * 200},
-        {"messages": [_turns(1, "a")] * 500, "logit_bias": BIAS},
-        {"messages": [_turns(1001, "a")] * 10},
-    ],
     "/invocations": lambda: [*_chats(), *_completions("prompt")],
 }
 """Bodies of routes that do not say their type."""

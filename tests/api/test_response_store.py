@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from openai.types.responses.response_item_list import ResponseItemList
 from template_texts import QWEN, prompt_of
 from test_responses import checked, events_of, respond
 
+from pagoda.api.kept_json import kept_bytes
 from pagoda.api.keys import ApiKeys
+from pagoda.api.openai.conversations.store import ConversationStore
+from pagoda.api.openai.responses.events import EventLog
+from pagoda.api.openai.responses.response import ResponseAnswer
 from pagoda.api.openai.responses.store import ResponseStore, StoredResponse
 
 
@@ -83,6 +88,38 @@ async def test_items_of_a_long_body_are_looked_up_on_the_event_loop(
     reference = {"id": response["output"][0]["id"]}
     await respond(api, input=[reference, {"role": "user", "content": "x" * 100_000}])
     assert threads == {threading.get_ident()}
+
+
+async def test_what_a_thread_has_put_together_is_kept_on_the_event_loop(
+    serve_api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await serve_api("ok", text=QWEN)
+    conversation = (await api.post("/v1/conversations", {})).json()["id"]
+    here, seen = threading.get_ident(), set[tuple[str, bool]]()
+
+    def watched(work: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*given: Any) -> Any:
+            seen.add((work.__qualname__, threading.get_ident() == here))
+            return work(*given)
+
+        return watch
+
+    monkeypatch.setattr(ResponseAnswer, "whole", watched(ResponseAnswer.whole))
+    for owner, name in ((ResponseStore, "put"), (ConversationStore, "add"), (EventLog, "append")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    monkeypatch.setattr("pagoda.frontend.async_utils.LONG_TEXT_CHARS", 8)
+    monkeypatch.setattr("pagoda.frontend.async_utils._SHORT_TEXT_CHARS", -1)
+    response = await respond(api, conversation=conversation)
+    await api.post("/v1/responses", {"input": "x", "background": True, "stream": True})
+    assert seen == {
+        ("ResponseAnswer.whole", False),
+        ("ResponseStore.put", True),
+        ("ConversationStore.add", True),
+        ("EventLog.append", True),
+    }
+    assert (await api.get(f"/v1/responses/{response['id']}")).status == 200
+    items = (await api.get(f"/v1/conversations/{conversation}/items")).json()["data"]
+    assert len(items) == 2
 
 
 async def test_items_that_are_named_by_id(serve_api) -> None:
@@ -232,7 +269,7 @@ def test_a_used_response_stays() -> None:
     store = ResponseStore(max_bytes=1200)
     for number in range(10):
         response = {"id": str(number), "output": [], "previous_response_id": None}
-        store.put(StoredResponse("", response, []))
+        store.put(StoredResponse("", response, []), kept_bytes(response))
         assert store.get("", "0").response_id == "0"
     assert store.num_bytes <= 1200
     assert len(store) < 10

@@ -11,7 +11,8 @@ import pytest
 from pagoda.api.ignored_fields import IGNORED_HEADER
 from pagoda.api.keys import ApiKeys
 from pagoda.api.openai.chat_store import ChatStore
-from pagoda.api.openai.conversations.store import MAX_CONVERSATIONS, StoredConversation
+from pagoda.api.openai.conversations.store import MAX_CONVERSATIONS, StoredConversation, sized
+from pagoda.api.openai.stored_chats import MAX_KEPT_CHARS
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -59,9 +60,13 @@ async def test_what_is_not_kept_is_named(serve_api) -> None:
     assert (await api.chat(store=True, stream=True)).headers[IGNORED_HEADER] == "store"
     assert IGNORED_HEADER not in (await api.chat(store=True)).headers
     long = [{"role": "user", "content": "hi", "name": "a" * 64, "note": "x"} for _ in range(2500)]
-    api = await serve_api(max_model_len=2**20)
+    api = await serve_api("x" * 400, max_model_len=2**20)
     body = {"messages": long, "store": True, "max_tokens": 2}
     answer = await api.post("/v1/chat/completions", body)
+    assert (answer.status, answer.headers[IGNORED_HEADER]) == (200, "store")
+    probabilities = {"logprobs": True, "top_logprobs": 20}
+    answer = await api.chat(store=True, **probabilities)
+    assert len(answer.body) > MAX_KEPT_CHARS
     assert (answer.status, answer.headers[IGNORED_HEADER]) == (200, "store")
     api = await serve_api(response_store_bytes=0)
     answer = await api.chat(store=True)
@@ -73,7 +78,7 @@ def test_the_store_is_bounded() -> None:
     store = ChatStore(2**30)
     for number in range(2 * MAX_CONVERSATIONS + 2):
         chat = StoredConversation("k", {}, conversation_id=str(number))
-        store.put(chat, [{"id": str(number)}])
+        store.put(chat, sized([{"id": str(number)}]))
     kept = store.all_of("k")
     assert len(kept) == MAX_CONVERSATIONS
     assert kept[-1].conversation_id == str(2 * MAX_CONVERSATIONS + 1)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import assert_constant
@@ -28,6 +29,10 @@ def test_a_size_is_about_that_of_the_text(value: Any) -> None:
 @given(VALUES, st.integers(0, 100))
 def test_a_larger_value_has_a_size_above_the_bound(value: Any, most: int) -> None:
     assert (json_size(value, most) > most) == (json_size(value, 10**9) > most)
+
+
+def test_what_has_been_written_counts() -> None:
+    assert json_size([msgspec.Raw(b"[1, 2]")] * 10, 1000) >= 60
 
 
 def test_the_rest_of_a_value_is_not_looked_at() -> None:

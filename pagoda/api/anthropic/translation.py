@@ -157,7 +157,7 @@ def _text(block: object, place: str) -> str:
 def chat_request(
     body: CountTokensRequest, translation: MessagesTranslation, ignored: Ignored
 ) -> ChatRequest:
-    """The chat body; what of the tools is left out is noted in `ignored`.
+    """The chat body; what has no effect is noted in `ignored`.
     Raises InvalidRequestError: a field is not as it must be; names it."""
     fields: dict[str, Any] = {"messages": translation.messages}
     for name in _SHARED_FIELDS:
@@ -173,16 +173,16 @@ def chat_request(
     user_id = (body.metadata or {}).get("user_id")
     if user_id is not None:
         fields["user"] = user_id
-    if body.context_management is not None:
-        edits = body.context_management.edits
-        check_edits(edits, "context_management.edits", translation.messages, body.tools)
     fields |= _tools(body, translation, ignored) | _thinking(body)
+    if body.context_management is not None:
+        edits, tools = body.context_management.edits, fields.get("tools")
+        check_edits(edits, "context_management.edits", translation.messages, tools)
     config = body.output_config
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     with renamed(translation.names):
-        return convert_body(fields, ChatRequest)
+        return convert_body(fields, ChatRequest, ignored)
 
 
 def _tools(

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -158,25 +157,19 @@ class BatchRunner:
     async def add(self, record: BatchRecord) -> None:
         """Keeps a batch, which is answered behind those before it; the oldest finished one of the key that has
         most of these makes room. Raises OverloadedError: too many wait, of all clients or of the key."""
-        finished, waiting = Counter[str](), KeyShares()
+        finished, waiting = KeyShares(), KeyShares()
         for one in self.batches.values():
-            if one.is_finished:
-                finished[one.key_name] += 1
-            else:
-                waiting.change(one.key_name, 1)
+            (finished if one.is_finished else waiting).change(one.key_name, 1)
         if not waiting.has_room(record.key_name, MAX_BATCHES):
             raise OverloadedError(
                 f"{waiting.of(record.key_name)} batches of {waiting.total} that wait are yours, of at most "
                 f"{MAX_BATCHES}; a key may have as many as it leaves free. Try again when one is finished."
             )
         if len(self.batches) >= MAX_BATCHES:
-            key_name = max(finished, key=finished.__getitem__)
+            key_name = finished.greatest()
+            theirs = [one for one in self.batches.values() if one.key_name == key_name]
             oldest = min(
-                (
-                    one
-                    for one in self.batches.values()
-                    if one.is_finished and one.key_name == key_name
-                ),
+                (one for one in theirs if one.is_finished),
                 key=lambda one: (one.created_at, one.id),
             )
             del self.batches[oldest.id]

@@ -98,8 +98,8 @@ async def begin_llama(
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
             request["stop_token_ids"] = list(ends)
-            converted = await caller.translate(partial(convert_body, request, CompletionRequest))
-            begun, _ = await begin_completion(caller, converted)
+            work = partial(convert_body, request, CompletionRequest, caller.ignored)
+            begun, _ = await begin_completion(caller, await caller.translate(work))
             begun.rename_constraints(NAMES)
             requests += begun.requests
             texts += [await generator.decode(prompt)] * len(begun.requests)
@@ -118,15 +118,15 @@ async def _infill_prompt(
     body: InfillBody, generator: TextGenerator, marks: InfillMarks
 ) -> list[int]:
     """The prompt for the gap between prefix and suffix."""
-    prompt = await infill_prompt(
-        generator,
-        marks,
-        (body.input_prefix, "input_prefix"),
-        (body.input_suffix, "input_suffix"),
-        await _extra_prompt(body.input_extra or (), generator),
-    )
-    given = await generator.encode(body.prompt or "", add_special_tokens=False, param="prompt")
-    return [*prompt, *given]
+
+    async def encode(text: str, param: str) -> list[int]:
+        return await generator.encode(text, add_special_tokens=False, param=param)
+
+    before = await encode(body.input_prefix, "input_prefix")
+    behind = await encode(body.input_suffix, "input_suffix")
+    extra = await _extra_prompt(body.input_extra or (), generator)
+    prompt = await infill_prompt(generator, marks, before, behind, extra)
+    return [*prompt, *await encode(body.prompt or "", "prompt")]
 
 
 async def _extra_prompt(files: Sequence[ExtraFile], generator: TextGenerator) -> list[int]:

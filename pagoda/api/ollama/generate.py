@@ -93,7 +93,7 @@ async def begin_generate(caller: Caller, body: GenerateBody) -> tuple[Generation
         fields["logprobs"] = body.top_logprobs or 0
     with renamed({**NAMES, "logprobs": "top_logprobs"}):
         prompt = {"model": name, "prompt": body.prompt, "suffix": body.suffix}
-        request = convert_body({**prompt, **fields}, CompletionRequest)
+        request = convert_body({**prompt, **fields}, CompletionRequest, caller.ignored)
         generation, _ = await begin_completion(caller, request, default_tokens=None)
     generation.rename_constraints(NAMES)
     answer = OllamaAnswer(
@@ -122,7 +122,8 @@ async def _begin_conversation(
             "logprobs": body.logprobs,
             "top_logprobs": body.top_logprobs if body.logprobs else None,
         }
-        request = await caller.translate(partial(convert_body, chat, ChatRequest))
+        work = partial(convert_body, chat, ChatRequest, caller.ignored)
+        request = await caller.translate(work)
         conversation = await begin_conversation(caller, request, clamp_max_tokens=True)
     conversation.generation.rename_constraints(NAMES)
     answer = OllamaAnswer(

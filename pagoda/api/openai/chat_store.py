@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pagoda.api.errors import ApiError
 from pagoda.api.openai.conversations.store import (
     MAX_CONVERSATIONS,
     ConversationStore,
+    SizedItems,
     StoredConversation,
-    sized,
 )
 
 
@@ -23,9 +21,9 @@ class ChatStore:
         self._ids: dict[str, dict[str, None]] = {}
         """Ids by the name of the key, oldest first; some may have made room."""
 
-    def put(self, stored: StoredConversation, items: list[dict[str, Any]]) -> None:
+    def put(self, stored: StoredConversation, items: SizedItems) -> None:
         """Keeps a completion. Raises InvalidRequestError: it is larger than all that is kept."""
-        self._kept.put(stored, sized(items))
+        self._kept.put(stored, items)
         ids = self._ids.setdefault(stored.key_name, {})
         ids[stored.conversation_id] = None
         if len(ids) > 2 * MAX_CONVERSATIONS:

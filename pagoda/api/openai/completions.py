@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.fields import MAX_TOKEN_IDS
 from pagoda.api.generation import Generation, Prompt, Shape, prepare
 from pagoda.api.infill import infill_prompt, require_marks
 from pagoda.api.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
@@ -86,16 +87,20 @@ async def _with_gap(
     body: CompletionRequest, prompts: Sequence[Prompt], generator: TextGenerator
 ) -> tuple[CompletionRequest, list[Prompt]]:
     """A body whose answers end where the text behind the gap begins, and its prompts for the gap.
-    Raises InvalidRequestError: the model does not fill gaps, or the body has no text before this one."""
+    Raises InvalidRequestError: the model does not fill gaps, the body has no text before this one, or the prompts
+    are too long together: each has all of the text behind the gap."""
     marks = require_marks(generator.text.tokenizer, "suffix")
     if body.echo:
         refuse("echo", "does not go together with suffix", "not_supported")
+    behind = await generator.encode(body.suffix or "", add_special_tokens=False, param="suffix")
+    if len(prompts) > 1 and len(prompts) * len(behind) > MAX_TOKEN_IDS:
+        refuse("suffix", f"has more than {MAX_TOKEN_IDS} tokens in all prompts together")
     found: list[Prompt] = []
     for prompt in prompts:
         if not isinstance(prompt, str):
             refuse("prompt", "must be text with suffix")
-        behind = (body.suffix or "", "suffix")
-        found.append(await infill_prompt(generator, marks, (prompt, "prompt"), behind))
+        before = await generator.encode(prompt, add_special_tokens=False, param="prompt")
+        found.append(await infill_prompt(generator, marks, before, behind))
     stops = [*(body.stop_token_ids or ()), *marks.ends][:MAX_TOKEN_LIST]
     return msgspec.structs.replace(body, stop_token_ids=stops), found
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,14 +13,14 @@ from aiohttp import web
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.openai.conversations.store import StoredConversation
+from pagoda.api.openai.conversations.store import SizedItems, StoredConversation, sized
 from pagoda.api.openai.responses.items import page_of_items
 from pagoda.api.request_context import RequestContext
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.json_size import json_size
 
 MAX_KEPT_CHARS = 2**18
-"""Characters of messages and answer that are kept; to count more of them would hold up other streams."""
+"""Most characters of messages and answer that are kept; they are written on the event loop when one is read."""
 _METADATA = "metadata["
 
 
@@ -29,22 +30,28 @@ class MetadataBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Metadata
 
 
-def keep_chat(context: RequestContext, body: ChatRequest, completion: dict[str, Any]) -> None:
-    """Keeps an answer and what was asked; one that is too large is named as ignored."""
-    chat_id = completion["id"]
+async def keep_chat(
+    context: RequestContext, body: ChatRequest, completion: dict[str, Any], size: int
+) -> None:
+    """Keeps an answer of such a size and what was asked; one that is too large is named as ignored."""
+    metadata, chat_id = body.metadata or {}, completion["id"]
+    stored = StoredConversation(context.key_name, metadata, conversation_id=chat_id)
+    try:
+        items = await context.caller.translate(partial(_kept, body, completion), more=size)
+        context.service.chats.put(stored, items)
+    except InvalidRequestError:
+        context.ignored.note("store")
+
+
+def _kept(body: ChatRequest, completion: dict[str, Any]) -> SizedItems:
+    """An answer and the messages that it was asked, with ids. Raises InvalidRequestError: they are too large."""
     messages = [
-        {**msgspec.to_builtins(message), "id": f"{chat_id}-{index}"}
+        {**msgspec.to_builtins(message), "id": f"{completion['id']}-{index}"}
         for index, message in enumerate(body.messages)
     ]
     if json_size([messages, completion], MAX_KEPT_CHARS) > MAX_KEPT_CHARS:
-        context.ignored.note("store")
-        return
-    metadata = body.metadata or {}
-    stored = StoredConversation(context.key_name, metadata, conversation_id=chat_id)
-    try:
-        context.service.chats.put(stored, [completion, *messages])
-    except InvalidRequestError:
-        context.ignored.note("store")
+        refuse("messages", f"and the answer have more than {MAX_KEPT_CHARS} characters")
+    return sized([completion, *messages])
 
 
 async def list_chats(context: RequestContext) -> web.StreamResponse:

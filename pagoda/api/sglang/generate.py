@@ -53,7 +53,7 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     for one in prompts:
         with renamed({**NAMES, "prompt": param}):
             fields = _fields(body, one, model, room)
-            work = partial(convert_body, fields, CompletionRequest)
+            work = partial(convert_body, fields, CompletionRequest, context.ignored)
             begun, _ = await begin_completion(context.caller, await context.caller.translate(work))
         requests += begun.requests
         asked += [one] * len(begun.requests)

@@ -7,7 +7,13 @@ from pagoda.api.info import health_ready
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import ANSWER, LOOK, OPEN, OPERATE, Route, refused
-from pagoda.api.vllm.server import chat_batch, invocations, server_load, tokenizer_info
+from pagoda.api.vllm.server import (
+    ChatBatchRequest,
+    chat_batch,
+    invocations,
+    server_load,
+    tokenizer_info,
+)
 from pagoda.api.vllm.tokens import TokensBody, generate_tokens, render_chat, render_completion
 
 _ping = Route(health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
@@ -43,7 +49,9 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/v1/chat/completions/batch": {
-        "POST": Route(chat_batch, "Answers conversations.", ANSWER, is_queued=True)
+        "POST": Route(
+            chat_batch, "Answers conversations.", ANSWER, ChatBatchRequest, is_queued=True
+        )
     },
     "/start_profile": {
         "POST": Route(

@@ -4,19 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
-from pagoda.api.body import convert_body
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, ChatRequest
 from pagoda.api.openai.chat import begin_chat, chat_completions
 from pagoda.api.openai.completions import completions
-from pagoda.api.request_context import RequestContext, take_timeout
+from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.conversation import Messages
+
+
+class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chat of several conversations, which have all other fields in common."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Messages], Meta(min_length=1, max_length=MAX_SEQUENCES_PER_BODY)
+    ]
 
 
 async def tokenizer_info(context: RequestContext) -> web.StreamResponse:
@@ -57,28 +65,23 @@ async def invocations(context: RequestContext) -> web.StreamResponse:
 
 async def chat_batch(context: RequestContext) -> web.StreamResponse:
     """Conversations in one body: `messages` is a list of them, and each gives choices in their order."""
-    fields = await context.parse(dict[str, Any])
-    conversations = fields.get("messages")
-    if not isinstance(conversations, list) or not conversations:
-        refuse("messages", "must be a list of conversations")
-    if fields.get("stream"):
+    body = await context.parse(ChatBatchRequest)
+    if body.stream:
         refuse("stream", "is not possible for several conversations", "not_supported")
-    num_answers = fields.get("n") or 1
-    if len(conversations) > MAX_SEQUENCES_PER_BODY or not isinstance(num_answers, int):
-        refuse("messages", f"takes at most {MAX_SEQUENCES_PER_BODY} conversations")
-    if len(conversations) * num_answers > MAX_SEQUENCES_PER_BODY:
+    if len(body.messages) * (body.n or 1) > MAX_SEQUENCES_PER_BODY:
         refuse("n", f"times the conversations must be at most {MAX_SEQUENCES_PER_BODY}")
+    if body.store:
+        context.ignored.note("store")
     begun = []
-    for messages in conversations:
-        fields["messages"] = messages
-        body = await context.caller.translate(partial(convert_body, fields, ChatRequest))
-        take_timeout(context.client_request, body)
-        begun.append(await begin_chat(context.caller, body))
+    for messages in body.messages:
+        chat = msgspec.structs.replace(body, messages=messages)
+        begun.append(await begin_chat(context.caller, chat))
     wholes = await gather_all([generation.run(shape) for generation, shape in begun])
     choices = [choice for whole in wholes for choice in whole["choices"]]
     for index, choice in enumerate(choices):
         choice["index"] = index
-    return context.json({**wholes[0], "choices": choices, "usage": _total(wholes)})
+    answer = {**wholes[0], "choices": choices, "usage": _total(wholes)}
+    return await context.sized_json(answer, sum(generation.size for generation, _ in begun))
 
 
 def _total(wholes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ async def generate_tokens(context: RequestContext) -> web.StreamResponse:
     }
     names = {name: f"sampling_params.{name}" for name in sampling}
     with renamed({**names, "prompt": "token_ids"}):
-        work = partial(convert_body, fields, CompletionRequest)
+        work = partial(convert_body, fields, CompletionRequest, context.ignored)
         request = await context.caller.translate(work)
         generation, _ = await begin_completion(context.caller, request)
     shape = _TokensShape(generation, body.request_id or f"generate-tokens-{context.request_id}")

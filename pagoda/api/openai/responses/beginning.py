@@ -12,6 +12,7 @@ from typing import Any
 from pagoda.api.conversation import Conversation, begin_conversation
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
+from pagoda.api.kept_json import kept_bytes
 from pagoda.api.openai.conversations.store import SizedItems, check_room, sized
 from pagoda.api.openai.responses.background import BackgroundRun
 from pagoda.api.openai.responses.bodies import (
@@ -33,6 +34,7 @@ from pagoda.api.openai.responses.translation import (
     without_beginning,
 )
 from pagoda.api.request_context import Caller
+from pagoda.frontend.async_utils import bound_to_loop
 from pagoda.frontend.text_generator import PromptTooLongError
 
 ITEM_CHARS = 32
@@ -53,7 +55,7 @@ class BegunResponse:
         stored = self.stored
         stored.response = self.answer.object()
         run = stored.run = BackgroundRun(self.answer, self.generation, stored.log)
-        store.put(stored)
+        store.put(stored, kept_bytes(stored.response))
         run.start()
         return run
 
@@ -77,19 +79,26 @@ async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunRespons
     num_bytes = sum(map(itemgetter(1), kept))
     stored = StoredResponse(_key(caller), {}, list(map(itemgetter(0), kept)), num_bytes, log=log)
 
-    def keep(response: dict[str, Any]) -> None:
+    @bound_to_loop
+    def keep(response: dict[str, Any], num_bytes: int, added: SizedItems) -> None:
         stored.response, stored.run = response, None
-        if talk is not None and response["status"] in ("completed", "incomplete"):
-            caller.service.conversations.add(talk, [*kept, *sized(response["output"])])
+        if talk is not None:
+            caller.service.conversations.add(talk, added)
         if body.is_stored:
-            store.put(stored)
+            store.put(stored, num_bytes)
+
+    def measure(response: dict[str, Any]) -> None:
+        """Lets a response be kept that has been put together, maybe in another thread."""
+        goes_on = talk is not None and response["status"] in ("completed", "incomplete")
+        added = [*kept, *sized(response["output"])] if goes_on else []
+        keep(response, kept_bytes(response) if body.is_stored else 0, added)
 
     answer = ResponseAnswer(
         body,
         conversation,
         model=caller.service.name_of(generation.generator),
-        writer=EventWriter(None if log is None else log.append) if streams else None,
-        on_finish=keep,
+        writer=EventWriter(None if log is None else bound_to_loop(log.append)) if streams else None,
+        on_finish=measure,
     )
     return BegunResponse(answer, generation, stored)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagoda.api.errors import ApiError
-from pagoda.api.kept_json import kept_bytes
 from pagoda.api.key_shares import KeyShares, LruByKey
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
@@ -106,10 +105,12 @@ class ResponseStore:
                 "The background responses that run fill the memory for responses, or your key's part of it."
             )
 
-    def put(self, stored: StoredResponse) -> None:
-        """Keeps a response, or keeps it anew after it has changed; others make room."""
+    def put(self, stored: StoredResponse, num_response_bytes: int) -> None:
+        """Keeps a response whose object takes so many bytes, or keeps it anew after it has changed; others make
+        room."""
         self.remove(stored)
-        stored.num_bytes = _num_bytes(stored)
+        num_events_bytes = 0 if stored.log is None else stored.log.num_bytes
+        stored.num_bytes = num_response_bytes + stored.num_input_bytes + num_events_bytes
         key_name, response_id = stored.key_name, stored.response_id
         if stored.is_running:
             self._running[key_name, response_id] = stored
@@ -201,8 +202,3 @@ class ResponseStore:
             owned = (stored.key_name, item_id)
             if self._item_owners.get(owned) == stored.response_id:
                 del self._item_owners[owned]
-
-
-def _num_bytes(stored: StoredResponse) -> int:
-    events = 0 if stored.log is None else stored.log.num_bytes
-    return kept_bytes(stored.response) + stored.num_input_bytes + events

@@ -160,7 +160,7 @@ def chat_request(
     items: PlacedItems,
     ignored: Ignored,
 ) -> ChatRequest:
-    """The chat body of a conversation. Tools that are left out are noted in `ignored`.
+    """The chat body of a conversation. What has no effect is noted in `ignored`.
     Raises InvalidRequestError: an item or a field is not as it must be; names the field."""
     if body.instructions:
         translation.add_instructions(body.instructions)
@@ -190,7 +190,7 @@ def chat_request(
     if body.tool_choice is not None:
         fields["tool_choice"] = chat_tool_choice(body.tool_choice)
     with renamed(translation.names):
-        return convert_body(fields, ChatRequest)
+        return convert_body(fields, ChatRequest, ignored)
 
 
 def _part_text(part: object, place: str) -> str:
