@@ -205,7 +205,8 @@ class _Records:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         output = getattr(node, "workeroutput", {})
-        self._config.stash[SUMMARY] = output.get("summary", "")
+        if "summary" in output:  # a process that broke off has none
+            self._config.stash[SUMMARY] = output["summary"]
         self._answers |= output.get("answers", {})
 
     def pytest_sessionfinish(self) -> None:

@@ -33,6 +33,8 @@ _MESSAGE_CHARS = 32
 """Counted for the role and the borders of a message, and for each of its parts and calls."""
 _PAIR_CHARS = 1
 """Counted for each pair of messages and calls: a template that looks from each at all others takes as long."""
+_ESCAPES = re.compile(r'(?:\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))+')
+"""Escapes within strings of JSON, pairs of surrogates in one piece."""
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -116,12 +118,20 @@ def texts_of(
         yield f"messages[{i}].reasoning_content", message.reasoning_content or ""
         yield f"messages[{i}].reasoning", message.reasoning or ""
         for call in calls:
-            for text in (call.id or "", call.function.name, call.function.arguments):
+            arguments = call.function.arguments  # templates may show them without their escapes
+            texts = (call.id or "", call.function.name, arguments, _unescaped(arguments))
+            for text in dict.fromkeys(texts):
                 yield f"messages[{i}].tool_calls", text
     for i, tool in enumerate(tools or ()):
         yield f"tools[{i}]", json.dumps(tool, ensure_ascii=False)
     for name, value in (switches or {}).items():
         yield "chat_template_kwargs", f"{name} {value}"
+
+
+def _unescaped(text: str) -> str:
+    """A text of JSON, whole or broken off, with what its escapes stand for."""
+    plain = _ESCAPES.sub(lambda found: json.loads(f'"{found[0]}"'), text)
+    return plain.encode(errors="replace").decode()
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
@@ -136,11 +146,12 @@ def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
         content = message.content or message.refusal or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
         functions = [call.function for call in message.tool_calls or ()]
+        size += sum(len(call.id or "") for call in message.tool_calls or ())
         if message.function_call is not None:
             functions.append(message.function_call)
         size += sum(map(len, parts)) + len(message.name or "") + len(message.tool_call_id or "")
         size += sum(len(function.name) + len(function.arguments) for function in functions)
-        size += len(message.reasoning_content or message.reasoning or "")
+        size += len(message.reasoning_content or "") + len(message.reasoning or "")
         size += _MESSAGE_CHARS * (1 + len(parts) + len(functions))
         num_turns += 1 + len(functions)
     return size + _PAIR_CHARS * (num_turns**2 - len(messages) ** 2)

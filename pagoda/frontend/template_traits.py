@@ -12,12 +12,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 Turn = Mapping[str, Any]
 Render = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]] | None], str]
 """Renders messages and tools; the text is empty if the template refuses them."""
 
+NO_CONTENT: Mapping[str, Turn] = MappingProxyType(
+    {"text": {"content": ""}, "null": {"content": None}, "absent": {}}
+)
+"""The content of a message that has calls only, by `TemplateTraits.no_content`."""
 SHORT_ID_CHARS = 9
 CallIds = Literal["any", "short", "named"]
 _RESULT_ROLES = ("tool", "ipython", "observation", "function", "environment")
@@ -164,11 +169,6 @@ class _Calls:
     def message(self, count: int, arguments: str | None = None) -> Turn:
         """A message with `count` calls."""
         given: Any = arguments or ({_KEY: _VALUE} if self.arguments == "object" else _BROKEN + '"}')
-        contents: Mapping[str, Turn] = {
-            "text": {"content": ""},
-            "null": {"content": None},
-            "absent": {},
-        }
         calls = [
             {
                 "id": self._id(index),
@@ -177,7 +177,7 @@ class _Calls:
             }
             for index in range(1, count + 1)
         ]
-        return {"role": "assistant", **contents[self.content], "tool_calls": calls}
+        return {"role": "assistant", **NO_CONTENT[self.content], "tool_calls": calls}
 
     def result(self, index: int, content: Any = _RESULT) -> Turn:
         return {

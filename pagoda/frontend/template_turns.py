@@ -9,7 +9,6 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 from pagoda.frontend.answer_formats import ToolFormatName
@@ -20,13 +19,10 @@ from pagoda.frontend.generic_tools import (
     write_calls,
     write_results,
 )
-from pagoda.frontend.template_traits import SHORT_ID_CHARS, TemplateTraits
+from pagoda.frontend.template_traits import NO_CONTENT, SHORT_ID_CHARS, TemplateTraits
 
 Turn = dict[str, Any]
 
-_NO_CONTENT: Mapping[str, Turn] = MappingProxyType(
-    {"text": {"content": ""}, "null": {"content": None}, "absent": {}}
-)
 _SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{SHORT_ID_CHARS}}}")
 
 
@@ -101,7 +97,7 @@ def _call_turns(turn: Turn, traits: TemplateTraits) -> list[Turn]:
     calls = [_fitted_call(call, traits) for call in turn["tool_calls"]]
     turn = {**turn, "tool_calls": calls}
     content = turn.pop("content")
-    empty = _NO_CONTENT[traits.no_content]
+    empty = NO_CONTENT[traits.no_content]
     if not content:
         return [{**turn, **empty}]
     if traits.calls_beside_content:

@@ -21,10 +21,11 @@ import msgspec
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
-from pagoda.frontend.async_utils import LongWork, LoopBudget
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS, LongWork, LoopBudget
 from pagoda.frontend.conversation import Message, render_conversation, text_size, texts_of
 from pagoda.frontend.endpoint import BodyEndpoint
 from pagoda.frontend.fleet import Fleet
+from pagoda.frontend.json_size import json_size
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.reasoning_border import BorderFinder, ReasoningBorder
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
@@ -217,17 +218,20 @@ class TextGenerator:
         """The prompt of a conversation; `options` are those of `render_conversation`.
         Raises InvalidRequestError: a message, a tool or a switch is not as it must be."""
         work = partial(self._rendered, messages, **options)
-        return await self.run_sized(work, text_size(messages, options.get("tools")))
+        size = text_size(messages, options.get("tools"))
+        size += json_size(options.get("chat_template_kwargs"), LONG_TEXT_CHARS)
+        return await self.run_sized(work, size)
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
         template = self.text.require_template()
+        prompt = render_conversation(template, messages, **options)  # its checks bound the texts
         if self.text.special_tokens_in_text == "reject":
             switches = options.get("chat_template_kwargs")
             for param, text in texts_of(messages, options.get("tools"), switches):
                 token = self.text.tokenizer.special_token_in(text)
                 if token is not None:
                     refuse(param, f"holds the special token {token!r}, which texts here must not")
-        return render_conversation(template, messages, **options)
+        return prompt
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special tokens included."""

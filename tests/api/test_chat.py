@@ -178,6 +178,8 @@ async def test_token_ids_on_request(serve_api) -> None:
 
 MARK = "<|im_end|>"
 ARGUMENTS = {"name": "add", "arguments": f'{{"a": "{MARK}"}}'}
+ESCAPED = {"name": "add", "arguments": r'{"a": "\ud83d\ude00\u003c|im_end|\u003e'}
+"""Broken off besides."""
 
 
 @pytest.mark.parametrize(
@@ -200,9 +202,12 @@ ARGUMENTS = {"name": "add", "arguments": f'{{"a": "{MARK}"}}'}
             "messages[0].content",
         ),
         ({"chat_template_kwargs": {"model_identity": MARK}}, "chat_template_kwargs"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": ARGUMENTS}]}]},
-            "messages[0].tool_calls",
+        *(
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]},
+                "messages[0].tool_calls",
+            )
+            for function in (ARGUMENTS, ESCAPED)
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "reasoning": MARK}]},

@@ -87,3 +87,10 @@ def test_work_is_linear_in_the_text(more: str) -> None:
         mender.finish(is_cut=False)
 
     assert_linear_copies(feed, more * (2000 // len(more)))
+
+
+@pytest.mark.timeout(60)
+def test_closing_is_linear_in_what_is_open() -> None:
+    depth = 100_000
+    closed = mended("[" * depth + "{[}" * depth)
+    assert closed == "[" * depth + ",".join(["{[]}"] * depth) + "]" * depth

@@ -161,8 +161,13 @@ def test_tools_are_bounded() -> None:
         [{"role": "user", "content": "x", "name": "n" * 20_000}],
         [{"role": "assistant", "refusal": "x" * 20_000}],
         [{"role": "assistant", "function_call": {"name": "f", "arguments": "x" * 20_000}}],
+        [{"role": "assistant", "tool_calls": [{**call(""), "id": "x" * 20_000}]}],
+        [{"role": "assistant", "reasoning_content": "x", "reasoning": "x" * 20_000}],
     ],
-    ids=["messages", "calls", "parts", "name", "refusal", "function call"],
+    ids=[
+        *("messages", "calls", "parts", "name", "refusal", "function call", "id of a call"),
+        "second reasoning",
+    ],
 )
 def test_what_takes_a_template_long_counts_as_a_long_text(messages: list[dict[str, Any]]) -> None:
     """It is rendered in a thread: a template may look from each message or call at all others."""

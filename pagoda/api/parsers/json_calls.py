@@ -257,7 +257,7 @@ def read_arguments(
         source.put_back(then)
     answer.begin_call(name)
     answer.add_arguments("{}")
-    answer.in_arguments = False
+    answer.end_call()
     return True
 
 
@@ -307,7 +307,7 @@ def _read_object(
         return "".join(held)
     answer.begin_call(tools.meant(call[0]))
     answer.add_arguments(call[1])
-    answer.in_arguments = False
+    answer.end_call()
     return None
 
 

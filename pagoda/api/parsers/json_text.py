@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 
 from pagoda.frontend.text_source import Emit, Steps, TextSource, ignore
@@ -32,6 +33,7 @@ class JsonMender:
         """`within` are opening braces in front of the text. `takes_words`: values without quotes are strings."""
         self._takes_words = takes_words
         self._open = list(within)
+        self._num_open = Counter(within)
         self._quote = ""
         """The quote that ends the string that has begun."""
         self._ending = ""
@@ -113,6 +115,7 @@ class JsonMender:
             if character in "{[":
                 self._out.append(character)
                 self._open.append(character)
+                self._num_open[character] += 1
             else:
                 self._out.append('"')
                 self._quote = character
@@ -122,11 +125,13 @@ class JsonMender:
         """Closes down to the brace that `brace` belongs to; one that belongs to none is behind the value."""
         self._comma = ""
         opening = "{" if brace == "}" else "["
-        if opening not in self._open:
+        if not self._num_open[opening]:
             self._close_all()
             return at, True
         while (last := self._open.pop()) != opening:
+            self._num_open[last] -= 1
             self._out.append(_CLOSING[last])
+        self._num_open[opening] -= 1
         self._out.append(brace)
         self._follows_item = True
         return at + 1, not self._open
@@ -136,6 +141,7 @@ class JsonMender:
         self._comma = ""
         self._out += [_CLOSING[brace] for brace in reversed(self._open)]
         self._open.clear()
+        self._num_open.clear()
 
     def _begin_item(self) -> None:
         self._end_comma()
