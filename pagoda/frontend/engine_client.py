@@ -278,7 +278,7 @@ class EngineClient:
             self._engine.socket.send(*frames)
 
     def _take(self, engine: _Engine, frames: list[bytes]) -> None:
-        if engine.ended.done():  # it is given up; what it goes on saying counts for nothing
+        if engine.ended.done():  # what comes behind a message that was no good may lack a piece
             return
         self._start_watchdog.heard()
         self._heard_at = asyncio.get_running_loop().time()
@@ -402,8 +402,7 @@ class _Engine:
 
     def _receive(self, frames: list[bytes]) -> None:
         self._num_messages += 1
-        if not self.ended.done():  # what comes behind a message that was no good may lack a piece
-            self._on_message(self, frames)
+        self._on_message(self, frames)
 
     def _on_hangup(self) -> None:
         self._loop.remove_reader(self.child.fileno())

@@ -53,7 +53,7 @@ MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 """Files that are being written, or that a killed writer left."""
 _ASIDE_PREFIX = "aside-"
-"""What lay in the way of objects."""
+"""Beginning of the names of what lay in the way of objects."""
 
 OPEN_TIMEOUT_S = 30.0
 """Seconds that a disk may take for the first look at a directory."""
