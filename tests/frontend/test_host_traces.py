@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fragment_files import read_fragments
@@ -14,7 +13,7 @@ from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.frontend.host_traces import FetchedTrace, HostTrace
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.frontend.trace_control import TraceControl
+from pagoda.frontend.trace_control import EndedTrace, TraceControl
 from pagoda.ipc.codec import Codec
 from pagoda.messages.hosts import HostMessage, RouterMessage
 from pagoda.messages.ranges import MAX_ITEMS
@@ -112,8 +111,8 @@ async def test_problems_that_hosts_tell_never_break_what_a_router_tells_above(
         async def start(self, level: TraceLevel) -> TraceSession:
             return order(tmp_path, level).session
 
-        async def stop(self) -> SimpleNamespace:
-            return SimpleNamespace(problems=told)
+        async def stop(self) -> EndedTrace:
+            return EndedTrace(order(tmp_path).session, told)
 
     trace, codec = HostTrace(Owner()), Codec[HostMessage](HostMessage)
     await trace.answer(order(tmp_path))
