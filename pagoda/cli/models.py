@@ -130,8 +130,14 @@ def _is_model(path: Path) -> bool:
 
 
 def _cached() -> dict[str, Path]:
-    """Directories of models in the cache of huggingface_hub, by their ids, which are served from there."""
+    """Directories of models in the cache of huggingface_hub, by their ids, which are served from there: of each
+    the snapshot that its id alone names."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-    found = sorted(cache.glob("models--*--*/snapshots/*/config.json"))
-    return {it.parts[-4].removeprefix("models--").replace("--", "/", 1): it.parent for it in found}
+    found = {}
+    for reference in sorted(cache.glob("models--*--*/refs/main")):
+        model = reference.parent.parent
+        directory = model / "snapshots" / reference.read_text(encoding="utf-8", errors="replace")
+        if (directory / "config.json").is_file():
+            found[model.name.removeprefix("models--").replace("--", "/", 1)] = directory
+    return found

@@ -20,7 +20,9 @@ from pagoda.errors import PagodaError
 from pagoda.files import open_private
 from pagoda.frontend.async_utils import beside
 from pagoda.messages.hosts import RouterMessage
+from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import (
+    MAX_FRAGMENTS,
     MAX_PART_BYTES,
     FetchFragment,
     FragmentPart,
@@ -36,7 +38,6 @@ T = TypeVar("T")
 _STOP_S = 120.0
 """Seconds in which a host, and all hosts of a router, must have closed their fragments."""
 _PART_S = 30.0
-_MAX_FRAGMENTS = 4096
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.\-]{{0,250}}{re.escape(FRAGMENT_SUFFIX)}")
 
 
@@ -101,11 +102,13 @@ class HostTrace:
             problems = ["The trace was ended there."]
         paths = await beside(partial(fragments_of, self._owner.directory, self._owner.run))
         self._fragments = {path.name: path for path in paths}
-        return HostTraceStopped(problems, list(self._fragments)[:_MAX_FRAGMENTS])
+        # Those of hosts behind this one grow by its name, and must not be too long for the router above.
+        problems = [problem[:MAX_ITEMS] for problem in problems[:MAX_FRAGMENTS]]
+        return HostTraceStopped(problems, list(self._fragments)[:MAX_FRAGMENTS])
 
     async def _part(self, asked: FetchFragment) -> FragmentPart:
         path, data = self._fragments.get(asked.name), b""
-        if path is not None and asked.offset >= 0:
+        if path is not None:
             data = await beside(partial(_read_part, path, asked.offset))
         return FragmentPart(asked.name, asked.offset, data)
 
@@ -149,7 +152,7 @@ class FetchedTrace:
         try:
             stopped = await self._ask(StopTrace(), HostTraceStopped, _STOP_S)
             problems += stopped.problems
-            for name in stopped.fragments[:_MAX_FRAGMENTS]:
+            for name in stopped.fragments:
                 if _NAME.fullmatch(name):
                     await self._fetch(name)
         except TimeoutError:

@@ -51,8 +51,9 @@ HEADER_BYTES = 64
 KEY_BYTES = 32
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
-_ASIDE_PREFIX = "aside-"
 """Files that are being written, or that a killed writer left."""
+_ASIDE_PREFIX = "aside-"
+"""Beginning of the names of what lay in the way of objects."""
 
 OPEN_TIMEOUT_S = 30.0
 """Seconds that a disk may take for the first look at a directory."""

@@ -12,9 +12,9 @@ from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Sentence
 from pagoda.telemetry.tracer import TraceSession
 
 MAX_PART_BYTES = 2**20
+MAX_FRAGMENTS = 4096
+"""Fragments, and problems, that a host names."""
 _FileName = Annotated[str, Meta(max_length=512)]
-_Sentence = Annotated[str, Meta(max_length=2**16)]
-_Offset = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_trace"):
@@ -34,7 +34,7 @@ class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
 class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_stopped"):
     """The fragment is closed, and so are those of all processes that this one has started."""
 
-    problems: Annotated[list[Sentence], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    problems: Annotated[list[Sentence], Meta(max_length=MAX_ITEMS)] = []
     """Sentences on why tracing ended early somewhere."""
     number: Count = 0
 
@@ -42,8 +42,8 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
 class HostTraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="host_trace_stopped"):
     """A host's answer to a router's `StopTrace`: all fragments of the host are closed."""
 
-    problems: Annotated[list[_Sentence], Meta(max_length=4096)] = []
-    fragments: Annotated[list[_FileName], Meta(max_length=4096)] = []
+    problems: Annotated[list[Sentence], Meta(max_length=MAX_FRAGMENTS)] = []
+    fragments: Annotated[list[_FileName], Meta(max_length=MAX_FRAGMENTS)] = []
     """Names for `FetchFragment`."""
 
 
@@ -51,14 +51,14 @@ class FetchFragment(msgspec.Struct, frozen=True, tag="fetch_fragment"):
     """Asks a host for a part of a fragment, from a byte on."""
 
     name: _FileName
-    offset: _Offset
+    offset: Count
 
 
 class FragmentPart(msgspec.Struct, frozen=True, tag="fragment_part"):
     """Answers `FetchFragment` with at most `MAX_PART_BYTES`; none at the fragment's end."""
 
     name: _FileName
-    offset: _Offset
+    offset: Count
     data: Annotated[bytes, Meta(max_length=MAX_PART_BYTES)]
 
 
@@ -74,4 +74,4 @@ class ClockPong(msgspec.Struct, frozen=True, tag="clock_pong"):
     number: Count
     uid: Name
     """The process whose clock it is (`ProcessHeader.uid`)."""
-    now_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    now_ns: Annotated[int, Meta(ge=0, le=2**63 - 1)]

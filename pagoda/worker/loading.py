@@ -482,16 +482,10 @@ def _block_size(
             f"state of a layer, got {wanted}."
         )
     if wanted not in fitting:
-        *some, last = sorted(fitting)
-        listed = "".join(f"{size}, " for size in some[:9])
-        listed = (
-            f"one of {listed.removesuffix(', ')} ... "
-            if len(some) > 9
-            else f"one of {listed}"
-            if some
-            else ""
-        )
-        raise ConfigError(f"--block-size must be {listed}{last}, got {wanted}.")
+        *some, last = map(str, sorted(fitting))
+        listed = ", ".join(some[:9]) + (" ... " if len(some) > 9 else ", ")
+        several = f"one of {listed}" if some else ""
+        raise ConfigError(f"--block-size must be {several}{last}, got {wanted}.")
     return wanted
 
 

@@ -85,8 +85,15 @@ def test_directories_and_files_that_are_given(capsys, tmp_path: Path) -> None:
 
 
 def test_models_in_the_cache_of_the_hub(capsys, cache: Path) -> None:
-    write(cache / "models--Qwen--Qwen3--X" / "snapshots" / "abc")
-    assert listed(capsys)["Qwen/Qwen3--X"][:2] == ["596 M", "1,234"]
+    home = cache / "models--Qwen--Qwen3--X"
+    write(home / "snapshots" / "abc")
+    write(home / "snapshots" / "def", {**CONFIG, "max_position_embeddings": 99})  # another revision
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+    write(cache / "models--Qwen--Other" / "snapshots" / "abc")  # a revision that no name serves
+    found = listed(capsys)
+    assert found["Qwen/Qwen3--X"][:2] == ["596 M", "1,234"]
+    assert "Qwen/Other" not in found
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,14 @@ from fragment_files import read_fragments
 from linked_hosts import Host, until
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.frontend.host_traces import FetchedTrace
+from pagoda.frontend.host_traces import FetchedTrace, HostTrace
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.frontend.trace_control import TraceControl
-from pagoda.messages.hosts import RouterMessage
+from pagoda.frontend.trace_control import EndedTrace, TraceControl
+from pagoda.ipc.codec import Codec
+from pagoda.messages.hosts import HostMessage, RouterMessage
+from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import (
+    MAX_FRAGMENTS,
     MAX_PART_BYTES,
     FetchFragment,
     FragmentPart,
@@ -95,6 +98,28 @@ async def test_whoever_goes_leaves_the_other_without_a_trace(tmp_path: Path) -> 
     assert problem.endswith("what it has traced is in its own --profile-dir.")
     await client.close()
     host.context.term()
+
+
+async def test_problems_that_hosts_tell_never_break_what_a_router_tells_above(
+    tmp_path: Path,
+) -> None:
+    told = ["the host at tcp://10.0.0.1:5601: " + "x" * MAX_ITEMS, *["short"] * MAX_FRAGMENTS]
+
+    class Owner:
+        directory, run = tmp_path, "route-1"
+
+        async def start(self, level: TraceLevel) -> TraceSession:
+            return order(tmp_path, level).session
+
+        async def stop(self) -> EndedTrace:
+            return EndedTrace(order(tmp_path).session, told)
+
+    trace, codec = HostTrace(Owner()), Codec[HostMessage](HostMessage)
+    await trace.answer(order(tmp_path))
+    stopped = await trace.answer(StopTrace())
+    assert isinstance(stopped, HostTraceStopped)
+    assert codec.decode(codec.encode(stopped)) == stopped
+    assert stopped.problems == [told[0][:MAX_ITEMS], *told[1:MAX_FRAGMENTS]]
 
 
 Answer = Callable[[FetchFragment], FragmentPart | HostTraceStopped]
