@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -100,7 +101,7 @@ class Door:
 def guard(socket: zmq.Socket[Any]) -> None:
     """Keeps the door of `socket` from now on, in a thread that ends when the socket is closed. For sockets
     whose monitor nobody else reads. Raises zmq.ZMQError if there is no socket left for that."""
-    address = f"inproc://door-{id(socket)}"
+    address = f"inproc://door-{uuid.uuid4().hex}"  # the one before may end later than its socket
     socket.monitor(address, Door.EVENTS | zmq.EVENT_MONITOR_STOPPED)
     # Through a shadow, since `context.destroy` would close the socket under the thread that waits at it.
     monitor: zmq.Socket[bytes] = zmq.Context.shadow(socket.context.underlying).socket(zmq.PAIR)

@@ -265,12 +265,13 @@ async def test_what_is_not_an_etcd_is_told_of() -> None:
             await client.get("nothing")
 
 
-async def test_an_answer_without_an_end_is_not_kept() -> None:
-    long = "x" * (2**26 + 1)
+async def test_an_answer_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.frontend.discovery.etcd_client._MAX_ANSWER_BYTES", 2**20)
+    long = "x" * (2**20 + 1)
     async with answering(long) as server, client_of(server) as client:
-        with pytest.raises(EtcdError, match="more than 64 MiB"):
+        with pytest.raises(EtcdError, match="more than 1 MiB"):
             await client.get("nothing")
-        with pytest.raises(EtcdError, match="more than 64 MiB"):
+        with pytest.raises(EtcdError, match="more than 1 MiB"):
             await anext(client.watch("prefix", 1))
 
 
