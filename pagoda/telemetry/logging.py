@@ -12,6 +12,8 @@ Prompts and answers are never logged; what a line says of them are counts and id
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import logging
 import math
@@ -53,6 +55,9 @@ def configure_logging(
     is one of `LOG_FORMATS`; None takes `PAGODA_LOG_FORMAT`, else `text`. `place` tells processes of one kind
     apart. Libraries log from `warning` up. May be called again; the last call counts.
 
+    From now on a process that ends by a fatal signal, such as SIGSEGV, writes the stacks of its threads to
+    standard error.
+
     Raises ConfigError if there is no such level or format.
     """
     name = (level or os.environ.get(LOG_LEVEL_ENV, "info")).lower()
@@ -68,6 +73,11 @@ def configure_logging(
     # No line tells of these, and looking them up costs more than the line ("Optimization" in Python's HOWTO).
     logging.logThreads = logging.logMultiprocessing = False
     logging._srcfile = None
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(
+            OSError, RuntimeError, ValueError
+        ):  # standard error is closed, or no file
+            faulthandler.enable()
 
 
 class WithheldError(Exception):

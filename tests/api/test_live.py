@@ -99,7 +99,8 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     report = await api.endpoint.load()
     prompt_tokens = iter([1000, 1100, 1300, 40, 40])
     last = 40
-    wanted = asyncio.Semaphore(0)  # a watcher that is slow for once would miss a snapshot
+    # The answer begins with the first snapshot. A watcher that is slow for once would miss one.
+    wanted = asyncio.Semaphore(1)
 
     async def load() -> LoadReport:
         await wanted.acquire()
@@ -115,8 +116,8 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     async with watching(api) as snapshots:
         told = []
         for _ in range(4):
-            wanted.release()
             told.append(await anext(snapshots))
+            wanted.release()
     assert told[0]["prompt_tokens_per_s"] is None
     assert told[1]["prompt_tokens_per_s"] > 0
     assert told[1]["prefix_hit_rate"] == 0.5

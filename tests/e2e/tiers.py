@@ -93,13 +93,17 @@ def messages(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 
 async def figures(base_url: str) -> Counter[tuple[str, str]]:
-    """What `/metrics` says of tiers, by tier and figure such as `("disk", "loaded")`; replicas added up."""
+    """What `/metrics` says of tiers, by tier and figure such as `("disk", "loaded")`; replicas added up.
+
+    Asks again while an engine that is busy is left out."""
     sums: Counter[tuple[str, str]] = Counter()
-    async with aiohttp.ClientSession(base_url) as session, session.get("/metrics") as response:
-        text = await response.text()
-    for figure in ("stored", "removed", "loaded", "failed"):
-        for labels, value in series(text, f"pagoda_kv_tier_blocks_{figure}_total"):
-            sums[labels["tier"], figure] += int(value)
+    async with aiohttp.ClientSession(base_url) as session:
+        while not sums:
+            async with session.get("/metrics") as response:
+                text = await response.text()
+            for figure in ("stored", "removed", "loaded", "failed"):
+                for labels, value in series(text, f"pagoda_kv_tier_blocks_{figure}_total"):
+                    sums[labels["tier"], figure] += int(value)
     return sums
 
 

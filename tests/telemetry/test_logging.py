@@ -6,6 +6,9 @@ import json
 import logging
 import os
 import re
+import signal
+import subprocess
+import sys
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -148,3 +151,22 @@ def test_a_message_is_one_line_of_what_can_be_seen() -> None:
     except ValueError:
         log.exception("failed")
     assert "failed\nTraceback" in stream.getvalue()
+
+
+def test_a_process_that_ends_by_a_fault_of_memory_says_where() -> None:
+    program = (
+        "import os, signal\n"
+        "from pagoda.telemetry.logging import configure_logging\n"
+        "configure_logging()\n"
+        "def touch_nothing(): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "touch_nothing()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGSEGV
+    assert "in touch_nothing" in ended.stderr
+
+
+def test_logging_begins_where_standard_error_is_closed() -> None:
+    program = "import pagoda.telemetry.logging as it; it.configure_logging()"
+    ended = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program])
+    assert ended.returncode == 0
