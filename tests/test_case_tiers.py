@@ -111,9 +111,9 @@ def test_cases_that_are_new_or_pinned_run_in_every_tier() -> None:
 
 def test_what_is_dear_runs_where_a_change_touches_it() -> None:
     dear = [Case("tests/kv/test_manager.py::test_long", {})]
-    assert chosen(dear, "check", seconds=20) == []
+    assert chosen(dear, "check", seconds=8) == []
     touched = Change("c", frozenset({"pagoda/kv/manager.py"}))
-    assert chosen(dear, "check", touched, 20) == dear
+    assert chosen(dear, "check", touched, 8) == dear
     assert touched.touches("tests/kv/test_manager.py")
     assert touched.touches("tests/kv/test_kv_manager_more.py")
     assert not touched.touches("tests/engine/test_manager.py")
