@@ -65,7 +65,7 @@ def test_a_family_comes_one_way_in_check_and_four_come_in_all() -> None:
 
 def test_pairs_of_family_way_and_backend_come_in_test() -> None:
     cases = product(family=FAMILIES, way=WAYS, backend=["reference", "cpu"])
-    found = chosen(cases, "test", seconds=0.1)
+    found = chosen(cases, "test", seconds=0.05)
     for one, other in itertools.combinations(("family", "way", "backend"), 2):
         pairs = {(case.axes[one], case.axes[other]) for case in cases}
         assert {(case.axes[one], case.axes[other]) for case in found} == pairs
@@ -76,7 +76,7 @@ def test_pairs_of_family_way_and_backend_come_in_test() -> None:
 def test_seeds_are_one_in_so_many_from_a_place_of_the_commit() -> None:
     cases = product(seed=[*range(0, 5000, 50)])
     for tier, every in (("check", 20), ("test", 5), ("all", 1)):
-        places = [cases.index(case) for case in chosen(cases, tier, seconds=0.1)]
+        places = [cases.index(case) for case in chosen(cases, tier, seconds=0.05)]
         assert places == list(range(places[0], 100, every))
     assert len({chosen(cases, "check", change, 0.05)[0].name for change in COMMITS}) > 1
     assert len(chosen(product(first=[*range(0, 9)]), "check")) == 1
@@ -88,7 +88,7 @@ def test_kernels_are_the_reference_and_the_best_ones() -> None:
     cases = product(ops=[*INSTRUCTION_SETS[:4]], number=[*range(10)])
     in_check = {case.axes["ops"][0] for case in chosen(cases, "check", seconds=0.1)}
     assert in_check == {"reference", INSTRUCTION_SETS[3]}
-    in_test = {case.axes["ops"][0] for case in chosen(cases, "test", seconds=0.1)}
+    in_test = {case.axes["ops"][0] for case in chosen(cases, "test", seconds=0.05)}
     assert len(in_test) == 3
     assert in_test >= in_check
 
