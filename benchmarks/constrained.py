@@ -26,9 +26,9 @@ from pagoda.cli.server_process import server_process
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
-from pagoda.frontend.constraints import json_grammar
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.grammars.constraints import json_grammar
 
 _STREAMS = 16
 _MAX_TOKENS = 128

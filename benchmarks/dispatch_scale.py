@@ -13,12 +13,12 @@ import time
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.replica import Replica
+from pagoda.concurrency.async_utils import cancel_all
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.policies import POLICIES, PolicyName
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
+from pagoda.fleet.replica import Replica
 from pagoda.messages.frontend import (
     AbortRequests,
     EngineReady,

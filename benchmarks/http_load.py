@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.figure import Figure
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 _VOCABULARY = 32_768
 _FIRST_NUMBER = 258

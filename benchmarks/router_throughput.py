@@ -33,16 +33,15 @@ from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import output
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.frontend import event_loop
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.discovery.joins import Membership
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
-from pagoda.frontend.fleet import read_cluster_key
-from pagoda.frontend.host_client import Identity
-from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.host_sockets import CurveSockets
-from pagoda.frontend.model_text import load_text
-from pagoda.frontend.token_stream import TokenStream
+from pagoda.concurrency import event_loop
+from pagoda.concurrency.async_utils import cancel_all
+from pagoda.fleet.discovery.joins import Membership
+from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
+from pagoda.fleet.fleet import read_cluster_key
+from pagoda.fleet.hosts.host_client import Identity
+from pagoda.fleet.hosts.host_server import HostServer
+from pagoda.fleet.hosts.host_sockets import CurveSockets
+from pagoda.fleet.token_stream import TokenStream
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.frontend import (
     EngineReady,
@@ -53,6 +52,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
+from pagoda.text.model_text import load_text
 
 _WORD = " the"
 """Text of one token that occurs nowhere else in an event: its occurrences count the tokens."""

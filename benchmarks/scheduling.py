@@ -15,7 +15,6 @@ from collections import deque
 
 from benchmarks.figure import Figure
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import SimConfig
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
@@ -23,6 +22,7 @@ from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiers import build_tiers
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady

@@ -22,8 +22,8 @@ import msgspec
 
 from benchmarks.routing import Outcome, Timed, replica, serve
 from pagoda.cli import output
-from pagoda.engine.config import EngineConfig
-from pagoda.frontend.policies import PolicyName
+from pagoda.fleet.policies import PolicyName
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 

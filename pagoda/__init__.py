@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
-    from pagoda.frontend.async_llm import AsyncLLM
-    from pagoda.frontend.beam_search import BeamSearchParams
-    from pagoda.frontend.llm import LLM
-    from pagoda.frontend.outputs import CompletionOutput, RequestOutput
+    from pagoda.llm.async_llm import AsyncLLM
+    from pagoda.llm.llm import LLM
+    from pagoda.llm.outputs import CompletionOutput, RequestOutput
     from pagoda.messages.sampling_params import SamplingParams, StructuredOutputsParams
+    from pagoda.text.beam_search import BeamSearchParams
 
 __all__ = [
     "LLM",
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncLLM": "pagoda.frontend.async_llm",
-    "BeamSearchParams": "pagoda.frontend.beam_search",
-    "CompletionOutput": "pagoda.frontend.outputs",
-    "LLM": "pagoda.frontend.llm",
-    "RequestOutput": "pagoda.frontend.outputs",
+    "AsyncLLM": "pagoda.llm.async_llm",
+    "BeamSearchParams": "pagoda.text.beam_search",
+    "CompletionOutput": "pagoda.llm.outputs",
+    "LLM": "pagoda.llm.llm",
+    "RequestOutput": "pagoda.llm.outputs",
     "SamplingParams": "pagoda.messages.sampling_params",
     "StructuredOutputsParams": "pagoda.messages.sampling_params",
 }

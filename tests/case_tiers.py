@@ -36,8 +36,20 @@ ROTATED = {
 OF_OTHER_KERNELS = {"tests/backend/": ("csrc/", "CMakeLists.txt")}
 """The same for runs with kernels that were built apart, as `make test-native` does."""
 WITHOUT_TORCH = {
-    *("admission", "api", "cli", "docs", "engine", "executor", "faults", "frontend", "ipc", "kv"),
-    *("messages", "pd", "sim", "telemetry", "tools", "tests"),
+    *(
+        "admission",
+        "api",
+        "cli",
+        "concurrency",
+        "docs",
+        "engine",
+        "executor",
+        "faults",
+        "fleet",
+        "ipc",
+        "kv",
+    ),
+    *("llm", "messages", "pd", "sim", "telemetry", "text", "tools", "tests"),
 }
 """Rooms whose modules do not load torch, and the tests that are in no room."""
 

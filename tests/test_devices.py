@@ -20,8 +20,8 @@ from pagoda.devices import (
     with_kind,
 )
 from pagoda.errors import ConfigError
-from pagoda.frontend.engine_options import ParallelOptions
-from pagoda.frontend.llm_arguments import configure
+from pagoda.llm.engine_options import ParallelOptions
+from pagoda.llm.llm_arguments import configure
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
 

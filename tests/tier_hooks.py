@@ -39,12 +39,15 @@ SHORT_ROOMS = (
     "api",
     "backend",
     "checkpoints",
-    "frontend",
+    "concurrency",
+    "fleet",
     "ipc",
     "kv",
+    "llm",
     "messages",
     "model",
     "telemetry",
+    "text",
     "tools",
 )
 """Rooms of short tests. Workers of xdist take a file of these at a time, and tests of other rooms one by one."""

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.chaos.processes import reporting
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 
 class Seen(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from benchmarks.idle import cpu_share
 from benchmarks.start_up import ask_once
 from pagoda.api.live_stats import WINDOW_S
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 _LARGEST_SHARE = 0.003
 _SCRAPE_S = 15.0

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.chaos.processes import reporting
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 _LEAVING_SHARE = 0.15
 """Share of clients that leave in the middle of their answer."""

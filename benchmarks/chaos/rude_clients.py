@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 KINDS = ("drop", "reading", "never-read", "half-open")
 

@@ -24,12 +24,12 @@ import zmq
 
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import output
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.executor.base import ExecutorEvent
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepResult

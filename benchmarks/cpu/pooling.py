@@ -20,9 +20,9 @@ from cyclopts import App, Parameter
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pagoda.cli import output
-from pagoda.frontend.embeddings import EmbeddingOptions
-from pagoda.frontend.llm import LLM
+from pagoda.llm.llm import LLM
 from pagoda.messages.frontend import Pooling
+from pagoda.text.embeddings import EmbeddingOptions
 
 _VOCAB_SIZE = 30522
 _app = App()

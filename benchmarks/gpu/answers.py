@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pagoda.cli import output
 from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.options import GeneralOptions
-from pagoda.frontend.llm import LLM
+from pagoda.llm.llm import LLM
 from pagoda.messages.sampling_params import SamplingParams
 
 

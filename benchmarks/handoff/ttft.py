@@ -24,14 +24,14 @@ import msgspec
 
 from benchmarks.handoff.pod import BLOCK_SIZE, on_cores, random_prompt, two_cores, write_key
 from pagoda.cli import output
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import (
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.replica import Replica
+from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
     HandoffOptions,
     ParallelOptions,
 )
-from pagoda.frontend.replica import Replica
 from pagoda.messages.frontend import GenerateRequest, KVSource
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import Role

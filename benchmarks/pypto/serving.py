@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.replica import Replica
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.replica import Replica
+from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams

@@ -8,15 +8,15 @@ import asyncio
 import msgspec
 
 from benchmarks.simulation.network import SimNetwork
-from pagoda.engine.config import EngineConfig
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
 from pagoda.executor.sim import SimExecutor
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.prefix_index import short_keys
-from pagoda.frontend.replica import Replica
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.prefix_index import short_keys
+from pagoda.fleet.replica import Replica
 from pagoda.ipc.clock import LoopClock
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
     AbortRequests,
     FrontendMessage,

@@ -9,7 +9,7 @@ from aiohttp import web
 from pagoda.api.errors import ApiError
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextGenerator
+from pagoda.text.text_generator import TextGenerator
 
 _TEXT = "text/plain; charset=utf-8"
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pagoda.frontend.request_tracker import RequestStatistics
+from pagoda.telemetry.request_tracker import RequestStatistics
 
 _log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from pagoda.api.request_metrics import Refusal
 from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
-from pagoda.frontend.request_tracker import ClientRequest
 from pagoda.ipc.clock import MAX_TIMEOUT_S
+from pagoda.telemetry.request_tracker import ClientRequest
 
 STREAMS = frozenset({"/v1/live"})
 """Routes whose answer has no end, so that HEAD is refused."""

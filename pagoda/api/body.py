@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from pagoda.api.body_structure import check_structure
 from pagoda.api.ignored_fields import Hint, Ignored
+from pagoda.concurrency.async_utils import LongWork
 from pagoda.errors import InvalidRequestError, refuse
-from pagoda.frontend.async_utils import LongWork
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.whole_numbers import whole_numbers
 

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pagoda.api.fields import GenerationFields
+from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import refuse
-from pagoda.frontend.async_utils import LONG_TEXT_CHARS
-from pagoda.frontend.constraints import (
+from pagoda.messages.frontend import Grammar
+from pagoda.text.grammars.constraints import (
     check_names,
     grammar_of,
     json_object_grammar,
     structured_grammar,
 )
-from pagoda.frontend.json_size import json_size
-from pagoda.messages.frontend import Grammar
+from pagoda.text.json_size import json_size
 
 _BACKENDS = ("auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer")
 _NAMED_BY_KIND = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}

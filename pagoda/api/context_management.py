@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagoda.errors import refuse
-from pagoda.frontend.json_size import json_size
+from pagoda.text.json_size import json_size
 
 _TRIGGERS = {"clear_tool_uses": 100_000, "compact": 150_000}
 """Tokens of a prompt above which an edit takes place, unless it says otherwise."""

@@ -19,15 +19,15 @@ from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
 from pagoda.api.tool_choice import ToolChoice, new_call_id, served_tools, tool_choice_of
+from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import InvalidRequestError, refuse
-from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
-from pagoda.frontend.async_utils import LONG_TEXT_CHARS
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.json_size import json_size
-from pagoda.frontend.reasoning_border import ReasoningBorder
-from pagoda.frontend.text_generator import TextDelta, TextGenerator
-from pagoda.frontend.tool_grammars import answer_grammar
 from pagoda.messages.frontend import FinishReason
+from pagoda.text.answer_formats import AnswerFormats, ReasoningFormat
+from pagoda.text.grammars.tool_grammars import answer_grammar
+from pagoda.text.json_size import json_size
+from pagoda.text.reasoning_border import ReasoningBorder
+from pagoda.text.templates.chat_template import ChatTemplate
+from pagoda.text.text_generator import TextDelta, TextGenerator
 
 _EFFORTS_OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """The efforts that gpt-oss does not know, and the nearest that it does."""

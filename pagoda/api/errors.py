@@ -15,8 +15,8 @@ from pagoda.errors import (
     OverloadedError,
     PagodaError,
 )
-from pagoda.frontend.text_generator import PromptTooLongError
 from pagoda.telemetry.logging import withheld
+from pagoda.text.text_generator import PromptTooLongError
 
 INTERNAL_ERROR = "The server made an error; its log says more."
 

@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector
 
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
-from pagoda.frontend.request_tracker import REFUSED
 from pagoda.messages.figures import Figure, figures_of
 from pagoda.messages.load import (
     PHASES,
@@ -32,6 +31,7 @@ from pagoda.messages.load import (
     TierLoad,
 )
 from pagoda.telemetry.histogram import Histogram
+from pagoda.telemetry.request_tracker import REFUSED
 from pagoda.version import __version__
 
 _REPLICA = ("model_name", "replica")

@@ -18,7 +18,6 @@ from pagoda.api.body import Timeout
 from pagoda.api.ignored_fields import Ignored
 from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
-from pagoda.frontend.beam_search import BeamSearchParams
 from pagoda.messages.sampling_params import (
     ALL_LOGPROBS,
     MAX_ALLOWED_TOKENS,
@@ -28,6 +27,7 @@ from pagoda.messages.sampling_params import (
     SamplingParams,
     TokenId,
 )
+from pagoda.text.beam_search import BeamSearchParams
 
 MAX_TOKEN_IDS = 2**19
 """Most token ids in one list; decoding more would hold up other streams. Longer prompts come as text."""

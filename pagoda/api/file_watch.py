@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pagoda.concurrency.async_utils import cancel_all, keep_going
 from pagoda.errors import ConfigError
-from pagoda.frontend.async_utils import cancel_all, keep_going
 
 _INTERVAL_S = 1.0
 """Seconds between two looks. A look is one `stat` of each file, in a thread; file systems of the network, and the

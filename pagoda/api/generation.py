@@ -24,12 +24,12 @@ from pagoda.api.fields import (
 from pagoda.api.kv_transfer import Handoff, handoff_of
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventStream
+from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
-from pagoda.frontend.async_utils import gather_all
-from pagoda.frontend.beam_search import BeamSearchParams, beam_search
-from pagoda.frontend.reasoning_border import ReasoningBorder
-from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import KVSource
+from pagoda.text.beam_search import BeamSearchParams, beam_search
+from pagoda.text.reasoning_border import ReasoningBorder
+from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest
 
 Prompt = str | Sequence[int]
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextGenerator
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.text.text_generator import TextGenerator
+from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 _PREFIX_FIRST = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma

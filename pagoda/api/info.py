@@ -17,7 +17,7 @@ from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
-from pagoda.frontend.registry import HostReport
+from pagoda.fleet.hosts.registry import HostReport
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role

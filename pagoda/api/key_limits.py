@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pagoda.api.errors import ApiError
 from pagoda.api.keys import ApiKey
 from pagoda.errors import OverloadedError
-from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
+from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 
 _MINUTE_S = 60.0
 

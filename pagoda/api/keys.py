@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_tracker import LOWEST_PRIORITY
+from pagoda.telemetry.request_tracker import LOWEST_PRIORITY
 
 _MARK = ":="
 """Separator of a name and its key. `=` alone may occur in a key, and no part of a key must become a name."""

@@ -20,11 +20,11 @@ import msgspec
 
 from pagoda.api.live_history import LiveHistory
 from pagoda.errors import EngineDeadError
-from pagoda.frontend.endpoint import Endpoint
-from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
+from pagoda.fleet.endpoint import Endpoint
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.telemetry.histogram import Histogram, total
+from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 
 _log = logging.getLogger(__name__)
 

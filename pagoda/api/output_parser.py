@@ -27,9 +27,9 @@ from pagoda.api.parsers.json_calls import (
 from pagoda.api.parsers.reasoning import read_reasoning
 from pagoda.api.parsers.schemas import ToolSchemas
 from pagoda.api.parsers.xml_calls import read_glm45, read_hermes, read_qwen3_coder
-from pagoda.frontend.answer_formats import HARMONY, ToolFormatName
-from pagoda.frontend.reasoning_border import ReasoningBorder
-from pagoda.frontend.text_source import Steps, TextSource
+from pagoda.text.answer_formats import HARMONY, ToolFormatName
+from pagoda.text.reasoning_border import ReasoningBorder
+from pagoda.text.text_source import Steps, TextSource
 
 __all__ = ["AnswerDelta", "OutputParser", "ToolCallDelta"]
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from pagoda.api.errors import ApiError
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import refuse
-from pagoda.frontend.trace_control import TraceControl, TraceStateError
+from pagoda.fleet.trace_control import TraceControl, TraceStateError
 from pagoda.telemetry.tracer import LEVELS, TraceLevel
 
 _MAX_SECONDS = 86400.0

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from pagoda.api.errors import ApiError
-from pagoda.frontend.async_utils import LongWork
+from pagoda.concurrency.async_utils import LongWork
 
 INFLATED_PIECE_BYTES = 2**20
 """Bytes that an upload is inflated to at a time."""

@@ -18,7 +18,7 @@ from pagoda.api.keys import NOBODY, ApiKey, Scope
 from pagoda.api.request_body import inflated, whole_body
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, encode_in_parts, encode_json
-from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics
+from pagoda.telemetry.request_tracker import ClientRequest, RequestStatistics
 
 T = TypeVar("T")
 

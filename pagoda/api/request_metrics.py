@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.frontend.request_tracker import REFUSED, TIMED_OUT, RequestStatistics, RequestTracker
 from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.histogram import Histogram, total
+from pagoda.telemetry.request_tracker import REFUSED, TIMED_OUT, RequestStatistics, RequestTracker
 
 # The bounds are those of vLLM, so that figures of both can be laid side by side.
 _FIRST_TOKEN_S = (

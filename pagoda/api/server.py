@@ -21,18 +21,18 @@ from pagoda.api.file_watch import FileWatch, WatchedFiles
 from pagoda.api.listener import Listener
 from pagoda.api.service import ApiConfig, Service
 from pagoda.api.service_manager import ServiceManager
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import ConfigError
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.fleet import Fleet
-from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_spans import RequestSpans
-from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.frontend.text_generator import start_generator
-from pagoda.frontend.trace_control import TraceControl
+from pagoda.fleet.fleet import Fleet
+from pagoda.fleet.trace_control import TraceControl
 from pagoda.ipc.tls import ServerTls
 from pagoda.messages.frontend import EngineReady
+from pagoda.telemetry.request_spans import RequestSpans
+from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.trace_ending import EXIT_S
 from pagoda.telemetry.tracer import ProfileConfig, Tracer
+from pagoda.text.model_text import ModelText
+from pagoda.text.text_generator import start_generator
 
 _log = logging.getLogger("pagoda.api")
 

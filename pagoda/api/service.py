@@ -25,12 +25,12 @@ from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard
-from pagoda.frontend.async_utils import LongWork
-from pagoda.frontend.fleet import Fleet
-from pagoda.frontend.registry import Registry
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
-from pagoda.frontend.text_generator import TextGenerator
-from pagoda.frontend.trace_control import TraceControl
+from pagoda.concurrency.async_utils import LongWork
+from pagoda.fleet.fleet import Fleet
+from pagoda.fleet.hosts.registry import Registry
+from pagoda.fleet.trace_control import TraceControl
+from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
+from pagoda.text.text_generator import TextGenerator
 
 if TYPE_CHECKING:
     from pagoda.api.batches.files import FileStore

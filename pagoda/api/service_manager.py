@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from pagoda.frontend.endpoint import Health
+from pagoda.fleet.endpoint import Health
 
 RECOVERY_S = 3600.0
 """Seconds for which the watchdog is fed though the model makes no progress: engines and workers have time-outs of

@@ -16,9 +16,9 @@ from pagoda.api.openai.bodies import Tools
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import encode_json
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import Messages
-from pagoda.frontend.text_generator import TextGenerator
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.text.templates.conversation import Messages
+from pagoda.text.text_generator import TextGenerator
+from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 _TOKENS_AT_ONCE = 4096
 """Tokens whose pieces are put together without letting other threads run."""

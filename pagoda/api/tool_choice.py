@@ -15,9 +15,9 @@ import msgspec
 from pagoda.api.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
-from pagoda.frontend.answer_formats import AnswerFormats, ToolFormatName
-from pagoda.frontend.tool_grammars import CallableTool, CallRules
-from pagoda.frontend.tool_schemas import check_total, held_schema
+from pagoda.text.answer_formats import AnswerFormats, ToolFormatName
+from pagoda.text.grammars.tool_grammars import CallableTool, CallRules
+from pagoda.text.grammars.tool_schemas import check_total, held_schema
 
 Mode = Literal["none", "auto", "required", "named"]
 

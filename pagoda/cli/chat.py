@@ -15,7 +15,7 @@ from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
 from pagoda.cli.options import AnswerOptions, GeneralOptions, SamplingOptions, TrustOptions
 from pagoda.errors import PagodaError
-from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
+from pagoda.llm.engine_options import EngineOptions, ParallelOptions
 
 _HELP = """\
 /reset  forget the conversation so far

@@ -24,7 +24,7 @@ from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.openai_client import PATHS, OpenAIClient
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.server_process import server_process
-from pagoda.frontend import event_loop
+from pagoda.concurrency import event_loop
 
 _SKILLS = ("addition", "reversing", "sorting", "json", "thinking", "tool_call", "recall_short")
 """Skills of the embedded model that the demo asks about, if the file has them."""

@@ -19,9 +19,9 @@ from pagoda.cli.model_report import check_memory, check_tensors, location, model
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.weight_traffic import WeightTraffic, weight_traffic
 from pagoda.errors import PagodaError
-from pagoda.frontend.engine_options import Dtype, QuantizationName
-from pagoda.frontend.model_text import load_text
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
+from pagoda.llm.engine_options import Dtype, QuantizationName
+from pagoda.text.model_text import load_text
 from pagoda.version import __version__
 
 

@@ -35,9 +35,9 @@ from pagoda.cli.options import (
     ProfileOptions,
     SamplingOptions,
 )
+from pagoda.concurrency.loop_thread import LoopThread
 from pagoda.errors import ConfigError
-from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
-from pagoda.frontend.loop_thread import LoopThread
+from pagoda.llm.engine_options import EngineOptions, ParallelOptions
 
 
 def generate(

@@ -22,14 +22,14 @@ from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import ProfileOptions, TrustOptions
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.fleet import Fleet
-from pagoda.frontend.loop_thread import LoopThread
-from pagoda.frontend.model_text import load_text
-from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.frontend.text_generator import start_generator
-from pagoda.frontend.trace_control import TraceControl, start_offline, stop_into_file
+from pagoda.concurrency.loop_thread import LoopThread
+from pagoda.fleet.fleet import Fleet
+from pagoda.fleet.trace_control import TraceControl, start_offline, stop_into_file
+from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
+from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
+from pagoda.text.model_text import load_text
+from pagoda.text.text_generator import start_generator
 
 _HOST = "127.0.0.1"
 

@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _hint(error: CoercionError) -> str:
     """The flag that a value of another one was probably meant for."""
-    from pagoda.frontend.flag_hints import hint
+    from pagoda.llm.flag_hints import hint
 
     if error.argument is None or error.token is None:
         return ""

@@ -14,7 +14,6 @@ from cyclopts.validators import Number
 
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
-from pagoda.frontend.constraints import grammar_of
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.tls import TlsFiles, client_context
 from pagoda.telemetry.logging import (
@@ -25,6 +24,7 @@ from pagoda.telemetry.logging import (
     configure_logging,
 )
 from pagoda.telemetry.tracer import DEFAULT_DIRECTORY, LEVELS, ProfileConfig
+from pagoda.text.grammars.constraints import grammar_of
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Length = Annotated[int, Parameter(validator=Number(gte=0))]

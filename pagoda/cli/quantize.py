@@ -21,10 +21,10 @@ from pagoda.cli.options import Count, GeneralOptions
 from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
-from pagoda.frontend.engine_options import GroupSize, parse_bytes
-from pagoda.frontend.text_files import calibration_windows
 from pagoda.ipc.machine import format_bytes
+from pagoda.llm.engine_options import GroupSize, parse_bytes
 from pagoda.messages.jobs import QuantizeConfig, QuantizeFormat, QuantizeResult
+from pagoda.text.text_files import calibration_windows
 
 _JOB = "pagoda.worker.quantize"
 _DEFAULT_GROUP_SIZE = 32

@@ -17,13 +17,13 @@ from pagoda.cli.options import Count, GeneralOptions, ProfileOptions, Seconds
 from pagoda.cli.serve import JoinOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults, plan_of
-from pagoda.frontend.adapters import AdapterRegistry, parse_adapters
-from pagoda.frontend.discovery.base import Discover
-from pagoda.frontend.discovery.flags import discovering
-from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
-from pagoda.frontend.fleet import Fleet, RouterConfig
-from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
-from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS
+from pagoda.fleet.adapters import AdapterRegistry, parse_adapters
+from pagoda.fleet.discovery.base import Discover
+from pagoda.fleet.discovery.flags import discovering
+from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
+from pagoda.fleet.fleet import Fleet, RouterConfig
+from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
+from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig

@@ -37,33 +37,33 @@ from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions, ProfileOptions, Seconds, tls_files
 from pagoda.cli.server_process import READY_PREFIX
-from pagoda.engine.config import EngineConfig, KVTiersConfig
+from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
-from pagoda.frontend import event_loop
-from pagoda.frontend.answer_formats import AUTO, ParserChoice
-from pagoda.frontend.discovery.addresses import Advertised, etcd_files
-from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.engine_options import (
-    EngineOptions,
-    ExecutorOptions,
-    HandoffOptions,
-    ParallelOptions,
-    parse_bytes,
-)
-from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
-from pagoda.frontend.model_text import SpecialTokensInText, load_text
-from pagoda.frontend.request_spans import RequestSpans
-from pagoda.frontend.request_tracker import RequestTracker
+from pagoda.fleet.discovery.addresses import Advertised, etcd_files
+from pagoda.fleet.discovery.flags import registering
+from pagoda.fleet.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import available_memory_bytes, format_bytes
 from pagoda.ipc.tls import ServerTls, TlsFiles, client_context
 from pagoda.kv.disk_policy import check_quota
+from pagoda.llm.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+    parse_bytes,
+)
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
+from pagoda.telemetry.request_spans import RequestSpans
+from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
+from pagoda.text.answer_formats import AUTO, ParserChoice
+from pagoda.text.model_text import SpecialTokensInText, load_text
 from pagoda.version import __version__
 
 _log = logging.getLogger("pagoda.cli")

@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.grammar_compiler import compile_grammar
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
@@ -20,6 +19,7 @@ from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.links import HandoffLinks
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.leaders import Leaders
@@ -24,6 +23,7 @@ from pagoda.engine.plans import Behind, InFlightStep, PlanBuilder, Wishes
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady
 

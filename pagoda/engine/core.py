@@ -11,7 +11,6 @@ from pagoda.engine import canary
 from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.canary import Canary
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.deadlines import Deadlines
 from pagoda.engine.kv_transfers import TiersBuilder
@@ -26,6 +25,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.kv.events import KVEvent
 from pagoda.kv.tiers import build_tiers
 from pagoda.messages.adapters import AdapterLoaded
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,

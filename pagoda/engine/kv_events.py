@@ -16,11 +16,11 @@ from itertools import islice
 import msgspec
 import zmq
 
-from pagoda.engine.config import KVEventsConfig
 from pagoda.errors import ConfigError
 from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.door import Door, guard
 from pagoda.kv.events import AllBlocksCleared, KVEvent, KVEventBatch
+from pagoda.messages.engine_config import KVEventsConfig
 
 TOPIC = b"kv-events"
 """Topic of vLLM's example."""

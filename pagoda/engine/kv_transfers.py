@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
@@ -26,6 +25,7 @@ from pagoda.kv.group_lookup import PendingLookup
 from pagoda.kv.manager import PrefixHit
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,

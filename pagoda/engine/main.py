@@ -21,7 +21,6 @@ import msgspec
 import zmq
 
 from pagoda.engine.assembly import open_grammars
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError, PagodaError
@@ -40,6 +39,7 @@ from pagoda.ipc.machine import memory_of
 from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
     AbortRequests,

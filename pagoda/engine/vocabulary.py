@@ -34,7 +34,7 @@ class TokenTextsOrder(msgspec.Struct, frozen=True):
 def load_token_texts(order: TokenTextsOrder) -> TokenTexts:
     """Reads a model's tokenizer in a process of its own: engines handle no text, and stay small.
     Raises PagodaError: there is no tokenizer that can be read."""
-    command = [sys.executable, "-m", "pagoda.frontend.token_texts"]
+    command = [sys.executable, "-m", "pagoda.text.token_texts"]
     encoded = msgspec.msgpack.encode(order)
     done = subprocess.run(command, input=encoded, capture_output=True, check=False)
     if done.returncode != 0:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
-from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
+from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.kv_groups import KVKind, full_group
 from pagoda.messages.tracing import TraceStopped

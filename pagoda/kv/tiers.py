@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagoda.engine.config import KVTiersConfig
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
@@ -22,6 +21,7 @@ from pagoda.kv.host_tier import HostTier
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker import WorkerReady
 

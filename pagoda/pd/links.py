@@ -13,13 +13,13 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pagoda.engine.config import HandoffConfig
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.addresses import allow_ipv6, numeric
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server, start_authenticator
 from pagoda.ipc.door import guard, pieces
+from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 

@@ -22,9 +22,9 @@ from pagoda.api.app import ApiServer
 from pagoda.api.batches.files import FileStore
 from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.service import ApiConfig, Service
-from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.worker_config import Role
+from pagoda.text.model_text import ModelText
+from pagoda.text.text_generator import TextGenerator
 
 
 @dataclass

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.frontend.model_text import ModelText, synthetic_model_text
-from pagoda.frontend.tokenizer import IM_END, IM_START, Tokenizer, byte_level_alphabet
+from pagoda.text.model_text import ModelText, synthetic_model_text
+from pagoda.text.tokenizers.tokenizer import IM_END, IM_START, Tokenizer, byte_level_alphabet
 
 QWEN_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 

@@ -17,7 +17,7 @@ import pytest
 
 from pagoda.api import body as body_module
 from pagoda.api import request_body
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 SHORT = 256
 NOT_SERVED = ("/tests/", "/executor/sim")

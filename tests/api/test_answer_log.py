@@ -12,7 +12,7 @@ from linked_hosts import until
 from pagoda.api.answer_log import log_answer
 from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 PROMPT = "a secret question"
 

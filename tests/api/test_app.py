@@ -10,7 +10,7 @@ from pagoda.api.dialect import OPENAI
 from pagoda.api.keys import ApiKeys
 from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.errors import OverloadedError
-from pagoda.frontend.endpoint import Health
+from pagoda.fleet.endpoint import Health
 from pagoda.version import __version__
 
 # ---- routes

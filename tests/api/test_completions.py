@@ -210,8 +210,8 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(
         return text(self, token_id)
 
     monkeypatch.setattr(TokenSpelling, "text", noting)
-    monkeypatch.setattr("pagoda.frontend.async_utils.LONG_TEXT_CHARS", 8)
-    monkeypatch.setattr("pagoda.frontend.async_utils._SHORT_TEXT_CHARS", -1)
+    monkeypatch.setattr("pagoda.concurrency.async_utils.LONG_TEXT_CHARS", 8)
+    monkeypatch.setattr("pagoda.concurrency.async_utils._SHORT_TEXT_CHARS", -1)
     assert (await api.complete(**asked)).choices() == expected
     assert "long-work" in threads
     if not stream:

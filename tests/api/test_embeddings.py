@@ -14,11 +14,11 @@ from tables import each_row
 
 from pagoda.api.llamacpp.embedding import normalized
 from pagoda.executor.sim import sim_embedding, sim_logprob
-from pagoda.frontend.adapters import AdapterRegistry
-from pagoda.frontend.text_generator import TextGenerator
+from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.text.text_generator import TextGenerator
 
 
 def vector_of(text: str | list[int], dimensions: int = 8) -> list[float]:

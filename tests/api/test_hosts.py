@@ -14,9 +14,9 @@ from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.errors import OverloadedError
-from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
-from pagoda.frontend.fleet import Fleet, RouterConfig
-from pagoda.frontend.text_generator import TextGenerator
+from pagoda.fleet.discovery.joins import JoinDiscovery, Membership
+from pagoda.fleet.fleet import Fleet, RouterConfig
+from pagoda.text.text_generator import TextGenerator
 
 
 @asynccontextmanager

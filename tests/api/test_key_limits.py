@@ -14,9 +14,9 @@ from template_texts import QWEN
 from pagoda.api.errors import ApiError
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys
+from pagoda.concurrency.async_utils import LongWork, cancel_all
 from pagoda.errors import OverloadedError
-from pagoda.frontend.async_utils import LongWork, cancel_all
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 
 def key(name: str = "k", **limits: int) -> ApiKey:

@@ -9,10 +9,10 @@ from operations import assert_linear
 
 from pagoda.api.live_stats import Growth, Latencies, Percentiles, Progress
 from pagoda.api.request_metrics import RequestMetrics
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
-from pagoda.frontend.totals import sum_of_loads
+from pagoda.fleet.totals import sum_of_loads
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 
 class Answers:

@@ -40,7 +40,7 @@ from pagoda.api.sglang.bodies import GenerateBody
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest
 from pagoda.api.vllm.server import ChatBatchRequest
 from pagoda.api.vllm.tokens import TokensBody
-from pagoda.frontend.async_utils import LONG_TEXT_CHARS
+from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 
 MOST_OPERATIONS = 50_000
 """Operations of one turn; some milliseconds."""

@@ -15,7 +15,6 @@ from metrics_text import names, series, value
 from pagoda.api.keys import ApiKeys
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import (
     STEP_TOKEN_BOUNDS,
@@ -25,6 +24,7 @@ from pagoda.messages.load import (
     StepTotals,
     TierLoad,
 )
+from pagoda.telemetry.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 
 TIERS = (
     TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),

@@ -12,8 +12,8 @@ import pytest
 
 from pagoda.checkpoints.card import read_card
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.model_text import ModelText, synthetic_model_text
+from pagoda.text.model_text import ModelText, synthetic_model_text
+from pagoda.text.templates.chat_template import ChatTemplate
 from pagoda.version import __version__
 
 THINKS = (

@@ -13,8 +13,8 @@ from parsed_answers import ANY_FORM, CALLS, TOOLS, VALUES, cut, parse
 
 from pagoda.api.output_parser import READERS, OutputParser
 from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS
-from pagoda.frontend.answer_formats import HARMONY, THINK, ParserChoice
-from pagoda.frontend.reasoning_border import ReasoningBorder
+from pagoda.text.answer_formats import HARMONY, THINK, ParserChoice
+from pagoda.text.reasoning_border import ReasoningBorder
 
 THINKS = ReasoningBorder(THINK, is_open=False)
 THINKING = ReasoningBorder(THINK, is_open=True)

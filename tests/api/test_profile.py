@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fragment_files import read_fragments
 
-from pagoda.frontend.trace_control import TraceControl
+from pagoda.fleet.trace_control import TraceControl
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 

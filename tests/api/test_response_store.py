@@ -107,8 +107,8 @@ async def test_what_a_thread_has_put_together_is_kept_on_the_event_loop(
     monkeypatch.setattr(ResponseAnswer, "whole", watched(ResponseAnswer.whole))
     for owner, name in ((ResponseStore, "put"), (ConversationStore, "add"), (EventLog, "append")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
-    monkeypatch.setattr("pagoda.frontend.async_utils.LONG_TEXT_CHARS", 8)
-    monkeypatch.setattr("pagoda.frontend.async_utils._SHORT_TEXT_CHARS", -1)
+    monkeypatch.setattr("pagoda.concurrency.async_utils.LONG_TEXT_CHARS", 8)
+    monkeypatch.setattr("pagoda.concurrency.async_utils._SHORT_TEXT_CHARS", -1)
     response = await respond(api, conversation=conversation)
     await api.post("/v1/responses", {"input": "x", "background": True, "stream": True})
     assert seen == {

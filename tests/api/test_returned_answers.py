@@ -16,9 +16,9 @@ from published_templates import JUDGES, PUBLISHED, published
 from scripted_endpoint import TEXT
 
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.answer_formats import ParserChoice
-from pagoda.frontend.conversation import Message, render_conversation
-from pagoda.frontend.model_text import ModelText
+from pagoda.text.answer_formats import ParserChoice
+from pagoda.text.model_text import ModelText
+from pagoda.text.templates.conversation import Message, render_conversation
 
 FUNCTION = {
     "name": "get_weather",

@@ -23,18 +23,18 @@ from scripted_endpoint import ScriptedEndpoint
 from pagoda.api.server import ServerConfig, serve
 from pagoda.api.service import ApiConfig
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.faults.injector import Faults
-from pagoda.frontend.adapters import AdapterRegistry
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.fleet import Fleet
-from pagoda.frontend.model_text import synthetic_model_text
+from pagoda.fleet.adapters import AdapterRegistry
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.fleet import Fleet
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, clear_fragments, run_prefix
 from pagoda.telemetry.tracer import ProfileConfig, TraceLevel, Tracer
+from pagoda.text.model_text import synthetic_model_text
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 USER = [{"role": "user", "content": "Hello"}]

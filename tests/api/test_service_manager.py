@@ -12,7 +12,7 @@ import pytest
 
 from pagoda.api.service_manager import RECOVERY_S, ServiceManager
 from pagoda.cli.server_process import server_process
-from pagoda.frontend.endpoint import Health
+from pagoda.fleet.endpoint import Health
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 

@@ -15,11 +15,11 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.frontend.answer_formats import ParserChoice
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.detokenizer import byte_level_alphabet
-from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.text.answer_formats import ParserChoice
+from pagoda.text.model_text import ModelText
+from pagoda.text.templates.chat_template import ChatTemplate
+from pagoda.text.tokenizers.detokenizer import byte_level_alphabet
+from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "add", "parameters": PARAMETERS}

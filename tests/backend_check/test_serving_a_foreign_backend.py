@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.llm import LLM
+from pagoda.llm.llm import LLM
 from pagoda.messages.sampling_params import SamplingParams
 
 TOY = Path(__file__).parent.parent / "toy_backend"

@@ -21,8 +21,8 @@ from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.checkpoints.sentence_modules import read_modules
 from pagoda.errors import ConfigError
-from pagoda.frontend.model_text import load_text
-from pagoda.frontend.pooling_files import read_pooling
+from pagoda.text.model_text import load_text
+from pagoda.text.pooling_files import read_pooling
 
 TINY = Path(checkpoints.__file__).parent / "pagoda_tiny"
 

@@ -13,7 +13,7 @@ from pagoda.cli import main as command
 from pagoda.cli.bench.serve import RequestOptions
 from pagoda.cli.options import ProfileOptions
 from pagoda.errors import ConfigError, EngineDeadError
-from pagoda.frontend.engine_options import ExecutorOptions
+from pagoda.llm.engine_options import ExecutorOptions
 from pagoda.telemetry.tracer import ProfileConfig, TraceLevel
 from pagoda.version import __version__
 

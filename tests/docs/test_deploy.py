@@ -17,11 +17,11 @@ import yaml
 
 from pagoda.api.batches.directory import MAX_TEMPORARY_BYTES
 from pagoda.cli.main import build_app
-from pagoda.frontend.discovery.addresses import Advertised, parse_address
-from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.engine_options import HandoffOptions, parse_bytes
-from pagoda.frontend.replica import QUERY_TIMEOUT_S
+from pagoda.fleet.discovery.addresses import Advertised, parse_address
+from pagoda.fleet.discovery.flags import registering
+from pagoda.fleet.replica import QUERY_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
+from pagoda.llm.engine_options import HandoffOptions, parse_bytes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -36,7 +36,7 @@ def test_every_flag_of_serve_is_documented() -> None:
 
     from pagoda.cli.options import GeneralOptions
     from pagoda.cli.serve import ServerOptions
-    from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
+    from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     groups = (ServerOptions, EngineOptions, ParallelOptions, ExecutorOptions, GeneralOptions)

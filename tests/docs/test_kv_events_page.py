@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ports import free_ports
 
-from pagoda.frontend.llm import LLM
+from pagoda.llm.llm import LLM
 
 ROOT = Path(__file__).parents[2]
 

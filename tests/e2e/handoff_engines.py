@@ -12,18 +12,18 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 import psutil
 
-from pagoda.engine.config import EngineConfig
-from pagoda.frontend.endpoint import Endpoint
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import (
+from pagoda.fleet.endpoint import Endpoint
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.policies import POLICIES
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
+from pagoda.fleet.replica import Replica
+from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
     HandoffOptions,
     ParallelOptions,
 )
-from pagoda.frontend.policies import POLICIES
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.replica import Replica
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams

@@ -30,13 +30,13 @@ from handoff_engines import (
 )
 
 import pagoda
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.model_text import load_model_text
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.replica import Replica
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
+from pagoda.fleet.replica import Replica
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.model_text import load_model_text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

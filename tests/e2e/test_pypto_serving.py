@@ -17,11 +17,11 @@ from benchmarks.pypto.device import counted, installed, model_directory, violati
 from benchmarks.pypto.serving import PAGE, requests, serve
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
-from pagoda.frontend.embeddings import EmbeddingError
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.llm import LLM
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.llm.llm import LLM
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.embeddings import EmbeddingError
 
 FEW: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 160, "threads": 1}
 TINY = FEW | {"dtype": "float32", "max_model_len": 512}

@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 import pagoda
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher, LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig

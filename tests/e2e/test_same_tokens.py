@@ -22,15 +22,15 @@ import pytest
 import pytest_asyncio
 
 import pagoda
-from pagoda.engine.config import EngineConfig
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import Fleet
-from pagoda.frontend.model_text import load_model_text
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.fleet import Fleet
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.text.model_text import load_model_text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,13 +14,6 @@ from small_grammars import VOCAB_SIZE
 from benchmarks.simulation.books import check_nothing_left
 from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import (
-    EngineConfig,
-    HandoffConfig,
-    KVEventsConfig,
-    KVTiersConfig,
-    SimConfig,
-)
 from pagoda.engine.core import EngineCore
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import KVTransferHooks
@@ -33,6 +26,13 @@ from pagoda.kv.events import KVEventBatch
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import build_tiers
+from pagoda.messages.engine_config import (
+    EngineConfig,
+    HandoffConfig,
+    KVEventsConfig,
+    KVTiersConfig,
+    SimConfig,
+)
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams

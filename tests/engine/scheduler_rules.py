@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from small_grammars import constraint_of
 
-from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import Cells, SimWorker, sim_embedding, sim_logprob
+from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,

@@ -9,12 +9,12 @@ from harness import Harness, assert_complete, make_request
 from mortal_executor import POISON, MortalExecutor, SpeakingExecutor, speaking
 
 from pagoda.engine.canary import LOSSES_BEFORE
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore, WorkerRestarts
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import FinishReason, PrefixCacheUpdate, RequestRefused
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig

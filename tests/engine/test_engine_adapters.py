@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.core import EngineCore
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import GenerateRequest, RequestRefused
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig

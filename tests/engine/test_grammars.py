@@ -39,10 +39,10 @@ from pagoda.engine.grammars import (
 from pagoda.engine.vocabulary import TokenTexts, TokenTextsOrder, Vocabulary, load_token_texts
 from pagoda.errors import PagodaError
 from pagoda.executor.base import WorkerLost
-from pagoda.frontend.model_text import synthetic_model_text
-from pagoda.frontend.token_texts import token_texts as read_token_texts
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Grammar, RequestRefused
+from pagoda.text.model_text import synthetic_model_text
+from pagoda.text.token_texts import token_texts as read_token_texts
 
 A, COLON = 0, 29
 """Ids of the tokens "a" and ":"."""

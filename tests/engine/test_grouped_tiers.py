@@ -9,9 +9,9 @@ from group_models import NAMES, grouped, state
 from harness import Harness, assert_complete, make_request
 
 from benchmarks.simulation.disk import SimDisk
-from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.sim import TransferFate
 from pagoda.kv.block_keys import group_key, prefix_keys
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.kv_groups import KVGroup, full_group
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer
 

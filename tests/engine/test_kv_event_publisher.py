@@ -17,11 +17,11 @@ from kv_subscriber import BatchOnTheWire, Subscriber
 from ports import free_ports
 
 from pagoda.engine import kv_events
-from pagoda.engine.config import KVEventsConfig
 from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError
 from pagoda.ipc import door
 from pagoda.kv.events import BlockRemoved, BlockStored
+from pagoda.messages.engine_config import KVEventsConfig
 
 
 def key(number: int) -> bytes:

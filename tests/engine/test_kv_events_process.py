@@ -21,13 +21,13 @@ from kv_subscriber import (
 )
 from ports import free_ports
 
-from pagoda.engine.config import EngineConfig, KVEventsConfig, SimConfig
 from pagoda.errors import ConfigError
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import Fleet
-from pagoda.frontend.llm import LLM
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.fleet import Fleet
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.llm.llm import LLM
+from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, SimConfig
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from harness import Harness, assert_complete, make_request
 
-from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.messages import KVPrefilled

@@ -12,10 +12,10 @@ import pytest
 import zmq
 from harness import VOCAB_SIZE, expected_tokens, make_request
 
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.main import EngineProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, socket_address
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import (
     AbortRequests,
     EngineMessage,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mortal_executor import speaking
 
 from pagoda.engine import reports
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.reports import (
     BIN_S,
     CACHE_INTERVAL_S,
@@ -28,12 +27,13 @@ from pagoda.engine.reports import (
     StepRecorder,
 )
 from pagoda.executor.base import WorkerLost
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import Fleet
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.fleet import Fleet
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import CacheRecorder, Medium
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import (
     GenerateRequest,
     PrefixCacheUpdate,

@@ -8,10 +8,10 @@ import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
 
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams

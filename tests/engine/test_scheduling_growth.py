@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import assert_constant, assert_linear
 
-from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.plans import Wishes
 from pagoda.engine.request import Request
 from pagoda.engine.scheduler import Scheduler
+from pagoda.messages.engine_config import KVTiersConfig
 
 SIZES = (256, 512, 1024)
 

@@ -18,12 +18,12 @@ from mortal_executor import POISON, MortalExecutor, random_request
 
 from benchmarks.simulation.books import check_books, in_state
 from benchmarks.simulation.disk import SimDisk
-from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 

@@ -12,12 +12,12 @@ from mortal_executor import SpeakingExecutor
 
 from benchmarks.simulation.books import check_books
 from benchmarks.simulation.disk import SimDisk
-from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 

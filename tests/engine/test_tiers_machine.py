@@ -14,7 +14,6 @@ from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 from benchmarks.simulation.books import check_books, check_nothing_under_way
 from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
@@ -22,6 +21,7 @@ from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.kv.tiers import build_tiers
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Failed

@@ -20,8 +20,8 @@ from mortal_executor import MortalExecutor, random_request, speaking
 from trace_writers import TraceWriters
 
 from pagoda.engine.canary import CANARY_ID
-from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 

@@ -29,7 +29,6 @@ from worker_group import (
 )
 
 from benchmarks.simulation.workers import NobodyLaunched
-from pagoda.engine.config import SimConfig
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
@@ -37,6 +36,7 @@ from pagoda.executor.launcher import LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock, VirtualClock
 from pagoda.ipc.curve import encrypt_client, new_keys
+from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferLink, Transfers
 from pagoda.messages.worker import PROTOCOL_VERSION, StepPlan, StepResult, WorkerFailed, WorkerReady

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from pagoda.engine.config import SimConfig
 from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import (
     DeviceBlocks,

@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from pagoda.engine.config import SimConfig
 from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import (
     KVDirectory,

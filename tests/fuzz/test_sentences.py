@@ -18,8 +18,8 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.frontend.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from pagoda.frontend.tokenizer_checks import growth
+from pagoda.text.tokenizers.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from pagoda.text.tokenizers.tokenizer_checks import growth
 
 
 @pytest.mark.parametrize(

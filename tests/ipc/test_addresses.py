@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.discovery.addresses import Advertised, parse_address
+from pagoda.fleet.discovery.addresses import Advertised, parse_address
 from pagoda.ipc.addresses import bracketed, is_host, numeric, own_address
 
 

@@ -13,11 +13,11 @@ from harness import Harness, assert_complete, make_request
 
 from benchmarks.simulation.books import check_books, in_state
 from benchmarks.simulation.network import SimListener, SimNetwork, SimPeers
-from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.layout import KVLayout
+from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.connector import RemoteKV

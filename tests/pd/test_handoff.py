@@ -10,8 +10,8 @@ import pytest
 from harness import assert_complete, expected_tokens, make_request
 from pair import CHUNKS, PROMPT, Engine, Pair, requests_of, resampled
 
-from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.sim import TransferFate
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, TokenChunk
 from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role

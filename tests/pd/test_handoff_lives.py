@@ -16,10 +16,10 @@ from harness import VOCAB_SIZE, expected_tokens
 from mortal_executor import POISON, MortalExecutor, random_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
-from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.request import RequestState
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.messages.worker_config import Role

@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 import pytest
 import zmq
 
-from pagoda.engine.config import HandoffConfig
 from pagoda.errors import ConfigError
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.ipc.door import pieces
+from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.links import HandoffLinks, Listener, PeerLost, Peers, open_links

@@ -11,8 +11,8 @@ from real_model import LANGUAGES, Oracle, all_ids
 from torch import Tensor
 
 from pagoda import LLM, SamplingParams
-from pagoda.frontend.embeddings import EmbeddingOptions
 from pagoda.messages.frontend import Pooling
+from pagoda.text.embeddings import EmbeddingOptions
 
 NUM_PROMPTS, LENGTH = 25, 48
 """Prompts of each text, and tokens of each answer."""

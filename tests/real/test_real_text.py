@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from real_model import LANGUAGES, TEXTS, Oracle
 
-from pagoda.frontend.model_text import ModelText, load_gguf_text
+from pagoda.text.model_text import ModelText, load_gguf_text
 
 PIECES = [
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<|im_sta", "|>"),

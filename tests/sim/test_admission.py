@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from virtual_fleet import Answer, ask, assert_nothing_left, request, start, virtual
 
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import DeadlineError, OverloadedError
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.messages.frontend import GenerateRequest
 
 

@@ -34,10 +34,10 @@ from virtual_fleet import (
 from benchmarks.simulation.engine import SimEngine
 from pagoda.engine.reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.policies import POLICIES
-from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.policies import POLICIES
+from pagoda.fleet.prefix_index import PrefixIndex
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.load import LoadReport, TierLoad

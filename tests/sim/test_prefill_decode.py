@@ -22,14 +22,14 @@ from virtual_fleet import (
 
 from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.network import SimNetwork
-from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.outliers import SILENCE_S
-from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PATIENCE_S, PrefillDecodeRouter, is_better_here
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.outliers import SILENCE_S
+from pagoda.fleet.policies import POLICIES, PolicyName
+from pagoda.fleet.prefill_decode import PATIENCE_S, PrefillDecodeRouter, is_better_here
 from pagoda.ipc.clock import LoopClock
+from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.frontend import (
     FinishReason,
     FrontendMessage,

@@ -22,7 +22,7 @@ from virtual_fleet import (
 )
 
 from benchmarks.simulation.engine import SimEngine
-from pagoda.frontend.placement import LONE_CRASHES
+from pagoda.fleet.placement import LONE_CRASHES
 from pagoda.messages.frontend import FinishReason
 
 

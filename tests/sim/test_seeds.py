@@ -12,7 +12,7 @@ from benchmarks.simulation.seeds.draw import Kind, draw
 from benchmarks.simulation.seeds.life import live
 from benchmarks.simulation.seeds.runner import live_all
 from pagoda.engine.scheduler import Scheduler
-from pagoda.frontend.token_stream import TokenStream
+from pagoda.fleet.token_stream import TokenStream
 from pagoda.kv.manager import BlockTable, KVManager
 from pagoda.messages.frontend import TokenChunk
 

@@ -12,10 +12,10 @@ import pytest
 from virtual_fleet import ask, engine_config, request, start, start_fleet, virtual
 
 from benchmarks.simulation.engine import SimEngine
-from pagoda.frontend import outliers
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.policies import PolicyName
-from pagoda.frontend.token_stream import TokenStream
+from pagoda.fleet import outliers
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.policies import PolicyName
+from pagoda.fleet.token_stream import TokenStream
 from pagoda.messages.frontend import GenerateRequest
 
 Generate = Callable[[GenerateRequest], TokenStream]

@@ -14,12 +14,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.event_loop import run
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_token
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.placement import ReplicaSlot
-from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.placement import ReplicaSlot
+from pagoda.fleet.policies import POLICIES, PolicyName
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import FinishReason, FrontendMessage, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig

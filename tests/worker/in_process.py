@@ -15,12 +15,12 @@ from thread_group import ThreadGroup
 from tiny_models import continuation
 from transformers import PreTrainedModel
 
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport

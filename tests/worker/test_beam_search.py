@@ -12,9 +12,9 @@ import torch
 from in_process import InProcessEngine
 from tiny_models import make_model
 
-from pagoda.frontend.beam_search import BeamSearch, BeamSearchParams
 from pagoda.messages.frontend import GenerateRequest, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.beam_search import BeamSearch, BeamSearchParams
 
 CONTEXT = 96
 PROMPTS = [[random.Random(seed).randrange(320) for _ in range(10 + seed)] for seed in range(4)]

@@ -30,10 +30,10 @@ from handoff_engines import (
 )
 from tiny_models import continuation
 
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.replica import Replica
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
+from pagoda.fleet.replica import Replica
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.kv_groups import KVKind, layer_groups

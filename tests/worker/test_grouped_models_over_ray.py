@@ -14,10 +14,10 @@ from ports import free_ports
 from tiny_models import continuation
 
 from benchmarks.ray_nodes import RayCluster, ray_cluster
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.policies import POLICIES
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.policies import POLICIES
+from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 

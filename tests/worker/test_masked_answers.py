@@ -12,9 +12,9 @@ from in_process import engine
 from tiny_models import make_model
 
 from pagoda.engine.vocabulary import TokenTextsOrder
-from pagoda.frontend.token_texts import token_texts
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.token_texts import token_texts
 
 TEXTS = token_texts(TokenTextsOrder("tiny", "dummy", simulated=True))
 (EOS,) = TEXTS.eos_token_ids

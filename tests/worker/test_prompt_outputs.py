@@ -18,9 +18,9 @@ import transformers
 from in_process import InProcessEngine, engine
 from tiny_models import FAMILIES, make_model
 
-from pagoda.frontend.pooling_files import read_pooling
 from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.pooling_files import read_pooling
 
 PROMPTS = [
     [random.Random(length).randrange(320) for _ in range(length)] for length in (1, 2, 17, 70, 70)

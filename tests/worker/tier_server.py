@@ -8,9 +8,9 @@ from pathlib import Path
 import zmq
 from replica import new_executor
 
-from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.engine.core import EngineCore
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig

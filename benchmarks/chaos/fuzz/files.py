@@ -31,9 +31,7 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.checkpoints.topology import check_shares
 from pagoda.cli.main import build_app
 from pagoda.errors import ConfigError, InvalidRequestError
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.discovery.hosts_file import read_hosts
-from pagoda.frontend.model_text import ModelText, load_gguf_text, load_model_text
+from pagoda.fleet.discovery.hosts_file import read_hosts
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.disk_scanner import DiskScanner, ScanEnded
 from pagoda.kv.objects import Manifest, ObjectError, ObjectFiles, open_directory, seal
@@ -42,6 +40,8 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.merge.chrome import read_chrome_trace, write_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.telemetry.report.reporting import report_of
+from pagoda.text.model_text import ModelText, load_gguf_text, load_model_text
+from pagoda.text.templates.chat_template import ChatTemplate
 
 _WORDS = "A tower, and 5 pagodas: naïve 東京 <|im_end|> \n\t"
 _MESSAGES: list[dict[str, Any]] = [

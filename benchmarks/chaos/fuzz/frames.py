@@ -22,12 +22,12 @@ from benchmarks.simulation.workers import NobodyLaunched
 from pagoda.errors import PagodaError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
-from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_client import HostClient, Identity
-from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.host_sockets import OnDisconnect, OnMessage
-from pagoda.frontend.policies import POLICIES
+from pagoda.fleet.discovery.etcd_client import EtcdClient, EtcdError
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.hosts.host_client import HostClient, Identity
+from pagoda.fleet.hosts.host_server import HostServer
+from pagoda.fleet.hosts.host_sockets import OnDisconnect, OnMessage
+from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.numbered import Incoming, LostMessageError

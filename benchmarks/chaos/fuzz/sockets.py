@@ -21,18 +21,16 @@ from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.network import SimNetwork
 from pagoda.api.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.grammar_threads import MAX_HUNG_THREADS, STACK_BYTES
 from pagoda.engine.main import EngineProcess
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.model_text import synthetic_model_text
-from pagoda.frontend.policies import POLICIES
-from pagoda.frontend.text_generator import TextGenerator
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.rundir import ENGINE_SOCKET, socket_address
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.layout import KVLayout
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import (
     EngineMessage,
     GenerateRequest,
@@ -46,6 +44,8 @@ from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.messages import DecodeMessage
 from pagoda.pd.transfer_tokens import TransferTokens
+from pagoda.text.model_text import synthetic_model_text
+from pagoda.text.text_generator import TextGenerator
 
 _VOCABULARY = 512
 _ANSWER_MS = 10_000

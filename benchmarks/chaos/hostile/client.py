@@ -20,7 +20,7 @@ from benchmarks.chaos.hostile.attack import Attack, Siege
 from benchmarks.chaos.hostile.constraints import constraints
 from benchmarks.chaos.hostile.sieges import sieges
 from benchmarks.chaos.hostile.values import values
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 NOTHING = "nothing"
 _QUIET_S, _SHORT_QUIET_S = 10.0, 0.5

@@ -22,7 +22,7 @@ from benchmarks.chaos.hostile.client import NOTHING
 from benchmarks.chaos.trial import Outcome, Trial
 from pagoda.cli import output
 from pagoda.cli.server_process import server_process
-from pagoda.frontend.event_loop import run
+from pagoda.concurrency.event_loop import run
 
 _SIMULATED = [
     *("--executor", "sim", "--sim-base-ms", "5", "--max-num-seqs", "128"),

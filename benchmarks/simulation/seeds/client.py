@@ -21,7 +21,7 @@ from benchmarks.simulation.seeds.draw import (
 from benchmarks.simulation.seeds.executor import NAN
 from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError
 from pagoda.executor.sim import sim_logprob, sim_token
-from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.worker_config import Role
 

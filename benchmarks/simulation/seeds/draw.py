@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 
 import msgspec
 
-from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.replica_set import SMALL_FLEET
+from pagoda.fleet.policies import POLICIES, PolicyName
+from pagoda.fleet.replica_set import SMALL_FLEET
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams

@@ -18,7 +18,6 @@ from benchmarks.simulation.seeds.draw import ENGINE_POISON, ENGINE_TIMEOUT_S
 from benchmarks.simulation.seeds.executor import FaultyExecutor
 from benchmarks.simulation.seeds.sockets import Channel, Process
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_transfers import KVTransferHooks, TiersBuilder
 from pagoda.engine.main import RequestRoutes
@@ -27,12 +26,13 @@ from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.scheduler import Scheduler
 from pagoda.errors import EngineDeadError
 from pagoda.executor.sim import SimExecutor, TransferFate
-from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.replica import Replica
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.replica import Replica
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.tiers import build_tiers
+from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
     AbortRequests,
     EngineMessage,

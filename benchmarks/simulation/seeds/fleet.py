@@ -20,16 +20,16 @@ from benchmarks.simulation.seeds.draw import (
 )
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine, OffsetClock
 from benchmarks.simulation.seeds.sockets import Latency, Network, Process, SimSockets
-from pagoda.engine.config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.discovery.base import Discovery, HostListener, HostTable
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_client import Identity
-from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.policies import POLICIES
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.registry import Registry
+from pagoda.concurrency.async_utils import cancel_all
+from pagoda.fleet.discovery.base import Discovery, HostListener, HostTable
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.hosts.host_client import Identity
+from pagoda.fleet.hosts.host_server import HostServer
+from pagoda.fleet.hosts.registry import Registry
+from pagoda.fleet.policies import POLICIES
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.engine_config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig

@@ -21,10 +21,10 @@ from benchmarks.simulation.seeds.draw import ENGINE_POISON, LEASE_S, Ask, Fault,
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine
 from benchmarks.simulation.seeds.fleet import Host, Router, Surroundings
 from benchmarks.simulation.seeds.sockets import Network
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.executor.sim import TransferFate
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_client import HANG_TIMEOUT_S
+from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.hosts.host_client import HANG_TIMEOUT_S
 from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.event_socket import SILENCE_S
 from pagoda.messages.frontend import GenerateRequest

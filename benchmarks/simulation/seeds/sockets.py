@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from pagoda.frontend.host_sockets import OnDisconnect, OnMessage
+from pagoda.fleet.hosts.host_sockets import OnDisconnect, OnMessage
 from pagoda.ipc.event_socket import SILENCE_S
 
 T = TypeVar("T")

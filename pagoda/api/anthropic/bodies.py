@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from pagoda.api.fields import GenerationFields
 from pagoda.api.ignored_fields import Hint
-from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from pagoda.messages.sampling_params import MAX_STOP_STRINGS
+from pagoda.text.templates.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
 Block = dict[str, Any]
 """A block of content, as Anthropic spells it."""

@@ -15,8 +15,8 @@ from pagoda.api.generation import Answer
 from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.sse import EventTemplate, encode_json
-from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import FinishReason
+from pagoda.text.text_generator import TextDelta
 
 ABORTED = ApiError(503, "The answer was aborted.")
 

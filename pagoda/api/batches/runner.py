@@ -47,10 +47,10 @@ from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.request_context import Caller, take_timeout
 from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError, refuse
 from pagoda.files import open_private
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.request_tracker import ClientRequest
+from pagoda.telemetry.request_tracker import ClientRequest
 
 MAX_BATCHES = 10_000
 """Most batches at a time; their descriptions are in memory."""

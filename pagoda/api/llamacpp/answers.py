@@ -12,9 +12,9 @@ from pagoda.api.llamacpp.bodies import SamplingFields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
 from pagoda.api.sse import event
 from pagoda.api.timing import AnswerTimes, progress_of, times_of, timings
-from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.text_generator import TextDelta, joined_deltas
 
 
 @dataclass(frozen=True)

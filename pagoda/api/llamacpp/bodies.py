@@ -14,8 +14,8 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
 from pagoda.api.ignored_fields import Ignored
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_LIST, TokenId
+from pagoda.text.text_generator import TextGenerator
 
 MAX_RESPONSE_FIELDS = 64
 MAX_EXTRA_FILES = 256

@@ -29,7 +29,7 @@ from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextGenerator, TextRequest
+from pagoda.text.text_generator import TextGenerator, TextRequest
 
 _FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
 

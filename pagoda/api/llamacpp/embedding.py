@@ -18,7 +18,7 @@ from pagoda.api.llamacpp.bodies import Prompt, prompts_of
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, encoded_vectors
 from pagoda.errors import refuse
-from pagoda.frontend.embeddings import EmbeddingOptions, embed
+from pagoda.text.embeddings import EmbeddingOptions, embed
 
 _EUCLIDEAN = 2
 _INT16_SCALE = 32760.0

@@ -13,8 +13,8 @@ from pagoda.api.llamacpp.answers import Asked, generation_settings
 from pagoda.api.llamacpp.bodies import SamplingFields
 from pagoda.api.openai.bodies import Tools
 from pagoda.api.request_context import RequestContext
-from pagoda.frontend.conversation import Messages
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.text.templates.conversation import Messages
 from pagoda.version import __version__
 
 _MAX_SLOTS = 1024

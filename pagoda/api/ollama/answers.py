@@ -15,7 +15,7 @@ from pagoda.api.ollama.dialect import line
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.api.timing import AnswerTimes, times_of
-from pagoda.frontend.text_generator import TextDelta
+from pagoda.text.text_generator import TextDelta
 
 Spell = Callable[[AnswerDelta, list[dict[str, Any]]], dict[str, Any]]
 """Spells text, reasoning and whole tool calls as the fields of one route."""

@@ -12,9 +12,9 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
 from pagoda.api.ignored_fields import Hint, Ignored
 from pagoda.errors import refuse
-from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from pagoda.frontend.model_text import ModelText
 from pagoda.messages.sampling_params import MAX_STOP_STRINGS
+from pagoda.text.model_text import ModelText
+from pagoda.text.templates.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
 Strings = Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)]
 Anything = Annotated[list[Any], Meta(max_length=MAX_PARTS)]

@@ -16,7 +16,7 @@ from pagoda.api.ollama.bodies import Options, check_options
 from pagoda.api.ollama.names import served_name
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, encoded_vectors
-from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
+from pagoda.text.embeddings import Embedding, EmbeddingOptions, embed
 
 
 class EmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

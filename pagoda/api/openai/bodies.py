@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from pagoda.api.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
 from pagoda.errors import refuse
-from pagoda.frontend.conversation import MAX_TOOLS, Messages
 from pagoda.messages.sampling_params import ALL_LOGPROBS, TokenId
+from pagoda.text.templates.conversation import MAX_TOOLS, Messages
 
 MAX_SEQUENCES_PER_BODY = 1024
 """Most answers that one body may ask for: prompts times `n`."""

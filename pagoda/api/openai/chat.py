@@ -27,8 +27,8 @@ from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.api.timing import progress_of, times_of, timings
-from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import TokenLogprobs
+from pagoda.text.text_generator import TextDelta, joined_deltas
 
 _NO_TOKENS = TextDelta("", [])
 _NO_REASONING: Mapping[str, None] = MappingProxyType({"reasoning_content": None})

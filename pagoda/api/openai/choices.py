@@ -12,8 +12,8 @@ from pagoda.api.fields import GenerationFields, StreamOptions
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.sse import DONE, EventTemplate, event
-from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import FinishReason
+from pagoda.text.text_generator import TextDelta
 from pagoda.version import __version__
 
 _NO_OPTIONS = StreamOptions()

@@ -20,9 +20,9 @@ from pagoda.api.openai.logprobs import CompletionLogprobs, TokenSpelling, prompt
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, joined_deltas
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import ALL_LOGPROBS, MAX_TOKEN_LIST
+from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest, joined_deltas
 
 
 async def completions(context: RequestContext) -> web.StreamResponse:

@@ -12,7 +12,7 @@ from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta, joined_deltas
+from pagoda.text.text_generator import TextDelta, joined_deltas
 
 
 async def fim_completions(context: RequestContext) -> web.StreamResponse:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from pagoda.api.sse import encode_json
-from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import TokenLogprobs
+from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 _FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""

@@ -17,7 +17,7 @@ from pagoda.api.openai.conversations.store import SizedItems, StoredConversation
 from pagoda.api.openai.responses.items import page_of_items
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
-from pagoda.frontend.json_size import json_size
+from pagoda.text.json_size import json_size
 
 MAX_KEPT_CHARS = 2**18
 """Most characters of messages and answer that are kept; they are written on the event loop when one is read."""

@@ -14,7 +14,7 @@ from pagoda.api.parsers.json_calls import FENCE, read_calls, read_closers, read_
 from pagoda.api.parsers.json_text import dumped
 from pagoda.api.parsers.literals import read_literal
 from pagoda.api.parsers.schemas import ToolSchemas
-from pagoda.frontend.text_source import Steps, Tags, TextSource
+from pagoda.text.text_source import Steps, Tags, TextSource
 
 _CALL_TAGS = ("<|python_tag|>", "<|python_start|>")
 _BEGINNINGS = Tags(*_CALL_TAGS, "\n{", "\n[", "\n" + FENCE)

@@ -14,12 +14,12 @@ from pagoda.api.parsers.json_calls import closers_behind, read_closers, read_fen
 from pagoda.api.parsers.json_text import dumped, read_json
 from pagoda.api.parsers.literals import read_literal
 from pagoda.api.parsers.schemas import ToolSchemas, quoted
-from pagoda.frontend.reasoning_border import (
+from pagoda.text.reasoning_border import (
     HARMONY_BODY_ENDS,
     HARMONY_HEADER_END,
     MAX_HARMONY_HEADER_CHARS,
 )
-from pagoda.frontend.text_source import Emit, Steps, Tags, TextSource
+from pagoda.text.text_source import Emit, Steps, Tags, TextSource
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADER = Tags(_START, _CHANNEL, "<|end|>")

@@ -13,7 +13,7 @@ import re
 from pagoda.api.parsers.deltas import AnswerBuilder
 from pagoda.api.parsers.json_text import JsonMender, dumped, mended, read_json
 from pagoda.api.parsers.schemas import ToolSchemas
-from pagoda.frontend.text_source import Steps, Tags, TextSource, ignore
+from pagoda.text.text_source import Steps, Tags, TextSource, ignore
 
 MAX_HEAD_CHARS = 1024
 """The name of a call must come within so many characters to be streamed; names have at most 64."""

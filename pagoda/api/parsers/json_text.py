@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from contextlib import suppress
 
-from pagoda.frontend.text_source import Emit, Steps, TextSource, ignore
+from pagoda.text.text_source import Emit, Steps, TextSource, ignore
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from pagoda.api.parsers.deltas import AnswerBuilder
-from pagoda.frontend.reasoning_border import ReasoningBorder
-from pagoda.frontend.text_source import Steps, Tags, TextSource
+from pagoda.text.reasoning_border import ReasoningBorder
+from pagoda.text.text_source import Steps, Tags, TextSource
 
 
 def read_reasoning(

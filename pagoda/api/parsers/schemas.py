@@ -9,7 +9,7 @@ from typing import Any
 
 from pagoda.api.parsers.json_text import dumped
 from pagoda.api.parsers.literals import read_literal
-from pagoda.frontend.schema_types import type_name, types_of
+from pagoda.text.grammars.schema_types import type_name, types_of
 
 _STRING, _INTEGER = frozenset({"string"}), frozenset({"integer"})
 

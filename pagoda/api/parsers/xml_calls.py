@@ -14,7 +14,7 @@ from pagoda.api.parsers.deltas import AnswerBuilder
 from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS, read_calls, read_closers
 from pagoda.api.parsers.json_text import read_json
 from pagoda.api.parsers.schemas import ToolSchemas, quoted
-from pagoda.frontend.text_source import Steps, Tags, TextSource, ignore
+from pagoda.text.text_source import Steps, Tags, TextSource, ignore
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _HERMES = Tags(_CALL)

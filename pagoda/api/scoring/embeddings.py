@@ -22,11 +22,11 @@ from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.errors import refuse
-from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
-from pagoda.frontend.pair_scores import PairScore
-from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import TokenId
+from pagoda.text.embeddings import Embedding, EmbeddingOptions, embed
+from pagoda.text.pair_scores import PairScore
+from pagoda.text.text_generator import TextGenerator
 
 MAX_INPUTS = 2048
 """Most texts in one body, as OpenAI has it."""

@@ -17,10 +17,10 @@ from pagoda.api.errors import GenerationError
 from pagoda.api.fields import TokenIds
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import envelope
+from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
-from pagoda.frontend.async_utils import gather_all
-from pagoda.frontend.text_generator import TextGenerator, TextRequest
 from pagoda.messages.sampling_params import SamplingParams, TokenId
+from pagoda.text.text_generator import TextGenerator, TextRequest
 
 MAX_LABELS = 16
 MAX_SCORES = 1024

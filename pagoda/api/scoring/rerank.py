@@ -16,9 +16,9 @@ from msgspec import Meta
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
 from pagoda.errors import refuse
-from pagoda.frontend.embeddings import Embedding, embed, names_of, products
-from pagoda.frontend.pair_scores import PairScore, TextPair, score_pairs
-from pagoda.frontend.text_generator import TextGenerator
+from pagoda.text.embeddings import Embedding, embed, names_of, products
+from pagoda.text.pair_scores import PairScore, TextPair, score_pairs
+from pagoda.text.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
 

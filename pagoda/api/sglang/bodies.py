@@ -14,8 +14,8 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.sampling_params import TokenId
+from pagoda.text.text_generator import TextGenerator
 from pagoda.whole_numbers import whole_numbers
 
 T = TypeVar("T")

@@ -21,9 +21,9 @@ from pagoda.api.sglang.bodies import NAMES, Asked, GenerateBody, asked_of, is_li
 from pagoda.api.sse import DONE, event
 from pagoda.api.timing import times_of
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta, TextRequest
-from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import FinishReason, TokenLogprobs
+from pagoda.text.text_generator import TextDelta, TextRequest
+from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 _GROWTH = 256
 """An event of a stream repeats the answer from its beginning. Events come so seldom that each has at least one

@@ -14,9 +14,9 @@ from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, ChatRequest
 from pagoda.api.openai.chat import begin_chat, chat_completions
 from pagoda.api.openai.completions import completions
 from pagoda.api.request_context import RequestContext
+from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import InvalidRequestError, refuse
-from pagoda.frontend.async_utils import gather_all
-from pagoda.frontend.conversation import Messages
+from pagoda.text.templates.conversation import Messages
 
 
 class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entr
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import DONE, event
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta, TextRequest, joined_deltas
+from pagoda.text.text_generator import TextDelta, TextRequest, joined_deltas
 
 _NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "detokenize": (True, False),

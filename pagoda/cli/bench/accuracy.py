@@ -19,7 +19,7 @@ from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
 from pagoda.cli.options import Count, GeneralOptions, TrustOptions
 from pagoda.errors import PagodaError
-from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
+from pagoda.llm.engine_options import EngineOptions, ParallelOptions
 
 
 @dataclass(frozen=True, slots=True)

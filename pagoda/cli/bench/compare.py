@@ -29,8 +29,8 @@ from pagoda.cli.bench.sampling import LoadSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length
+from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.frontend import event_loop
 
 _MIN_PROMPTS = 4
 _LETTERS = string.ascii_uppercase

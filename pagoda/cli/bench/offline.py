@@ -17,9 +17,9 @@ from pagoda.cli.bench.datasets import RandomLengths, random_prompts
 from pagoda.cli.bench.sampling import BenchSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.options import Count, GeneralOptions, Length, ProfileOptions
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.llm import LLM
-from pagoda.frontend.outputs import RequestOutput
+from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
+from pagoda.llm.llm import LLM
+from pagoda.llm.outputs import RequestOutput
 from pagoda.messages.frontend import FinishReason
 
 

@@ -20,7 +20,7 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
-from pagoda.frontend.engine_options import (
+from pagoda.llm.engine_options import (
     Count,
     Dtype,
     EngineOptions,
@@ -28,10 +28,10 @@ from pagoda.frontend.engine_options import (
     KVDtype,
     QuantizationName,
 )
-from pagoda.frontend.model_text import load_text
-from pagoda.frontend.text_files import Tokenized, read_text, tokenize
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.text.model_text import load_text
+from pagoda.text.text_files import Tokenized, read_text, tokenize
 
 _JOB = "pagoda.worker.quality"
 

@@ -31,8 +31,8 @@ from pagoda.cli.bench.sampling import LoadSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length, TrustOptions
+from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
-from pagoda.frontend import event_loop
 
 
 @Parameter(name="*", group=Group("Requests", sort_key=10))

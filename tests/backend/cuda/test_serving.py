@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pagoda
-from pagoda.frontend.llm import LLM
+from pagoda.llm.llm import LLM
 from pagoda.messages.sampling_params import SamplingParams
 
 TOKENIZER = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny" / "tokenizer.json"

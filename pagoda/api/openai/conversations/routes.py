@@ -25,7 +25,7 @@ from pagoda.api.openai.responses.translation import ChatTranslation
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route
 from pagoda.errors import refuse
-from pagoda.frontend.conversation import MAX_MESSAGES
+from pagoda.text.templates.conversation import MAX_MESSAGES
 
 Items = Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
 

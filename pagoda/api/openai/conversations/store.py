@@ -15,7 +15,7 @@ from pagoda.api.key_shares import LruByKey
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.output import new_id
 from pagoda.errors import refuse
-from pagoda.frontend.conversation import MAX_MESSAGES
+from pagoda.text.templates.conversation import MAX_MESSAGES
 
 MAX_CONVERSATIONS = 4096
 

@@ -10,7 +10,7 @@ from pagoda.api.errors import as_api_error
 from pagoda.api.generation import Generation
 from pagoda.api.openai.responses.events import EventLog
 from pagoda.api.openai.responses.response import ResponseAnswer
-from pagoda.frontend.async_utils import cancel_all
+from pagoda.concurrency.async_utils import cancel_all
 
 
 class BackgroundRun:

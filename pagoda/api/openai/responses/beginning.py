@@ -34,8 +34,8 @@ from pagoda.api.openai.responses.translation import (
     without_beginning,
 )
 from pagoda.api.request_context import Caller
-from pagoda.frontend.async_utils import bound_to_loop
-from pagoda.frontend.text_generator import PromptTooLongError
+from pagoda.concurrency.async_utils import bound_to_loop
+from pagoda.text.text_generator import PromptTooLongError
 
 ITEM_CHARS = 32
 """Characters that an item of an earlier response counts for, at least."""

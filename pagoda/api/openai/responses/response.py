@@ -17,8 +17,8 @@ from pagoda.api.openai.responses.events import EventWriter
 from pagoda.api.openai.responses.output import Output, new_id
 from pagoda.api.openai.responses.tools import names_in
 from pagoda.api.output_parser import AnswerDelta
-from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import FinishReason
+from pagoda.text.text_generator import TextDelta
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ABORTED = ApiError(500, "The answer was aborted.")

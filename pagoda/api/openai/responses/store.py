@@ -16,7 +16,7 @@ from pagoda.api.key_shares import KeyShares, LruByKey
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
 from pagoda.errors import OverloadedError, refuse
-from pagoda.frontend.conversation import MAX_MESSAGES
+from pagoda.text.templates.conversation import MAX_MESSAGES
 
 if TYPE_CHECKING:
     from pagoda.api.openai.responses.background import BackgroundRun

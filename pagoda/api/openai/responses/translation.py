@@ -14,7 +14,7 @@ from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
 from pagoda.api.openai.responses.tools import chat_tool_choice, chat_tools, named_in
 from pagoda.errors import refuse
-from pagoda.frontend.generic_tools import text_of
+from pagoda.text.templates.generic_tools import text_of
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url"})

@@ -1,0 +1,575 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of engine options: the flags of `pagoda serve` and the arguments of `LLM` are made from it.
+
+Names are those that vLLM's users know. A field's docstring is its flag's help text; its type says what is allowed,
+and is checked when a configuration is made, wherever the values come from.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+
+import msgspec
+from cyclopts import Group, Parameter
+from msgspec import Meta
+
+from pagoda.checkpoints.adapters import MAX_RANK
+from pagoda.checkpoints.resolve import ModelFiles, resolve_model
+from pagoda.checkpoints.topology import check_topology
+from pagoda.devices import AUTO, check_backend, check_devices_of_host, with_kind
+from pagoda.errors import ConfigError
+from pagoda.faults.injector import plan_of
+from pagoda.fleet.adapters import parse_adapters
+from pagoda.fleet.fleet import read_cluster_secret
+from pagoda.fleet.kv_directory import check_kv_directory
+from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
+from pagoda.ipc.clock import MAX_TIMEOUT_S
+from pagoda.ipc.curve import keys_of
+from pagoda.ipc.machine import available_memory_bytes
+from pagoda.llm.flag_hints import hint
+from pagoda.messages.engine_config import (
+    EngineConfig,
+    HandoffConfig,
+    KVEventsConfig,
+    KVTiersConfig,
+    SimConfig,
+)
+from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
+from pagoda.parallel.config import ParallelConfig
+from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.text.text_files import calibration_windows
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
+QuantizationName = Literal["none", "int8", "int4", "fp8"]
+GroupSize = Literal[32, 64, 128]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+ShortTimeout = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
+Timeout = Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)]
+
+_CALIBRATION = "--quantization-calibration"
+
+T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions", "HandoffOptions")
+
+
+class Handoff(NamedTuple):
+    """The parts of an engine and of its workers in prefill/decode handoff."""
+
+    engine: HandoffConfig
+    workers: KVHandoffConfig
+
+
+@Parameter(name="*", group=Group("Engine", sort_key=10))
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options that say how a model is loaded and scheduled."""
+
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
+    dtype: Dtype = "auto"
+    """Number format of weights and activations; auto takes the checkpoint's."""
+    quantization: QuantizationName | None = "none"
+    """Round dense weights as they are loaded; checkpoints that are quantized already need no flag."""
+    quantization_group_size: GroupSize | None = None
+    """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
+    quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """A text by whose inputs weights are rounded: closer to the model, but every start takes a minute or two."""
+    kv_cache_dtype: KVDtype = "auto"
+    """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head, and fp8,
+    also fp8_e4m3, has none."""
+    backend: str = "auto"
+    """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available; others are
+    brought by packages."""
+    batch_invariant: bool = True
+    """Give a token the same bits whatever else is in its steps; --no-batch-invariant takes quicker products, which
+    do not, of backends that have some."""
+    max_model_len: Count | None = None
+    """The longest sequence, prompt and answer together; by default what the model can do."""
+    max_num_seqs: Count = 256
+    """The most requests that run at once."""
+    max_num_batched_tokens: Count = 2048
+    """The most tokens in one step."""
+    enable_chunked_prefill: bool = True
+    """Prompts are computed in chunks, beside answers; to have them whole, raise --max-num-batched-tokens."""
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """The most tokens of one prompt in a step; 0 leaves a prompt all of the step that others do not want."""
+    max_num_waiting: Count = 4096
+    """The most requests that wait; more are refused with status 429."""
+    max_num_waiting_tokens: Count | None = None
+    """The most prompt tokens of requests that wait; by default 8 KV caches full, at least 1,048,576."""
+    max_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] = DEFAULT_MAX_LOGPROBS
+    """The most likely tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
+    block_size: Count | None = None
+    """Tokens in a block of the KV cache; by default what the backend prefers."""
+    num_kv_blocks: Annotated[
+        Count | None, Parameter(name=["--num-kv-blocks", "--num-gpu-blocks-override"])
+    ] = None
+    """Blocks in the KV cache; by default what fits in memory."""
+    kv_cache_memory_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
+    """Memory of the KV cache, such as 2GiB; by default a share of what is free."""
+    memory_utilization: Annotated[
+        Share, Parameter(name=["--memory-utilization", "--gpu-memory-utilization"])
+    ] = 0.5
+    """The share of free memory that the KV cache may take when nothing else is said."""
+    enable_prefix_caching: bool = True
+    """Keep the KV cache of earlier prompts for later ones that begin alike."""
+    kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
+    """Publish which blocks the KV cache gains and loses at tcp://HOST:PORT, for vLLM's subscribers; replays at the
+    next port."""
+    kv_host_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
+    """Host memory that holds KV blocks for which the device has no room, such as 8GiB; of all workers together."""
+    kv_disk_path: Annotated[str | None, Parameter(metavar="DIR")] = None
+    """A directory on SSD that holds KV blocks, also from one start to the next; may be shared by servers."""
+    kv_disk_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
+    """The most that all KV blocks in that directory may take, such as 100GiB."""
+    kv_disk_min_touches: Count = 2
+    """A KV block is written to disk once this many requests have passed through it."""
+    kv_load_failure: Literal["recompute", "fail"] = "recompute"
+    """recompute computes KV blocks that cannot be loaded; fail ends their request with an error."""
+    lora: Annotated[
+        tuple[str, ...], Parameter(metavar="NAME=DIR", negative=(), show_default=False)
+    ] = ()
+    """An adapter (LoRA, as PEFT stores it) that answers requests for the model NAME; may be repeated."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 64
+    """The highest rank of an adapter."""
+    threads: Count | None = None
+    """CPU threads of the worker; by default the cores that this process may use."""
+    pin_threads: bool = False
+    """Keep each thread of the worker on a core of its own; for machines that run nothing else."""
+    step_timeout: ShortTimeout = 300.0
+    """Seconds that a step may take; after that its workers are killed and started again."""
+    worker_start_timeout: ShortTimeout = 600.0
+    """Seconds without progress after which workers that are starting are killed and started again."""
+    worker_timeout: Timeout = 15.0
+    """Seconds without a sign of life after which a worker process that was stopped is killed and started again."""
+    engine_timeout: Timeout = 30.0
+    """Seconds of silence after which an engine is killed and replaced; its requests go on."""
+    seed: Seed | None = None
+    """Seed of dummy weights; in generate, chat and bench offline also of sampling."""
+
+    def engine_config(self, model: str, handoff: Handoff | None = None) -> EngineConfig:
+        """An engine over a worker process that loads `model`, a directory or a preset's name.
+
+        Raises ConfigError if a value is not allowed.
+        """
+        options = _checked(self)
+        options._check_needs(Role.NONE if handoff is None else handoff.engine.role)
+        tiers = KVTiersConfig(**_shared(options, KVTiersConfig, "kv_"))
+        if tiers.disk_path is not None:
+            path = check_kv_directory(tiers.disk_path, tiers.disk_bytes, model)
+            tiers = msgspec.structs.replace(tiers, disk_path=path)
+        faults = plan_of(os.environ)
+        worker = _shared(options, WorkerConfig) | {
+            "faults": faults,
+            "kv_disk_path": tiers.disk_path,
+            "kv_handoff": None if handoff is None else handoff.workers,
+            "model": model,
+            "num_blocks": options.num_kv_blocks,
+            "num_threads": options.threads,
+        }
+        if options.lora:
+            worker["adapters"] = parse_adapters(
+                options.lora, model, options.load_format, options.max_lora_rank
+            )
+        if options.quantization_calibration is not None:
+            files = resolve_model(model, load_format=options.load_format)
+            worker["calibration_windows"] = calibration_windows(
+                Path(options.quantization_calibration).expanduser(), files, _CALIBRATION
+            )
+        address = options.kv_events
+        events = None if address is None else KVEventsConfig.parse(address)
+        return EngineConfig(
+            **_shared(options, EngineConfig) | {"kv_events": events},
+            worker=WorkerConfig(**worker),
+            kv_tiers=tiers if tiers.host_bytes or tiers.disk_path else None,
+            handoff=None if handoff is None else handoff.engine,
+            fail_on_load_failure=options.kv_load_failure == "fail",
+            step_timeout_s=options.step_timeout,
+            worker_start_timeout_s=options.worker_start_timeout,
+            engine_timeout_s=options.engine_timeout,
+            faults=faults,
+            worker_timeout_s=options.worker_timeout,
+        )
+
+    def _check_needs(self, role: Role) -> None:
+        if not self.enable_chunked_prefill:
+            raise ConfigError(
+                "--no-enable-chunked-prefill is not there: prompts are computed in chunks, which changes no bit; "
+                "--max-num-batched-tokens of --max-model-len or more computes each in one step."
+            )
+        has_cache, has_disk = self.enable_prefix_caching, self.kv_disk_path is not None
+        has_source = has_disk or self.kv_host_bytes is not None or role.fetches_kv
+        cache = "the prefix cache; leave --enable-prefix-caching on"
+        _require(
+            self,
+            ("quantization_group_size", "--quantization int4", self.quantization == "int4"),
+            (
+                "quantization_calibration",
+                "--quantization int8 or int4",
+                self.quantization in ("int8", "int4"),
+            ),
+            ("kv_disk_path", "--kv-disk-bytes, such as 100GiB", self.kv_disk_bytes is not None),
+            ("kv_disk_bytes", "--kv-disk-path", has_disk),
+            ("kv_disk_min_touches", "--kv-disk-path", has_disk),
+            (
+                "kv_load_failure",
+                "--kv-host-bytes, --kv-disk-path, or --role decode or both",
+                has_source,
+            ),
+            *((name, cache, has_cache) for name in ("kv_events", "kv_disk_path", "kv_host_bytes")),
+        )
+        if role is not Role.NONE and not has_cache:
+            raise ConfigError(f"--role {role.value} needs {cache}.")
+        if role is not Role.NONE:
+            self.check_calibrates_alone(f"--role {role.value}")
+
+    def check_calibrates_alone(self, other: str) -> None:
+        """Refuses a calibration where several workers would each make weights of their own.
+
+        `other` is the flag that asks for several. Raises ConfigError if there is a calibration.
+        """
+        if self.quantization_calibration is not None:
+            file_format = "w8a8" if self.quantization == "int8" else "w4a16"
+            raise ConfigError(
+                f"{_CALIBRATION} does not go with {other}, as it rounds for one worker; round once with "
+                f"pagoda quantize MODEL OUT --format {file_format} {_CALIBRATION} "
+                f"{self.quantization_calibration}, and serve OUT."
+            )
+
+
+@Parameter(name="*", group=Group("Parallelism", sort_key=15))
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Options that spread a model over devices."""
+
+    data_parallel_size: Annotated[Count, Parameter(name=["--data-parallel-size", "--dp"])] = 1
+    """Replicas of the model, each with an engine and a KV cache of its own; requests are shared out."""
+    data_parallel_policy: PolicyName = DEFAULT_POLICY
+    """Policy that chooses a replica for each request: the soonest first token, with cached prompts considered; the
+    fewest tokens to compute; the better of two at random; the replica of the session; each in turn."""
+    tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
+    """Devices that share every layer of a replica; answers are close to those of one, not always the same bits."""
+    pipeline_parallel_size: Annotated[
+        Count, Parameter(name=["--pipeline-parallel-size", "--pp"])
+    ] = 1
+    """Stages of a replica, each with some of its layers."""
+    devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
+    """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores, or 0,1 of the backend's kind;
+    by default the first ones. npu:0+npu:1 are two of one rank, where its backend drives several."""
+    enable_expert_parallel: bool = False
+    """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
+
+    def config(self, backend: str = AUTO) -> ParallelConfig:
+        """Raises ConfigError if a value is not allowed or the devices do not fit the sizes or the backend."""
+        options = _checked(self)
+        given = options.devices or ()
+        devices = tuple(given.split(",")) if isinstance(given, str) else given
+        return ParallelConfig(
+            **_shared(options, ParallelConfig) | {"devices": with_kind(devices, backend)},
+            expert_parallel=options.enable_expert_parallel,
+        )
+
+    def check_prompts_at_once(self, count: int) -> None:
+        """Refuses replicas that would have nothing to do, before anything starts.
+
+        Raises ConfigError if there is one prompt for several replicas.
+        """
+        if count == 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} is of no use for one prompt at a time, which one "
+                "replica answers while the others wait; leave it at 1."
+            )
+
+
+SYNTHETIC_MODEL = "synthetic"
+"""Model name of the simulated executor when none is given."""
+
+_SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
+"""The engine keeps a record of each, and no worker's memory bounds them."""
+_UNUSED = {
+    "local": (),
+    "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
+    "sim": (
+        *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
+        *("kv_cache_dtype", "backend", "batch_invariant", "lora", "max_lora_rank"),
+        *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
+        *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
+        *("tensor_parallel_size", "devices"),
+    ),
+}
+"""Flags that change nothing, by executor."""
+
+
+@Parameter(name="*", group=Group("Executor", sort_key=20))
+@dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """Options of the executor: worker processes, or a cost model that makes up tokens."""
+
+    executor: Literal["local", "ray", "sim"] = "local"
+    """local runs the model in worker processes on this host, ray on the nodes of a Ray cluster; sim makes up
+    tokens, to measure all the rest."""
+    ray_address: str | None = None
+    """host:port of the Ray cluster; by default RAY_ADDRESS, or the cluster that this host has joined."""
+    sim_base_ms: NotNegative | None = None
+    """Milliseconds that every simulated step takes."""
+    sim_per_token_ms: NotNegative | None = None
+    """Milliseconds that a simulated step takes longer for each token in it."""
+    sim_vocab_size: Count | None = None
+    """Simulated tokens are below this."""
+
+    def resolve(
+        self,
+        engine: EngineOptions,
+        model: str | None,
+        parallel: ParallelOptions = ParallelOptions(),
+    ) -> ModelFiles:
+        """The files of `model`; the simulated executor needs none and makes do with a name.
+
+        Raises ConfigError if there is no such model, or a flag is given that the executor does not use.
+        """
+        self._check(engine, parallel)
+        if self.executor != "sim":
+            return resolve_model(model, load_format=engine.load_format)
+        name = model or SYNTHETIC_MODEL
+        return ModelFiles(model=name, directory=None, served_name=name)
+
+    def engine_config(
+        self,
+        engine: EngineOptions,
+        model: str,
+        parallel: ParallelOptions = ParallelOptions(),
+        handoff: Handoff | None = None,
+    ) -> EngineConfig:
+        """The engine that `engine` describes, over the executor chosen here, for each of the replicas.
+
+        Raises ConfigError if a value is not allowed, a flag is given that the executor does not use, or the model
+        cannot be split as `parallel` says.
+        """
+        self._check(engine, parallel)
+        config = engine.engine_config(model, handoff)
+        topology = parallel.config(engine.backend)
+        if config.kv_events is not None:
+            config.kv_events.check_ports(topology.data_parallel_size)
+        # Each worker has its part of the memory that is given for all.
+        share = -(-config.worker.kv_host_bytes // topology.num_ranks)
+        worker = msgspec.structs.replace(config.worker, parallel=topology, kv_host_bytes=share)
+        config = msgspec.structs.replace(config, executor=self.executor, worker=worker)
+        if self.executor == "sim":
+            return msgspec.structs.replace(config, sim=self._sim_config(engine))
+        check_backend(worker.backend, topology.devices, topology.replica_size)
+        check_topology(model, engine.load_format, topology)
+        if self.executor == "local":
+            return msgspec.structs.replace(config, worker=_on_this_host(worker))
+        if handoff is not None and handoff.workers.transports == ("shm",):
+            raise ConfigError(
+                "--kv-transports shm does not go with --executor ray, whose workers may be on other hosts; "
+                "name tcp too."
+            )
+        return msgspec.structs.replace(config, ray_address=self.ray_address)
+
+    def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
+        _checked(self)
+        _checked(engine)
+        if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
+            engine.check_calibrates_alone("several devices or replicas")
+        for name in (*_given(engine), *_given(parallel)):
+            if name in _UNUSED[self.executor]:
+                raise ConfigError(f"{_flag(name)} has no effect with --executor {self.executor}.")
+        for name, executor in (
+            ("ray_address", "ray"),
+            *((field.name, "sim") for field in fields(self) if field.name.startswith("sim_")),
+        ):
+            _require(self, (name, f"--executor {executor}", self.executor == executor))
+        if self.executor == "sim":
+            for name, limit in _SIM_LIMITS.items():
+                if (getattr(engine, name) or 0) > limit:
+                    raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
+        if self.executor == "ray":
+            if engine.kv_disk_path is not None:
+                raise ConfigError(
+                    "--kv-disk-path does not go with --executor ray, whose workers may be on hosts where the "
+                    "engine does not see their directories."
+                )
+            if importlib.util.find_spec("ray") is None:
+                raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
+
+    def _sim_config(self, engine: EngineOptions) -> SimConfig:
+        sizes = _shared(engine, SimConfig) | _shared(self, SimConfig, "sim_")
+        if engine.num_kv_blocks is not None:
+            sizes["num_blocks"] = engine.num_kv_blocks
+        return SimConfig(
+            base_s=(self.sim_base_ms or 0.0) / 1000,
+            per_token_s=(self.sim_per_token_ms or 0.0) / 1000,
+            **sizes,
+        )
+
+
+@Parameter(name="*", group=Group("Prefill and decode apart", sort_key=27))
+@dataclass(frozen=True, kw_only=True)
+class HandoffOptions:
+    """Options of prefill/decode handoff: the part that this host computes, and the way of KV between hosts."""
+
+    role: Literal["none", "prefill", "decode", "both"] = "none"
+    """prefill computes prompts and holds their KV for others; decode fetches it and generates; both does
+    either."""
+    kv_transports: Annotated[str, Parameter(metavar="LIST")] = "shm,tcp"
+    """Ways that KV may take between hosts, the best first: shm (within one machine), tcp, nixl, mooncake."""
+    kv_lease: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """Seconds for which KV is held for a host that does not renew its request."""
+    kv_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port at which other hosts ask for KV, and the next ones for further replicas; 0 takes free ports."""
+    kv_encrypt: bool = False
+    """Encrypt KV between hosts; hosts that ask for KV must know the cluster's secret in any case."""
+
+    def config(
+        self, *, cluster_key_file: Path | None, advertise: str, num_replicas: int
+    ) -> Handoff | None:
+        """None without a role. Raises ConfigError if a flag lacks another or has an impossible value."""
+        options, role = _checked(self), Role(self.role)
+        if role is Role.NONE:
+            for name in _given(options):
+                raise ConfigError(f"{_flag(name)} needs --role prefill, decode or both.")
+            return None
+        if cluster_key_file is None:
+            raise ConfigError(
+                f"--role {role} needs --cluster-key-file, a file with the secret that all hosts share."
+            )
+        if self.kv_port + num_replicas - 1 > 65535:
+            raise ConfigError(
+                f"--kv-port {self.kv_port} leaves too few ports for {num_replicas} replicas."
+            )
+        if self.kv_port and not role.holds_kv:
+            raise ConfigError(
+                "--kv-port needs --role prefill or both; no host fetches KV from a decode host."
+            )
+        transports = tuple(name.strip() for name in self.kv_transports.split(","))
+        if len(set(transports)) < len(transports) or not set(transports) <= TRANSPORTS.keys():
+            raise ConfigError(
+                f"--kv-transports takes some of {', '.join(TRANSPORTS)}, each once, such as shm,tcp, "
+                f"got {self.kv_transports!r}."
+            )
+        secret = read_cluster_secret(cluster_key_file)
+        return Handoff(
+            HandoffConfig(
+                role=role,
+                host=advertise,
+                port=self.kv_port,
+                keys=keys_of(secret),
+                lease_s=self.kv_lease,
+            ),
+            KVHandoffConfig(
+                role=role,
+                transports=transports,
+                host=advertise,
+                secret=secret,
+                encrypts=self.kv_encrypt,
+            ),
+        )
+
+
+def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
+    """One worker of a topology whose ranks all share this host.
+
+    Raises ConfigError if this host lacks a device that is named.
+    """
+    num_ranks = worker.parallel.num_ranks
+    check_devices_of_host(worker.parallel.devices, num_ranks, worker.num_threads)
+    if num_ranks == 1:
+        return worker
+    return msgspec.structs.replace(
+        worker, workers_on_host=num_ranks, host_memory_bytes=available_memory_bytes()
+    )
+
+
+# ---- fields of options
+
+
+def _checked(options: T) -> T:
+    """The same options, with every value of the type that its field says, and amounts of memory in bytes."""
+    kind, given = type(options), dict(vars(options))
+    for name, value in given.items():
+        if name.endswith("_bytes") and isinstance(value, str):
+            try:
+                given[name] = parse_bytes(value)
+            except ValueError as error:
+                raise ConfigError(f"{_flag(name)} {error}, got {value!r}.") from None
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).replace("`", "").partition(" - at $.")
+        rule = rule.removeprefix("Expected ").partition(", got ")[0].replace(" | null", "")
+        if rule.startswith("Invalid enum value"):
+            rule = f"one of {', '.join(_choices(get_type_hints(kind)[place]))}"
+        said = f"{_flag(place)} must be {rule}, got {given[place]!r}."
+        raise ConfigError(said + hint(_flag(place), given[place])) from None
+
+
+def _choices(hint: object) -> list[str]:
+    """The values of a Literal, which may stand beside None."""
+    return [
+        choice
+        for value in get_args(hint)
+        for choice in (_choices(value) if get_args(value) else [str(value)])
+        if value is not type(None)
+    ]
+
+
+def _given(options: T) -> list[str]:
+    """The names of the fields that have another value than the default."""
+    return [
+        field.name for field in fields(options) if getattr(options, field.name) != field.default
+    ]
+
+
+def _require(options: T, *needs: tuple[str, str, bool]) -> None:
+    """Checks what fields need, each where it has another value than the default: (field, need, is it there).
+
+    Raises ConfigError if a need is not met.
+    """
+    given = _given(options)
+    for name, need, is_met in needs:
+        if name in given and not is_met:
+            raise ConfigError(f"{_flag(name)} needs {need}.")
+
+
+def _shared(options: T, config: type[msgspec.Struct], prefix: str = "") -> dict[str, Any]:
+    """The fields of a configuration that options have under the same names, less a prefix, and that are not
+    None."""
+    values = {name: getattr(options, prefix + name, None) for name in config.__struct_fields__}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes that `text` says: `2GiB`, `512MB`, `1073741824`.
+
+    Raises ValueError, which says what would be right, if `text` is not an amount above zero that fits in 64 bits.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    amount = math.floor(float(match.group(1)) * unit) if match and unit else 0
+    if not 1 <= amount < 2**63:
+        raise ValueError("takes an amount of memory such as 2GiB, 512MB or 1073741824")
+    return amount

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vectors of texts: hidden states of a prompt's tokens, pooled by the engine, cut and normalised here."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from operator import mul
+
+from pagoda.concurrency.async_utils import gather_all
+from pagoda.errors import refuse
+from pagoda.messages.frontend import Pooling
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.telemetry.request_tracker import ClientRequest
+from pagoda.text.text_generator import TextGenerator, TextRequest
+
+WHOLE_CONTEXT = -1
+"""Value of `truncate_prompt_tokens` that stands for the length of the context."""
+_ELEMENT_BYTES = 4
+_SPARE_TOKENS = 8
+"""Tokens by which a text may be longer than what is kept of it, so that the cut does not change kept tokens."""
+
+
+class EmbeddingError(Exception):
+    """The engine failed with a text. The words are for the log, not for the client."""
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """Wishes of a client; those of the model stand for what is None."""
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    """Leading elements that are kept, before normalising (Matryoshka representations, Kusupati et al. 2022)."""
+    truncate_prompt_tokens: int | None = None
+    """Longer prompts are cut to so many tokens; -1 cuts to the context."""
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+    """Name of the beginning that the model's authors gave texts of a kind; theirs where it is None."""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Embedding:
+    vector: array[float]
+    """[dimensions] float32."""
+    num_tokens: int
+    num_cached_tokens: int = 0
+
+
+async def embed(
+    generator: TextGenerator,
+    prompts: Sequence[str | Sequence[int]],
+    options: EmbeddingOptions,
+    *,
+    param: str | Sequence[str] = "input",
+    client_request: ClientRequest | None = None,
+) -> list[Embedding]:
+    """The vectors of texts or token ids, in their order; `param` is the client's name for them in errors, or the
+    name of each.
+    Raises InvalidRequestError: a value does not fit the model; names the field. EmbeddingError: an engine failed.
+    OverloadedError, EngineDeadError: as `Endpoint.generate`."""
+    defaults = generator.text.pooling
+    if defaults.task == "score":
+        refuse(
+            "model", "gives scores of pairs of texts, no vectors; ask POST /v1/rerank or /v1/score"
+        )
+    pooling = options.pooling or defaults.pooling
+    if pooling is Pooling.SCORE:
+        refuse("pooling", "must be last, mean or cls; this model has no head that gives scores")
+    if pooling is Pooling.FIRST and not defaults.encodes:
+        refuse("pooling", "must be last or mean: in a decoder, the first token has seen no other")
+    try:
+        beginning = defaults.prompt(options.prompt_name)
+    except KeyError:
+        known = ", ".join(sorted(defaults.prompts)) or "none"
+        refuse(
+            "prompt_name", f"must be the name of a prompt of the model, of which there are: {known}"
+        )
+    sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
+    requests: list[TextRequest] = []
+    names = names_of(param, len(prompts)) if isinstance(param, str) else param
+    for name, prompt in zip(names, prompts, strict=True):
+        if beginning and isinstance(prompt, str):
+            prompt = f"{beginning}{prompt}"
+        token_ids = await _token_ids(generator, prompt, options, name)
+        requests += await generator.prepare(
+            token_ids,
+            sampling,
+            param=name,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            pooling=pooling,
+            client_request=client_request,
+        )
+    return await gather_all([_embedding(generator, request, options) for request in requests])
+
+
+def names_of(param: str, count: int) -> list[str]:
+    """The client's names for texts that are given as one field, which stand in a list if they are several."""
+    return [param] if count == 1 else [f"{param}[{index}]" for index in range(count)]
+
+
+async def _token_ids(
+    generator: TextGenerator, prompt: str | Sequence[int], options: EmbeddingOptions, param: str
+) -> Sequence[int]:
+    most = options.truncate_prompt_tokens
+    if most == WHOLE_CONTEXT:
+        most = generator.endpoint.limits.max_model_len
+    if not isinstance(prompt, str):
+        return prompt if most is None else prompt[:most]
+    special = options.add_special_tokens
+    if most is None:
+        return await generator.encode(prompt, add_special_tokens=special, param=param)
+    most = min(most, generator.endpoint.limits.max_model_len)
+    prompt = prompt[: (most + _SPARE_TOKENS) * generator.text.tokenizer.longest_token_chars]
+    token_ids = await generator.tokenize(prompt, add_special_tokens=special)
+    if len(token_ids) <= most:
+        return token_ids
+    bare = await generator.tokenize(prompt, add_special_tokens=False)
+    num_special = len(token_ids) - len(bare)
+    begin = next(i for i in range(num_special + 1) if token_ids[i : i + len(bare)] == bare)
+    end = begin + len(bare)
+    # Special tokens stay: some models pool the last one.
+    cut = [*token_ids[:begin], *bare[: max(0, most - num_special)], *token_ids[end:]]
+    return cut[:most]
+
+
+async def _embedding(
+    generator: TextGenerator, request: TextRequest, options: EmbeddingOptions
+) -> Embedding:
+    async with aclosing(generator.stream(request)) as deltas:
+        async for delta in deltas:
+            if delta.error is not None:
+                raise EmbeddingError(f"{request.request.request_id}: {delta.error}")
+            if delta.embedding is not None:
+                normalize = options.normalize
+                if normalize is None:
+                    normalize = generator.text.pooling.normalize
+                work = partial(_finished, delta.embedding, options.dimensions, normalize=normalize)
+                return Embedding(
+                    await generator.run_sized(work, len(delta.embedding) // _ELEMENT_BYTES),
+                    len(request.request.prompt_token_ids),
+                    delta.num_cached_tokens,
+                )
+    raise EmbeddingError(f"{request.request.request_id}: it was aborted.")
+
+
+def _finished(pooled: bytes, dimensions: int | None, *, normalize: bool) -> array[float]:
+    vector = array("f")
+    vector.frombytes(pooled)
+    if dimensions is not None:
+        if dimensions > len(vector):
+            refuse("dimensions", f"must be at most {len(vector)}, which the model has")
+        vector = vector[:dimensions]
+    length = math.hypot(*vector) if normalize else 1.0
+    return array("f", [x / length for x in vector]) if normalize and length else vector
+
+
+async def products(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
+    """The inner product of the vectors of each pair; other streams go on meanwhile.
+
+    Of vectors of length 1 it is the cosine of the angle between them, and 0 if one of them has no length.
+    """
+    found = []
+    for one, other in pairs:
+        await asyncio.sleep(0)
+        found.append(sum(map(mul, one, other)))
+    return found

@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text generation over an endpoint of tokens, for the HTTP API and for `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from pagoda.concurrency.async_utils import LONG_TEXT_CHARS, LongWork, LoopBudget
+from pagoda.errors import InvalidRequestError, refuse
+from pagoda.faults.injector import Faults
+from pagoda.fleet.adapters import AdapterRegistry
+from pagoda.fleet.endpoint import BodyEndpoint
+from pagoda.fleet.fleet import Fleet
+from pagoda.messages.adapters import Adapter
+from pagoda.messages.frontend import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    KVSource,
+    Pooling,
+    PromptLogprobs,
+    TokenChunk,
+    TokenLogprobs,
+)
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
+from pagoda.text.json_size import json_size
+from pagoda.text.model_text import ModelText
+from pagoda.text.reasoning_border import BorderFinder, ReasoningBorder
+from pagoda.text.stop import StopHit, StopMatcher, StopStrings
+from pagoda.text.templates.conversation import Message, render_conversation, text_size, texts_of
+from pagoda.text.tokenizers.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_LONG_TEXTS = 2
+"""Long texts at a time; the tokenizer takes a hundred times their size in memory."""
+
+_CHARS_OF_SCORE = 8
+"""Characters of a text that takes as long as a log-probability."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
+
+    def __init__(self, message: str, *, param: str, num_tokens: int, context: int) -> None:
+        """`num_tokens` are those of the prompt, or the fewest that it may have; `context` is their bound."""
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.context = context
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    text: str
+    """Empty if the chunk holds part of a character, or if a stop string may begin in the text."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    kv_source: KVSource | None = None
+    """The place of the prompt's KV, in the last delta of a request with `holds_kv`."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Log-probabilities of all prompt tokens but the first, in the first delta of a request that asks for them."""
+    embedding: bytes | None = None
+    """Vector of the prompt (`TokenChunk.embedding`), in the last delta of a request with `pooling`."""
+
+
+def joined_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """The deltas of one answer as one; `logprobs` is a list, which is empty if none were asked for."""
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()],
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One answer to one prompt: the endpoint's request, and how its tokens become text."""
+
+    request: GenerateRequest
+    sampling: SamplingParams
+    """The user's parameters, with stop strings."""
+    prompt: str | None
+    client_request: ClientRequest
+    stops: StopStrings | None = None
+    """The automaton of `sampling.stop`; None without stop strings."""
+    border: ReasoningBorder | None = None
+    """Stop strings count behind it; None if they count in all of the text."""
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that have text though others are skipped: a parser of the answer needs them."""
+    grammar_param: str = "grammar"
+    """The client's name for the grammar in errors."""
+    index: int = 0
+    """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
+    on_kv_source: Callable[[KVSource], None] | None = None
+    """Listener for the place of the prompt's KV, as soon as it is known; with `holds_kv`."""
+
+
+async def start_generator(
+    fleet: Fleet, load: Callable[[], ModelText], tracker: RequestTracker
+) -> TextGenerator:
+    """Starts the engines and, at the same time, loads the text side of their model.
+    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why."""
+    starting = asyncio.create_task(fleet.start())
+    try:
+        text = await asyncio.to_thread(load)
+        _log.info("chat template: %s", text.template_traits)
+        await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
+    return TextGenerator(fleet.dispatcher, text, tracker, fleet.adapters, fleet.faults)
+
+
+class TextGenerator:
+    """Turns prompts into requests, and tokens into text."""
+
+    def __init__(
+        self,
+        endpoint: BodyEndpoint,
+        text: ModelText,
+        tracker: RequestTracker,
+        adapters: AdapterRegistry | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """`faults` are those of this process."""
+        self._tokenize = (faults or Faults(None)).before("frontend.tokenize", text.tokenizer.encode)
+        self.adapters = adapters or AdapterRegistry()
+        self.adapter: Adapter | None = None
+        """The adapter that answers; None for the model alone."""
+        self.endpoint = endpoint
+        self.text = text
+        self.tracker = tracker
+        self.long_texts = LongWork(_MAX_LONG_TEXTS)
+        self.tenant = ""
+        """Name of the API key on whose behalf long texts are worked on."""
+        self._budget: LoopBudget | None = None
+        """Budget of the body whose texts these are; None gives each text one of its own."""
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+
+    def with_adapter(self, adapter: Adapter) -> TextGenerator:
+        """The same generator, whose answers come from an adapter."""
+        adapted = copy.copy(self)
+        adapted.adapter = adapter
+        return adapted
+
+    def of_client(self, client_request: ClientRequest) -> TextGenerator:
+        """The same generator for one body: its texts together have one budget of the event loop, and beyond it
+        wait in the line of the client's API key."""
+        own = copy.copy(self)
+        own.tenant = client_request.key_name
+        own._budget = client_request.budget
+        return own
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of `text`; `param` is the client's name for it in errors.
+
+        Raises PromptTooLongError: `text` is so long that no tokens that fit the context could spell it;
+        InvalidRequestError: `text` is not valid Unicode.
+        """
+        self.check_length(text, param)
+        return await self.tokenize(text, add_special_tokens=add_special_tokens)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, however long. Raises InvalidRequestError: `text` is not valid Unicode."""
+        work = partial(self._tokenize, text, add_special_tokens=add_special_tokens)
+        return await self.run_sized(work, len(text))
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises PromptTooLongError: `text` is so long that no tokens that fit the context could spell it."""
+        longest_token = self.text.tokenizer.longest_token_chars
+        context = self.endpoint.limits.max_model_len
+        most = context * longest_token
+        if len(text) > most:
+            raise PromptTooLongError(
+                f"{param} has {len(text)} characters and is longer than the model's context length allows: "
+                f"This model's maximum context length is {context} tokens, which hold {most} at most"
+                f"{self._more_context()}.",
+                param=param,
+                num_tokens=-(-len(text) // longest_token),
+                context=context,
+            )
+
+    def _more_context(self) -> str:
+        """The flag to raise where the server takes shorter sequences than the model can; else empty."""
+        longest = self.text.longest
+        if longest <= self.endpoint.limits.max_model_len:
+            return ""
+        return (
+            f" (the model can take {longest} tokens; --max-model-len of this server allows fewer)"
+        )
+
+    async def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt of a conversation; `options` are those of `render_conversation`.
+        Raises InvalidRequestError: a message, a tool or a switch is not as it must be."""
+        work = partial(self._rendered, messages, **options)
+        size = text_size(messages, options.get("tools"))
+        size += json_size(options.get("chat_template_kwargs"), LONG_TEXT_CHARS)
+        return await self.run_sized(work, size)
+
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+        template = self.text.require_template()
+        prompt = render_conversation(template, messages, **options)  # its checks bound the texts
+        if self.text.special_tokens_in_text == "reject":
+            switches = options.get("chat_template_kwargs")
+            for param, text in texts_of(messages, options.get("tools"), switches):
+                token = self.text.tokenizer.special_token_in(text)
+                if token is not None:
+                    refuse(param, f"holds the special token {token!r}, which texts here must not")
+        return prompt
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special tokens included."""
+        work = partial(self.text.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self.run_sized(work, len(token_ids))
+
+    async def spell(self, token_ids: Sequence[int]) -> list[str]:
+        spell = self.text.tokenizer.token
+        return await self.run_sized(lambda: list(map(spell, token_ids)), len(token_ids))
+
+    async def run_sized(self, work: Callable[[], T], size: int) -> T:
+        """Does work that takes as long as a text of `size` characters, as `LongWork.run_sized` does."""
+        budget = self._budget or LoopBudget()
+        return await self.long_texts.run_sized(work, size, budget, self.tenant)
+
+    def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
+        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field."""
+        sampling = sampling.checked()
+        limits = self.endpoint.limits
+        vocab_size = limits.vocab_size
+        sampling = sampling.check_logprobs(limits.max_logprobs, vocab_size)
+        sampling.check_vocabulary(vocab_size)
+        sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
+        return sampling
+
+    async def _stops_of(self, sampling: SamplingParams) -> StopStrings:
+        stops = self._stops.get(sampling.stop)
+        if stops is None:
+            size = sum(map(len, sampling.stop))
+            stops = await self.run_sized(partial(StopStrings, sampling.stop), size)
+            self._stops[sampling.stop] = stops
+        return stops
+
+    def _eos_of(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return () if sampling.ignore_eos else self.text.eos_token_ids
+
+    async def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+        clamp_max_tokens: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        session: str | None = None,
+        holds_kv: bool = False,
+        kv_source: KVSource | None = None,
+        grammar: Grammar | None = None,
+        grammar_param: str = "grammar",
+        shown_tokens: tuple[str, ...] = (),
+        border: ReasoningBorder | None = None,
+        pooling: Pooling | None = None,
+        scores_once: bool = True,
+        client_request: ClientRequest | None = None,
+    ) -> list[TextRequest]:
+        """The `sampling.n` requests of one prompt, checked against the endpoint's limits. Other streams go on
+        between the prompts of a long list.
+
+        `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
+        `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
+        with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
+        are as in `GenerateRequest`, `shown_tokens` and `border` as in `TextRequest`. Without a `client_request`
+        one is made here. Token ids are not copied: the caller must not change them. `scores_once` leaves the
+        log-probabilities of the prompt to the first request.
+
+        Raises InvalidRequestError: the prompt does not fit the model; names the field.
+        """
+        await asyncio.sleep(0)
+        if pooling is None:
+            self.text.check_generates()
+        limits = self.endpoint.limits
+        if client_request is None:
+            client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
+        client_request.check_priority(priority)
+        text, token_ids = None, prompt
+        if isinstance(prompt, str):
+            text = prompt
+            token_ids = await self.encode(
+                prompt, add_special_tokens=add_special_tokens, param=param
+            )
+        token_ids = cast(list[int], token_ids)
+        more = self._more_context()
+        _check_prompt(token_ids, limits, param, more, has_answer=sampling.max_tokens != 0)
+        context = limits.max_model_len
+        resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp_max_tokens)
+        stops = await self._stops_of(sampling) if sampling.stop else None
+        if border is not None and any(map(border.names_a_tag, sampling.stop)):
+            border = None  # to stop at a tag of reasoning is to search all of the text
+        base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
+        return [
+            TextRequest(
+                request=GenerateRequest(
+                    # Clients choose their ids, so several requests may have the same.
+                    request_id=f"{client_request.id}-{secrets.token_hex(8)}",
+                    prompt_token_ids=token_ids,
+                    sampling=msgspec.structs.replace(
+                        resolved,
+                        seed=derive_seed(base, index),
+                        prompt_logprobs=None if index and scores_once else resolved.prompt_logprobs,
+                    ),
+                    eos_token_ids=self._eos_of(sampling),
+                    priority=priority,
+                    tenant=client_request.key_name,
+                    weight=client_request.weight,
+                    body=client_request.body_id,
+                    cache_salt=cache_salt,
+                    session=session,
+                    data_parallel_rank=client_request.data_parallel_rank,
+                    holds_kv=holds_kv,
+                    kv_source=kv_source,
+                    grammar=grammar,
+                    adapter=self.adapter.digest if self.adapter else "",
+                    pooling=pooling,
+                ),
+                sampling=sampling,
+                prompt=text,
+                client_request=client_request,
+                stops=stops,
+                border=border,
+                grammar_param=grammar_param,
+                shown_tokens=shown_tokens,
+                index=index,
+            )
+            for index in range(sampling.n)
+        ]
+
+    async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+        """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
+        Raises OverloadedError, DeadlineError, EngineDeadError: as `Endpoint.generate`; InvalidRequestError: the
+        grammar is wrong, or takes too much work; names the client's field."""
+        tracker = self.tracker
+        assembler = TextAssembler(self.text.tokenizer, request)
+        source: KVSource | None = None
+        scores = None if request.request.sampling.prompt_logprobs is None else PromptScores()
+        with (
+            _naming_grammar(request),
+            tracker.answering(request.request, request.client_request) as record,
+        ):
+            value = record.with_span(request.request)
+            value = record.with_time_left(value, tracker.clock_ns())
+            chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.kv_source is not None:
+                        source = chunk.kv_source
+                        if request.on_kv_source is not None:
+                            request.on_kv_source(source)
+                    if scores is not None and chunk.prompt_logprobs is not None:
+                        scores.add(chunk.prompt_logprobs)
+                    if not chunk.token_ids and chunk.finish_reason is None:
+                        tracker.on_chunk(record, chunk, 0)
+                        continue
+                    received_ns = tracker.clock_ns() if tracker.delivery_listeners else 0
+                    delta = assembler.push(chunk)
+                    tracker.on_chunk(record, chunk, len(delta.token_ids))
+                    decoded_ns = tracker.clock_ns() if received_ns else 0
+                    if delta.finish_reason is not None:
+                        record.ending = delta.finish_reason, delta.error or ""
+                        if chunk.blames_grammar and delta.error is not None:
+                            raise InvalidRequestError(delta.error)
+                        embedding = chunk.embedding
+                        delta = msgspec.structs.replace(
+                            delta, kv_source=source, embedding=embedding
+                        )
+                    if scores is not None:
+                        entries = await self.run_sized(
+                            scores.entries, _CHARS_OF_SCORE * scores.size
+                        )
+                        delta = msgspec.structs.replace(delta, prompt_logprobs=entries)
+                        scores = None
+                    yield delta
+                    if received_ns:
+                        written_ns = tracker.clock_ns()
+                        for listener in list(tracker.delivery_listeners):
+                            listener(record, received_ns, decoded_ns, written_ns)
+                    if delta.finish_reason is not None:
+                        return
+
+
+class PromptScores:
+    """The log-probabilities of a prompt as they come; those that come twice count once."""
+
+    def __init__(self) -> None:
+        self._parts: list[PromptLogprobs] = []
+        self._end = 1
+
+    def add(self, part: PromptLogprobs) -> None:
+        if part.end > self._end:
+            self._parts.append(part.since(self._end))
+            self._end = part.end
+
+    @property
+    def size(self) -> int:
+        """Log-probabilities that have come."""
+        return sum(len(part.ranks) // 4 * (1 + part.num_top) for part in self._parts)
+
+    def entries(self) -> list[TokenLogprobs]:
+        return [entry for part in self._parts for entry in part.entries()]
+
+
+@contextlib.contextmanager
+def _naming_grammar(request: TextRequest) -> Iterator[None]:
+    """Lets a refusal of the request's grammar name the client's field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if request.request.grammar is None or error.param is not None:
+            raise
+        param = request.grammar_param
+        raise InvalidRequestError(f"{param}: {error}", param=param) from None
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` of several to one prompt; the first answer is that of a single request."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed % 2**64}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _check_prompt(
+    token_ids: Sequence[int], limits: EngineReady, param: str, more: str, *, has_answer: bool
+) -> None:
+    vocab_size, context = limits.vocab_size, limits.max_model_len
+    if not token_ids:
+        refuse(param, "is empty; it must hold at least one token")
+    if len(token_ids) + has_answer > context:
+        rest = ", and at least one must be left for the answer" if has_answer else ""
+        raise PromptTooLongError(
+            f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
+            f"This model's maximum context length is {context} tokens{rest}{more}.",
+            param=param,
+            num_tokens=len(token_ids),
+            context=context,
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        refuse(
+            param,
+            f"takes token ids from 0 to {vocab_size - 1}, got {wrong}, which is out of vocabulary",
+        )
+
+
+def _resolve(
+    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, more: str, *, clamp: bool
+) -> SamplingParams:
+    """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
+    room = max_model_len - num_prompt_tokens
+    max_tokens = sampling.max_tokens
+    if max_tokens is None or (clamp and max_tokens > room):
+        max_tokens = room
+    elif max_tokens > room:
+        raise PromptTooLongError(
+            "Requested token count exceeds the model's maximum context length: "
+            f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
+            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
+            f"max_completion_tokens is too large{more}.",
+            param="max_tokens",
+            num_tokens=num_prompt_tokens,
+            context=max_model_len,
+        )
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=max_tokens,
+        n=1,
+        stop=(),
+        structured_outputs=None,
+        min_tokens=min(sampling.min_tokens, max_tokens),
+    )
+
+
+class TextAssembler:
+    """The text of one answer, chunk by chunk: characters are never split, stop strings end it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
+        sampling = request.sampling
+        self._decoder = tokenizer.incremental(
+            request.request.prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_tokens=request.shown_tokens,
+        )
+        self._matcher = StopMatcher(request.stops) if request.stops else None
+        border = request.border if request.stops else None
+        self._finder = None if border is None else BorderFinder(border)
+        self._keep_stop = sampling.include_stop_str_in_output
+        self._shows_special = not sampling.skip_special_tokens
+        self._min_tokens = sampling.min_tokens
+        self._num_tokens = 0
+
+    def push(self, chunk: TokenChunk) -> TextDelta:
+        token_ids = chunk.token_ids
+        reason = chunk.finish_reason
+        if reason is None and self._matcher is None and len(token_ids) == 1:
+            text = self._decoder.push(token_ids[0])
+            return TextDelta(text, token_ids, None, None, chunk.logprobs, chunk.num_cached_tokens)
+        text = ""
+        # The token that ended the answer is not part of its text, as a stop string is not.
+        # An end token of the model is shown to those who want special tokens.
+        shows_end = self._keep_stop or (self._shows_special and chunk.stop_reason is None)
+        silent_end = reason is FinishReason.STOP and not shows_end
+        for position, token_id in enumerate(token_ids, start=1):
+            if silent_end and position == len(token_ids):
+                break
+            piece = self._search(self._decoder.push(token_id))
+            if isinstance(piece, StopHit):
+                return self._stopped(chunk, text, piece, position)
+            text += piece
+        if reason is not None:
+            piece = self._search(self._decoder.flush(), at_end=True)
+            if isinstance(piece, StopHit):
+                return self._stopped(chunk, text, piece, len(token_ids))
+            text += piece
+        return TextDelta(
+            text,
+            token_ids,
+            reason,
+            chunk.stop_reason,
+            chunk.logprobs,
+            chunk.num_cached_tokens,
+            chunk.error,
+        )
+
+    def _search(self, piece: str, *, at_end: bool = False) -> str | StopHit:
+        """The text that is certain, or the first stop string: behind the border, and behind `min_tokens`."""
+        if self._matcher is None:
+            return piece
+        self._num_tokens += not at_end
+        parts = [(piece, True)]
+        if self._finder is not None:
+            parts = self._finder.push(piece)
+            if at_end:
+                parts += self._finder.flush()
+        counts = at_end or self._num_tokens > self._min_tokens
+        text = ""
+        for part, is_searched in parts:
+            if not is_searched:
+                text += self._matcher.flush() + part
+                continue
+            found = self._matcher.push(part, counts=counts)
+            if isinstance(found, StopHit):
+                return StopHit(text + found.text, found.stop)
+            text += found
+        return text + self._matcher.flush() if at_end else text
+
+    def _stopped(self, chunk: TokenChunk, text: str, hit: StopHit, position: int) -> TextDelta:
+        kept = hit.text + hit.stop if self._keep_stop else hit.text
+        return TextDelta(
+            text + kept,
+            chunk.token_ids[:position],
+            FinishReason.STOP,
+            hit.stop,
+            chunk.logprobs[:position] if chunk.logprobs is not None else None,
+            chunk.num_cached_tokens,
+        )
