@@ -67,3 +67,7 @@ class EngineLostError(PagodaError):
 
 class EngineDeadError(PagodaError):
     """The engine ended and will not be started again."""
+
+
+class TransportError(PagodaError):
+    """Memory of another worker was not read, or not all of it: the other side is gone, refuses, or cannot be reached."""

@@ -25,7 +25,8 @@ from cyclopts import App
 from benchmarks.handoff.bandwidth_exporter import HOST, SECRET
 from pagoda.cli import output
 from pagoda.ipc.machine import format_bytes
-from pagoda.pd.transport.base import Access, MemoryLink, OwnMemory, Region, Span
+from pagoda.kv.memory import OwnMemory, Region
+from pagoda.pd.transport.base import Access, MemoryLink, Span
 from pagoda.pd.transport.choose import TRANSPORTS
 
 _SOCKET, _MAPPED = "plain socket", "plain mapped memory"

@@ -14,14 +14,9 @@ import socket
 import sys
 import threading
 
-from pagoda.pd.transport.base import (
-    Access,
-    ExportedMemory,
-    MemoryFile,
-    OwnMemory,
-    Region,
-    TransportError,
-)
+from pagoda.errors import TransportError
+from pagoda.kv.memory import MemoryFile, OwnMemory, Region
+from pagoda.pd.transport.base import Access, ExportedMemory
 from pagoda.pd.transport.choose import TRANSPORTS
 
 HOST = "127.0.0.1"

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, LatentCache
-from pagoda.pd.transport.base import DirectMemory, Extent, MemoryFile, Region
+from pagoda.kv.memory import DirectMemory, Extent, MemoryFile, Region
 
 
 class Event(Protocol):

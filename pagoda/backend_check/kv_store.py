@@ -11,7 +11,8 @@ from random import Random
 from pagoda.backend.kv_store import DONE, Event, KVStore, ReachedByNetworks, block_extents
 from pagoda.backend_check.attention import DTYPES, Kind, cache_of, fitted, spoil
 from pagoda.backend_check.subject import Check, FailedError, Subject, ensure
-from pagoda.pd.transport.base import Extent, Region, TransportError
+from pagoda.errors import TransportError
+from pagoda.kv.memory import Extent, Region
 from pagoda.worker.kv.store import store_of
 
 _BLOCKS = (5, 0, 3)

@@ -7,8 +7,14 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 
-from pagoda.messages.transfers import DiskObjects, KVRank, RemoteBlocks, Transfer, TransferEnd
-from pagoda.pd.transport.base import longest_transfer_s
+from pagoda.messages.transfers import (
+    DiskObjects,
+    KVRank,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+    longest_transfer_s,
+)
 
 
 class GroupTransfers:

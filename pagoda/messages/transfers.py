@@ -9,6 +9,19 @@ import msgspec
 
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Sentence
 
+BATCH_BYTES = 2**26
+"""Bytes of a transfer that a worker reads at once; batches before a failure are good."""
+BATCH_LIMIT_S = 60.0
+"""Seconds after which a worker gives up a batch."""
+
+
+def longest_transfer_s(num_bytes: int) -> float:
+    """Seconds after which a transfer of `num_bytes` from each rank has ended, at the latest.
+
+    Batches are of whole blocks, so they may be only a little more than half full.
+    """
+    return BATCH_LIMIT_S * (1 + 2 * num_bytes // BATCH_BYTES)
+
 
 class DeviceBlocks(msgspec.Struct, frozen=True, array_like=True, tag="device"):
     """Blocks of the KV cache that the workers compute from."""

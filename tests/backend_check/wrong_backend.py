@@ -20,7 +20,7 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import OPERATIONS, ReferenceBackend
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.devices import DeviceSet
-from pagoda.pd.transport.base import DirectMemory
+from pagoda.kv.memory import DirectMemory
 from pagoda.worker.kv.store import HostKVStore
 
 Compute = Callable[..., Any]

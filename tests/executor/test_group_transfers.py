@@ -13,6 +13,8 @@ from pagoda.executor.base import WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.messages.transfers import (
+    BATCH_BYTES,
+    BATCH_LIMIT_S,
     DeviceBlocks,
     DiskObjects,
     HostSlots,
@@ -27,7 +29,6 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role
-from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S
 
 NUM_BLOCKS = 4
 

@@ -9,15 +9,10 @@ from contextlib import contextmanager
 import pytest
 from transport_rig import SECRET, SIZES, Memory, make, read, soon
 
+from pagoda.errors import TransportError
+from pagoda.kv.memory import DeviceMemory, Extent
 from pagoda.pd.transport import tcp
-from pagoda.pd.transport.base import (
-    Access,
-    DeviceMemory,
-    Extent,
-    MemoryLink,
-    Span,
-    TransportError,
-)
+from pagoda.pd.transport.base import Access, MemoryLink, Span
 from pagoda.pd.transport.choose import TRANSPORTS
 
 

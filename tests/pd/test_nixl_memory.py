@@ -17,15 +17,10 @@ import pytest
 from nixl_library import Library
 from transport_rig import SECRET, SIZES, Memory, read, soon
 
+from pagoda.errors import TransportError
+from pagoda.kv.memory import DeviceMemory, DirectMemory, MemoryKind
 from pagoda.pd.transport import nixl
-from pagoda.pd.transport.base import (
-    Access,
-    DeviceMemory,
-    DirectMemory,
-    MemoryKind,
-    Span,
-    TransportError,
-)
+from pagoda.pd.transport.base import Access, Span
 from pagoda.pd.transport.nixl import NixlDescriptor, NixlTransport
 
 ACCESS = Access("127.0.0.1", SECRET)

@@ -22,8 +22,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagoda.errors import TransportError
+from pagoda.kv.memory import DirectMemory, Region
 from pagoda.pd.transport import mooncake, nixl
-from pagoda.pd.transport.base import DirectMemory, Region, Span, TransportError
+from pagoda.pd.transport.base import Span
 from pagoda.pd.transport.mooncake import MooncakeDescriptor, MooncakeLink
 from pagoda.pd.transport.nixl import NixlDescriptor, NixlLink
 from pagoda.pd.transport.remote_memory import BatchedLink

@@ -17,8 +17,9 @@ import msgspec
 import pytest
 from transport_rig import SECRET, House, make, read, soon
 
+from pagoda.errors import TransportError
 from pagoda.pd.transport import stream_server, tcp
-from pagoda.pd.transport.base import Span, TransportError
+from pagoda.pd.transport.base import Span
 from pagoda.pd.transport.proof import Prover
 from pagoda.pd.transport.shm import ShmDescriptor
 from pagoda.pd.transport.tcp import TcpDescriptor

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from transport_rig import SIZES, House, Memory, make, read, soon
 
+from pagoda.errors import TransportError
 from pagoda.pd.transport import tcp
-from pagoda.pd.transport.base import Span, TransportError
+from pagoda.pd.transport.base import Span
 
 TESTED = os.environ.get("PAGODA_TEST_TRANSPORT", "shm;tcp;tcp, encrypted").split(";")
 

@@ -11,16 +11,8 @@ import random
 import time
 from collections.abc import Sequence
 
-from pagoda.pd.transport.base import (
-    Access,
-    ExportedMemory,
-    MemoryFile,
-    MemoryLink,
-    OwnMemory,
-    Region,
-    Span,
-    Transport,
-)
+from pagoda.kv.memory import MemoryFile, OwnMemory, Region
+from pagoda.pd.transport.base import Access, ExportedMemory, MemoryLink, Span, Transport
 from pagoda.pd.transport.choose import TRANSPORTS
 
 SECRET = b"a secret of the cluster"

@@ -16,11 +16,10 @@ from family_models import make_model as make_family
 from kv_ranks import NUM_BLOCKS, Engine, topology
 from tiny_models import make_model, save_model
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, TransportError
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
-from pagoda.pd.transport.base import TransportError
 from pagoda.pd.transport.tcp import TcpDescriptor
 from pagoda.worker.kv import fetcher
 from pagoda.worker.kv.jobs import Jobs

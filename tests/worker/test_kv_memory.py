@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
+from pagoda.kv.memory import Region
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
-from pagoda.pd.transport.base import Region
 from pagoda.worker.kv.memory import HostArena, KVAllocation, shares_kv, slot_bytes
 
 # ---- slots in host memory

@@ -24,11 +24,11 @@ from tiny_models import save_model
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
+from pagoda.kv.memory import DirectMemory
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport import nixl
-from pagoda.pd.transport.base import DirectMemory
 from pagoda.worker.kv.store import HostKVStore
 
 if importlib.util.find_spec("triton") is None:

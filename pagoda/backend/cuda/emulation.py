@@ -30,8 +30,8 @@ from pagoda.backend.cuda.mesh import Mesh
 from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.kv_store import Event
 from pagoda.ipc.machine import available_memory_bytes
+from pagoda.kv.memory import DirectMemory, Region
 from pagoda.parallel.collectives import Collectives, HostGroup, sum_in_order
-from pagoda.pd.transport.base import DirectMemory, Region
 
 POISON = 0xFF
 """Byte of which NaN, and numbers below zero, consist."""

@@ -19,7 +19,7 @@ from pagoda.backend.cuda.kernels.blocks import gather_blocks, scatter_blocks
 from pagoda.backend.cuda.runtime import Runtime, Stream
 from pagoda.backend.cuda.staging import Pinned, PinnedPool
 from pagoda.backend.kv_store import DONE, Event, check_blocks, check_extents, describe_tensors
-from pagoda.pd.transport.base import DirectMemory, Extent
+from pagoda.kv.memory import DirectMemory, Extent
 
 _BATCH_BYTES = 2**24
 """Bytes of a call, about: large enough for the bus, small enough for what is urgent to wait for one."""

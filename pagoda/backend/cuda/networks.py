@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.pd.transport.base import TransportError
+from pagoda.errors import TransportError
 
 _cuda: Any = torch.cuda
 """Type checkers know too little of it."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pagoda.backend.base import Memory
 from pagoda.backend.kv_store import Event
+from pagoda.kv.memory import DirectMemory
 from pagoda.parallel.collectives import Collectives, HostGroup
-from pagoda.pd.transport.base import DirectMemory
 
 Work = Callable[[], None]
 """Launches of kernels and copies. It reads nothing back, and may run in another thread than that which gave it."""

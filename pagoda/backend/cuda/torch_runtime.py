@@ -14,8 +14,8 @@ from pagoda.backend.cuda.collectives import open_device_group
 from pagoda.backend.cuda.networks import DeviceContext, check_reachable
 from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.kv_store import Event
+from pagoda.kv.memory import DirectMemory, Region
 from pagoda.parallel.collectives import Collectives, HostGroup
-from pagoda.pd.transport.base import DirectMemory, Region
 
 _cuda: Any = torch.cuda
 """Type checkers know too little of it."""

@@ -29,7 +29,7 @@ from pagoda.backend.kv_store import (
 )
 from pagoda.backend.pypto.device import Device, shared_tensor
 from pagoda.backend.pypto.library import DeviceTensor
-from pagoda.pd.transport.base import Extent
+from pagoda.kv.memory import Extent
 
 Kind = Literal["keys", "values"]
 KINDS: tuple[Kind, ...] = ("keys", "values")

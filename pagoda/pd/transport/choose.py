@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Transport
+from pagoda.kv.memory import DeviceMemory, OwnMemory
+from pagoda.pd.transport.base import Access, Transport
 from pagoda.pd.transport.mooncake import MooncakeTransport
 from pagoda.pd.transport.nixl import NixlTransport
 from pagoda.pd.transport.shm import ShmTransport

@@ -20,7 +20,9 @@ from typing import Any
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Region, Span, TransportError
+from pagoda.errors import TransportError
+from pagoda.kv.memory import DeviceMemory, OwnMemory, Region
+from pagoda.pd.transport.base import Access, Span
 from pagoda.pd.transport.remote_memory import BatchedLink, Piece, load_library, read_descriptor
 
 _STAGING_BYTES = 2**24

@@ -19,15 +19,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pagoda.pd.transport.base import (
-    Access,
-    DeviceMemory,
-    DirectMemory,
-    MemoryKind,
-    OwnMemory,
-    Region,
-    TransportError,
-)
+from pagoda.errors import TransportError
+from pagoda.kv.memory import DeviceMemory, DirectMemory, MemoryKind, OwnMemory, Region
+from pagoda.pd.transport.base import Access
 from pagoda.pd.transport.remote_memory import (
     BatchedLink,
     Piece,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from pagoda.pd.transport.base import TransportError
+from pagoda.errors import TransportError
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.05

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from pagoda.pd.transport.base import Region, Span, TransportError
+from pagoda.errors import TransportError
+from pagoda.kv.memory import Region
+from pagoda.pd.transport.base import Span
 
 DescriptorT = TypeVar("DescriptorT")
 

@@ -24,7 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Region, TransportError
+from pagoda.errors import TransportError
+from pagoda.kv.memory import DeviceMemory, OwnMemory, Region
+from pagoda.pd.transport.base import Access
 from pagoda.pd.transport.proof import Prover, keep_trying, wait_until
 from pagoda.pd.transport.remote_memory import BatchedLink, Piece, check_time, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer

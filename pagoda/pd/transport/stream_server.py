@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 
-from pagoda.pd.transport.base import TransportError
+from pagoda.errors import TransportError
 
 MAX_STRANGERS = 32
 """Limit of connections without a proof; beyond it the oldest one from the most frequent origin is closed."""

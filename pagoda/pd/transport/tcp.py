@@ -30,15 +30,10 @@ from typing import Any
 
 import msgspec
 
+from pagoda.errors import TransportError
 from pagoda.ipc.addresses import bracketed, family
-from pagoda.pd.transport.base import (
-    Access,
-    DeviceMemory,
-    Extent,
-    OwnMemory,
-    Span,
-    TransportError,
-)
+from pagoda.kv.memory import DeviceMemory, Extent, OwnMemory
+from pagoda.pd.transport.base import Access, Span
 from pagoda.pd.transport.proof import Prover, keep_trying, receive, send_all, wait_until
 from pagoda.pd.transport.remote_memory import batches, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer

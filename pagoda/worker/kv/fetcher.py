@@ -13,8 +13,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pagoda.backend.kv_store import Event
-from pagoda.messages.transfers import KVPeer, KVRank, RemoteBlocks, Transfer
-from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
+from pagoda.errors import TransportError
+from pagoda.messages.transfers import (
+    BATCH_BYTES,
+    BATCH_LIMIT_S,
+    KVPeer,
+    KVRank,
+    RemoteBlocks,
+    Transfer,
+)
+from pagoda.pd.transport.base import MemoryLink
 from pagoda.worker.kv.jobs import Job, Jobs, Lane
 from pagoda.worker.kv.landing import OpenLanding, Wanted
 from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, plan_slices

@@ -10,21 +10,13 @@ from functools import partial
 import msgspec
 
 from pagoda.backend.kv_store import ReachedByNetworks
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, TransportError
 from pagoda.faults.injector import Faults
+from pagoda.kv.memory import DeviceMemory, Extent, OwnMemory
 from pagoda.messages.transfers import KVRank
 from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig
-from pagoda.pd.transport.base import (
-    Access,
-    DeviceMemory,
-    ExportedMemory,
-    Extent,
-    MemoryLink,
-    OwnMemory,
-    Transport,
-    TransportError,
-)
+from pagoda.pd.transport.base import Access, ExportedMemory, MemoryLink, Transport
 from pagoda.pd.transport.choose import TRANSPORTS
 from pagoda.worker.kv.fetcher import KVFetcher
 from pagoda.worker.kv.jobs import Jobs

@@ -12,8 +12,8 @@ import threading
 import torch
 from torch import Tensor
 
+from pagoda.kv.memory import MemoryFile, Region
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.pd.transport.base import MemoryFile, Region
 from pagoda.worker.kv.pages import take_pages
 
 _ALIGNMENT = 64

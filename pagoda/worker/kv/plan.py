@@ -18,9 +18,10 @@ import msgspec
 
 from pagoda.backend.kv_store import KVStore, KVTensor
 from pagoda.errors import PagodaError
+from pagoda.kv.memory import Extent
 from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
-from pagoda.pd.transport.base import Extent, Span
+from pagoda.pd.transport.base import Span
 from pagoda.worker.loading import LayerPlace
 
 

@@ -22,7 +22,7 @@ from pagoda.backend.kv_store import (
     describe_tensors,
 )
 from pagoda.devices import BackendUnavailableError
-from pagoda.pd.transport.base import Extent, MemoryFile, Region
+from pagoda.kv.memory import Extent, MemoryFile, Region
 from pagoda.worker.kv.memory import KVAllocation, address_of
 from pagoda.worker.kv.pages import AdvisedPages
 

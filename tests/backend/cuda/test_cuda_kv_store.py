@@ -9,7 +9,7 @@ from pagoda.backend.base import KVCache
 from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.cuda.kv_store import DeviceKVStore
 from pagoda.backend.cuda.staging import PinnedPool
-from pagoda.pd.transport.base import Extent
+from pagoda.kv.memory import Extent
 
 BLOCKS = 6
 

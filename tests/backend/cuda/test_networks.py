@@ -15,7 +15,7 @@ from pagoda.backend.cuda.kv_store import DeviceKVStore
 from pagoda.backend.cuda.networks import DeviceContext, check_reachable
 from pagoda.backend.cuda.staging import PinnedPool
 from pagoda.backend.kv_store import ReachedByNetworks
-from pagoda.pd.transport.base import TransportError
+from pagoda.errors import TransportError
 
 
 def _segment(tensor: torch.Tensor, *, expandable: bool) -> dict[str, Any]:

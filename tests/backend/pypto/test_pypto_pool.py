@@ -15,7 +15,7 @@ from pagoda.backend.pypto.device import Device
 from pagoda.backend.pypto.library import open_library
 from pagoda.backend.pypto.pool import PageBuffers, Pool, PoolStore, stand_in
 from pagoda.devices import DeviceSet
-from pagoda.pd.transport.base import Extent
+from pagoda.kv.memory import Extent
 
 LAYERS, PAGES, PAGE, HEADS, HEAD_DIM = 2, 5, 128, 4, 8
 

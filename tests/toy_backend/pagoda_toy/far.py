@@ -34,7 +34,7 @@ from pagoda.backend.kv_store import (
 )
 from pagoda.backend.operation import WeightNames
 from pagoda.devices import DeviceSet
-from pagoda.pd.transport.base import Extent
+from pagoda.kv.memory import Extent
 from pagoda_toy.backend import Metadata, ToyBackend, compute_node
 
 Array = np.ndarray[Any, Any]
