@@ -70,4 +70,4 @@ class EngineDeadError(PagodaError):
 
 
 class TransportError(PagodaError):
-    """Memory of another worker was not read, or not all of it: the other side is gone, refuses, or cannot be reached."""
+    """Memory of another worker was not read, or not all of it: that one has gone, refuses, or is out of reach."""
