@@ -17,11 +17,11 @@ from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.ignored_fields import IgnoredNames
+from pagoda.api.kept_conversations import ConversationStore
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.chat_store import ChatStore
-from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard

@@ -13,11 +13,11 @@ from openai.types.conversations import Conversation, ConversationItemList
 from template_texts import QWEN, prompt_of
 from test_responses import respond
 
+from pagoda.api import kept_conversations as store_module
 from pagoda.api import request_context
+from pagoda.api.kept_conversations import ConversationStore, StoredConversation, sized
 from pagoda.api.kept_json import kept_bytes
 from pagoda.api.keys import ApiKeys
-from pagoda.api.openai.conversations import store as store_module
-from pagoda.api.openai.conversations.store import ConversationStore, StoredConversation, sized
 from pagoda.api.sse import encode_json
 
 USER = {"role": "user", "content": "a"}

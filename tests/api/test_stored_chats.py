@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from pagoda.api.ignored_fields import IGNORED_HEADER
+from pagoda.api.kept_conversations import MAX_CONVERSATIONS, StoredConversation, sized
 from pagoda.api.keys import ApiKeys
 from pagoda.api.openai.chat_store import ChatStore
-from pagoda.api.openai.conversations.store import MAX_CONVERSATIONS, StoredConversation, sized
 from pagoda.api.openai.stored_chats import MAX_KEPT_CHARS
 
 HI: Any = [{"role": "user", "content": "hi"}]

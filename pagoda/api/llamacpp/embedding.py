@@ -16,7 +16,7 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import renamed
 from pagoda.api.llamacpp.bodies import Prompt, prompts_of
 from pagoda.api.request_context import RequestContext
-from pagoda.api.scoring.embeddings import MAX_INPUTS, encoded_vectors
+from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
 from pagoda.errors import refuse
 from pagoda.text.embeddings import EmbeddingOptions, embed
 

@@ -15,7 +15,7 @@ from pagoda.api.body import Timeout
 from pagoda.api.ollama.bodies import Options, check_options
 from pagoda.api.ollama.names import served_name
 from pagoda.api.request_context import RequestContext
-from pagoda.api.scoring.embeddings import MAX_INPUTS, encoded_vectors
+from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
 from pagoda.text.embeddings import Embedding, EmbeddingOptions, embed
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pagoda.api.errors import ApiError
-from pagoda.api.openai.conversations.store import (
+from pagoda.api.kept_conversations import (
     MAX_CONVERSATIONS,
     ConversationStore,
     SizedItems,

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
+from pagoda.api.items import page_of_items
+from pagoda.api.kept_conversations import SizedItems, StoredConversation, sized
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.openai.conversations.store import SizedItems, StoredConversation, sized
-from pagoda.api.openai.responses.items import page_of_items
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.text.json_size import json_size

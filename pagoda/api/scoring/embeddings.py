@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import sys
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,16 +19,13 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.service import Service
-from pagoda.api.sse import encode_json
+from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
 from pagoda.errors import refuse
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import TokenId
 from pagoda.text.embeddings import Embedding, EmbeddingOptions, embed
 from pagoda.text.pair_scores import PairScore
 from pagoda.text.text_generator import TextGenerator
-
-MAX_INPUTS = 2048
-"""Most texts in one body, as OpenAI has it."""
 
 Inputs = str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
 
@@ -119,17 +115,6 @@ async def _answer(
         "data": data,
         "usage": usage(found),
     }
-
-
-async def encoded_vectors(
-    found: Sequence[Embedding], spell: Callable[[array[float]], object]
-) -> list[msgspec.Raw]:
-    """The JSON of each vector, as `spell` writes it; other streams go on between long ones."""
-    encoded = []
-    for one in found:
-        await asyncio.sleep(0)
-        encoded.append(msgspec.Raw(encode_json(spell(one.vector))))
-    return encoded
 
 
 def inputs_of(given: str | list[Any]) -> list[str | list[int]]:

@@ -14,7 +14,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from pagoda.api.request_context import RequestContext
-from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
+from pagoda.api.scoring.embeddings import PoolingFields, envelope, usage
+from pagoda.api.vectors import MAX_INPUTS
 from pagoda.errors import refuse
 from pagoda.text.embeddings import Embedding, embed, names_of, products
 from pagoda.text.pair_scores import PairScore, TextPair, score_pairs

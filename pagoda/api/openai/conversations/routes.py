@@ -12,15 +12,15 @@ from msgspec import Meta
 
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
-from pagoda.api.openai.conversations.store import (
+from pagoda.api.items import Item, page_of_items
+from pagoda.api.kept_conversations import (
     ConversationStore,
     SizedItems,
     StoredConversation,
     check_room,
     sized,
 )
-from pagoda.api.openai.responses.bodies import Item
-from pagoda.api.openai.responses.items import kept_items, page_of_items
+from pagoda.api.openai.responses.items import kept_items
 from pagoda.api.openai.responses.translation import ChatTranslation
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route

@@ -12,15 +12,11 @@ from typing import Any
 from pagoda.api.conversation import Conversation, begin_conversation
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
+from pagoda.api.items import Item
+from pagoda.api.kept_conversations import SizedItems, check_room, sized
 from pagoda.api.kept_json import kept_bytes
-from pagoda.api.openai.conversations.store import SizedItems, check_room, sized
 from pagoda.api.openai.responses.background import BackgroundRun
-from pagoda.api.openai.responses.bodies import (
-    InputTokensRequest,
-    Item,
-    ResponsesRequest,
-    check_body,
-)
+from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest, check_body
 from pagoda.api.openai.responses.events import EventLog, EventWriter
 from pagoda.api.openai.responses.items import kept_items, without_references
 from pagoda.api.openai.responses.response import ResponseAnswer

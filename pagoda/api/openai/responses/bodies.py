@@ -10,12 +10,10 @@ from msgspec import Meta
 
 from pagoda.api.fields import GenerationFields
 from pagoda.api.ignored_fields import Hint
+from pagoda.api.items import Item
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.text.templates.conversation import MAX_MESSAGES, MAX_TOOLS
-
-Item = dict[str, Any]
-"""An item of input or output, as OpenAI spells it."""
 
 Include = Literal[
     "message.output_text.logprobs",

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagoda.api.openai.responses.bodies import Input, Item
-from pagoda.api.openai.responses.output import new_id
-from pagoda.errors import refuse
+from pagoda.api.items import Item, new_id
+from pagoda.api.openai.responses.bodies import Input
 
 _MAX_ID_CHARS = 128
 _ITEMS_OF_TURN = 1024
-_MAX_LISTED = 100
-_DEFAULT_LISTED = 20
-_MAX_DIGITS = 16
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -65,38 +61,3 @@ def _text_part(message: Item) -> dict[str, Any]:
     if message["role"] == "assistant":
         return {"type": "output_text", "text": text, "annotations": []}
     return {"type": "input_text", "text": text}
-
-
-def page_of_items(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of items, by default the newest first, as OpenAI lists them."""
-    limit = query_number(query, "limit", _DEFAULT_LISTED)
-    if not 1 <= limit <= _MAX_LISTED:
-        refuse("limit", f"must be from 1 to {_MAX_LISTED}")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        refuse("order", "must be asc or desc")
-    ordered = list(items if order == "asc" else reversed(items))
-    after = query.get("after")
-    if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            refuse("after", "is not the id of one of the items")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else "",
-        "last_id": page[-1]["id"] if page else "",
-        "has_more": len(ordered) > limit,
-    }
-
-
-def query_number(query: Mapping[str, str], name: str, default: int) -> int:
-    """A number of the query. Raises InvalidRequestError: it is none."""
-    given = query.get(name, "")
-    if not given:
-        return default
-    if not (given.isascii() and given.isdecimal() and len(given) < _MAX_DIGITS):
-        refuse(name, "must be a whole number")
-    return int(given)

@@ -7,20 +7,15 @@ add up to.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
-from pagoda.api.openai.responses.bodies import Item
+from pagoda.api.items import Item, new_id
 from pagoda.api.openai.responses.events import DeltaTemplate, EventWriter
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Logprobs = Sequence[dict[str, Any]]
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 class _TextItem:

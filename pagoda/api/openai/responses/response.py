@@ -10,11 +10,12 @@ from typing import Any, Literal
 from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer, Generation
+from pagoda.api.items import new_id
 from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
 from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.openai.responses.events import EventWriter
-from pagoda.api.openai.responses.output import Output, new_id
+from pagoda.api.openai.responses.output import Output
 from pagoda.api.openai.responses.tools import names_in
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.messages.frontend import FinishReason

@@ -11,6 +11,7 @@ from pagoda.api.conversation import count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.fields import renamed
+from pagoda.api.items import page_of_items, query_number
 from pagoda.api.keys import ANYBODY
 from pagoda.api.openai.responses.beginning import (
     ITEM_CHARS,
@@ -20,7 +21,6 @@ from pagoda.api.openai.responses.beginning import (
     input_items,
 )
 from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
-from pagoda.api.openai.responses.items import page_of_items, query_number
 from pagoda.api.openai.responses.store import StoredResponse
 from pagoda.api.openai.responses.translation import ChatTranslation, chat_request
 from pagoda.api.request_context import RequestContext

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagoda.api.errors import ApiError
+from pagoda.api.items import Item
 from pagoda.api.key_shares import KeyShares, LruByKey
-from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
 from pagoda.errors import OverloadedError, refuse
 from pagoda.text.templates.conversation import MAX_MESSAGES

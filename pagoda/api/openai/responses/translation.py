@@ -10,8 +10,9 @@ from pagoda.api.body import convert_body, text_in, text_or_parts
 from pagoda.api.context_management import check_edits
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.ignored_fields import Ignored
+from pagoda.api.items import Item
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
+from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, ResponsesRequest
 from pagoda.api.openai.responses.tools import chat_tool_choice, chat_tools, named_in
 from pagoda.errors import refuse
 from pagoda.text.templates.generic_tools import text_of

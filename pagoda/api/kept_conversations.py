@@ -10,10 +10,9 @@ from operator import itemgetter
 from typing import Any
 
 from pagoda.api.errors import ApiError
+from pagoda.api.items import Item, new_id
 from pagoda.api.kept_json import kept_bytes
 from pagoda.api.key_shares import LruByKey
-from pagoda.api.openai.responses.bodies import Item
-from pagoda.api.openai.responses.output import new_id
 from pagoda.errors import refuse
 from pagoda.text.templates.conversation import MAX_MESSAGES
 
