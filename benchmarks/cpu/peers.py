@@ -39,8 +39,8 @@ from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.errors import PagodaError
+from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.machine import available_cores
-from pagoda.llm.engine_options import parse_bytes
 
 Figures = dict[str, float]
 """Figures of one system in one round, by the names below."""

@@ -29,7 +29,7 @@ from pagoda.api.keys import ANYBODY
 from pagoda.api.request_body import is_continue_expected
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
-from pagoda.api.routes import OPEN_PATHS, ROUTES
+from pagoda.api.routes import OPEN_PATHS, PLUGINS, ROUTES, methods_of
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.ipc.clock import MAX_TIMEOUT_S
@@ -143,7 +143,7 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,
     )
-    methods = ROUTES.get(route)
+    methods = methods_of(route, headers)
     dialect = next(iter(methods.values())).dialect if methods else OPENAI
     ignored = Ignored(service.config.ignored_names)
     return RequestContext(http, service, key, client_request, dialect, argument, ignored)
@@ -151,11 +151,11 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:
     path, route = context.http.path, context.client_request.route
-    methods = ROUTES.get(route)
+    methods = methods_of(route, context.http.headers)
     check_origin(context)
     cors = context.service.config.cors_origins
     if cors and context.http.method == "OPTIONS":
-        return context.empty(cors.preflight(context.http.headers, tuple(methods or ())))
+        return context.empty(cors.preflight(context.http.headers, tuple(methods)))
     if route not in OPEN_PATHS and not context.has_key:
         raise ApiError(
             401,
@@ -163,7 +163,7 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    if methods is None:
+    if not methods:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
     is_head = context.http.method == "HEAD" and route not in STREAMS
     method = "GET" if is_head else context.http.method
@@ -249,7 +249,9 @@ def _is_cut(http: web.BaseRequest) -> bool:
 
 
 class ApiServer(web.Server):
-    """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop."""
+    """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop.
+
+    Raises ConfigError: a plugin cannot use what its flags name."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(
@@ -266,6 +268,10 @@ class ApiServer(web.Server):
         )
         self._service = service
         self._bound = Connections(service.config.max_connections)
+        for plugin in PLUGINS.values():
+            if plugin.state is not None:
+                state = plugin.state(service, PLUGINS)
+                service.states[type(state)] = state
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, self._service, self._bound, loop=self._loop, **self._kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.anthropic.models import VERSION_HEADER, anthropic_model, anthropic_models
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
@@ -49,34 +49,42 @@ async def version(context: RequestContext) -> web.StreamResponse:
 
 
 async def models(context: RequestContext) -> web.StreamResponse:
-    config = context.service.config
-    names = (config.served_model_name, *config.model_aliases)
-    adapters = context.service.ready_generator().adapters
-    shown = [_model(context, name) for name in names]
-    shown += [_adapter(context, adapter) for adapter in adapters]
-    if VERSION_HEADER in context.http.headers:
-        return context.json(anthropic_models(shown))
-    return context.json({"object": "list", "data": shown})
+    return context.json({"object": "list", "data": all_models(context, _model)})
 
 
 async def model(context: RequestContext) -> web.StreamResponse:
+    return context.json(one_model(context, _model))
+
+
+Describe = Callable[[RequestContext, str], dict[str, Any]]
+"""What an API says of the model or adapter of a name."""
+
+
+def all_models(context: RequestContext, describe: Describe) -> list[dict[str, Any]]:
+    """The model by all its names, then the adapters."""
+    config = context.service.config
+    names = (config.served_model_name, *config.model_aliases)
+    adapters = context.service.ready_generator().adapters
+    shown = [describe(context, name) for name in names]
+    return shown + [_adapter(context, adapter, describe) for adapter in adapters]
+
+
+def one_model(context: RequestContext, describe: Describe) -> dict[str, Any]:
+    """The model or adapter that the path names. Raises ApiError: 404, it is not served here."""
     context.service.check_model(context.path_argument)
     name = context.path_argument
     adapter = context.service.ready_generator().adapters.find(name)
-    found = _model(context, name) if adapter is None else _adapter(context, adapter)
-    return context.json(found)
+    return describe(context, name) if adapter is None else _adapter(context, adapter, describe)
 
 
-def _adapter(context: RequestContext, adapter: Adapter) -> dict[str, Any]:
+def _adapter(context: RequestContext, adapter: Adapter, describe: Describe) -> dict[str, Any]:
     parent = context.service.config.served_model_name
     own = {"root": adapter.path, "parent": parent}
-    return {**_model(context, adapter.name), **own}
+    return {**describe(context, adapter.name), **own}
 
 
 def _model(context: RequestContext, name: str) -> dict[str, Any]:
     limits = context.service.ready_generator().endpoint.limits
-    if VERSION_HEADER in context.http.headers:
-        return anthropic_model(name, context.service.created, limits.max_model_len)
     return {
         "id": name,
         "object": "model",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all routes."""
+"""The table of all routes: those of the core, and those that plugins add."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from pagoda.api import info
@@ -12,19 +13,12 @@ from pagoda.api.adapters import (
     load_lora_adapter,
     unload_lora_adapter,
 )
-from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
-from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
-from pagoda.api.llamacpp.dialect import LLAMACPP_CHAT
-from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
-from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.answers import ChatCompletion, Completion, Model, ModelList
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
 from pagoda.api.openai.chat import chat_completions, count_chat_tokens
 from pagoda.api.openai.completions import completions
-from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.fim import fim_completions
-from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openai.stored_chats import (
     MetadataBody,
     change_chat,
@@ -33,12 +27,12 @@ from pagoda.api.openai.stored_chats import (
     list_chats,
 )
 from pagoda.api.openapi import document
+from pagoda.api.plugin import ApiPlugin, Routes
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import ANSWER, ANY_KEY, LOOK, OPEN, OPERATE, RUNNING, Route
-from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
-from pagoda.api.sglang.routes import ROUTES as SGLANG_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
+from pagoda.errors import ConfigError
+from pagoda.registry import APIS, load_all
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,15 +51,6 @@ _chat = Route(
     ANSWER,
     ChatRequest,
     ChatCompletion,
-    streams=True,
-    is_queued=True,
-)
-_llama_chat = Route(
-    partial(chat_completions, first_content=None),
-    "Answers a conversation.",
-    ANSWER,
-    ChatRequest,
-    dialect=LLAMACPP_CHAT,
     streams=True,
     is_queued=True,
 )
@@ -95,7 +80,7 @@ _unload_adapter = Route(
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", OPERATE, statuses=(409,))
 
-ROUTES: dict[str, dict[str, Route]] = {
+_CORE: dict[str, dict[str, Route]] = {
     "/": {"GET": _page},
     "/ui/*": {"GET": _page},
     "/health": {"GET": _ready},
@@ -167,10 +152,6 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},
     "/v1/load_lora_adapter": {"POST": _load_adapter},
     "/v1/unload_lora_adapter": {"POST": _unload_adapter},
-    **SCORING_ROUTES,
-    **MESSAGE_ROUTES,
-    **RESPONSE_ROUTES,
-    **CONVERSATION_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {
@@ -185,17 +166,35 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/docs": {
         "GET": Route(info.docs, "A page that shows the routes.", OPEN, content_type="text/html")
     },
-    **BATCH_ROUTES,
-    **OLLAMA_ROUTES,
-    **LLAMACPP_ROUTES,
-    **VLLM_ROUTES,
-    **SGLANG_ROUTES,
-    "/chat/completions": {"POST": _llama_chat},
-    "/chat/completions/input_tokens": {"POST": _count_chat_tokens},
-    "/models": {"GET": _models},
-    "/v1/health": {"GET": _ready},
 }
+
+
+def _with_plugins(core: dict[str, dict[str, Route]]) -> Routes:
+    """Raises ConfigError: a plugin has a path that the core or another plugin has."""
+    table: dict[str, Mapping[str, Route]] = dict(core)
+    for name, plugin in PLUGINS.items():
+        taken = table.keys() & plugin.routes.keys()
+        if taken:
+            raise ConfigError(
+                f"the API {name} has the routes {', '.join(sorted(taken))}, which others have."
+            )
+        table |= plugin.routes
+    return table
+
+
+PLUGINS = load_all(APIS, ApiPlugin)
+"""APIs besides the core, by name."""
+ROUTES = _with_plugins(_CORE)
 """Routes by path and method. A `*` at the end takes the rest of the path."""
+
+
+def methods_of(route: str, headers: Mapping[str, str]) -> Mapping[str, Route]:
+    """The methods of a route for a client that sends such headers; none where there is no such route."""
+    for plugin in PLUGINS.values():
+        if plugin.header in headers and route in plugin.header_routes:
+            return plugin.header_routes[route]
+    return ROUTES.get(route, {})
+
 
 OPEN_PATHS = frozenset(
     path

@@ -9,14 +9,11 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from pagoda.api.app import ApiServer
-from pagoda.api.batches.files import DEFAULT_MAX_BYTES, FileStore
-from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.file_watch import FileWatch, WatchedFiles
 from pagoda.api.listener import Listener
 from pagoda.api.service import ApiConfig, Service
@@ -49,10 +46,6 @@ class ServerConfig:
     api: ApiConfig
     host: str = "127.0.0.1"
     port: int = 8000
-    files_dir: Path | None = None
-    """Directory of clients' files and batches; None serves none."""
-    files_max_bytes: int = DEFAULT_MAX_BYTES
-    """Bytes of all files together."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
     watched: Sequence[WatchedFiles] = ()
@@ -83,9 +76,6 @@ async def serve(
     up.
     """
     service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
-    if server.files_dir is not None:
-        service.files = FileStore(server.files_dir, server.files_max_bytes)
-        service.batches = BatchRunner(service, service.files)
     # A server that is started again has the same name of traces, and replaces those before it.
     address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
     run = f"{tracer.role}-{tracer.process.host}-{address}"
@@ -121,8 +111,8 @@ async def serve(
         service.generator = loading.result()
         service.has_settled.set()
         service.live_stats.begin(dispatcher)
-        if service.batches is not None:
-            service.batches.start()
+        for state in service.states.values():
+            state.start()
         on_ready(url, dispatcher.limits)
         manager.tell_ready(url)
         telling = asyncio.create_task(manager.feed_watchdog(dispatcher.health))
@@ -132,7 +122,7 @@ async def serve(
         manager.tell_stopping(server.drain_timeout_s)
         await fleet.leave()
         service.draining = True
-        await _close_batches(service)
+        await _stop(service)
         _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
         draining = asyncio.ensure_future(dispatcher.drain(server.drain_timeout_s))
         if not await signals.before(draining, last=True):
@@ -141,8 +131,9 @@ async def serve(
         service.draining = True
         service.has_settled.set()
         service.live_stats.close()
-        await _close_batches(service)
-        await service.responses.close()
+        await _stop(service)
+        for state in service.states.values():
+            await state.close()
         await watch.close()
         await runner.cleanup()
         if tracing.session is not None:
@@ -154,12 +145,9 @@ async def serve(
         signals.restore()
 
 
-async def _close_batches(service: Service) -> None:
-    """Ends the work on batches, which goes on when the server is started again."""
-    if service.batches is not None:
-        await service.batches.close()
-    if service.files is not None:
-        service.files.close()
+async def _stop(service: Service) -> None:
+    for state in service.states.values():
+        await state.stop()
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:

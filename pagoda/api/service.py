@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeVar, cast
 
 from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
@@ -17,12 +17,10 @@ from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.ignored_fields import IgnoredNames
-from pagoda.api.kept_conversations import ConversationStore
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.chat_store import ChatStore
-from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard
 from pagoda.concurrency.async_utils import LongWork
@@ -32,9 +30,7 @@ from pagoda.fleet.trace_control import TraceControl
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.text_generator import TextGenerator
 
-if TYPE_CHECKING:
-    from pagoda.api.batches.files import FileStore
-    from pagoda.api.batches.runner import BatchRunner
+T = TypeVar("T")
 
 _NUM_BODY_THREADS = 2
 _MAX_HELD = 1024
@@ -83,6 +79,25 @@ class ApiConfig:
     """Seconds after which a client that reads nothing of an answer is cut off."""
     max_connections: int = UNLIMITED
     """Open connections; at the limit those that wait longest for a request are closed."""
+    options: Mapping[type[Any], Any] = field(default_factory=dict)
+    """What flags of plugins name, by type."""
+
+    def option(self, kind: type[T]) -> T | None:
+        """What a plugin's flags name; None without such flags."""
+        return cast(T | None, self.options.get(kind))
+
+
+class PluginState(Protocol):
+    """What a plugin keeps while a server runs."""
+
+    def start(self) -> None:
+        """Begins to work: the model is loaded."""
+
+    async def stop(self) -> None:
+        """Ends work that goes on when the server is started again: it drains. May be called twice."""
+
+    async def close(self) -> None:
+        """Ends all work: the server ends."""
 
 
 @dataclass
@@ -99,11 +114,8 @@ class Service:
     live_stats: LiveStats = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
     key_limits: KeyLimits = field(init=False)
-    responses: ResponseStore = field(init=False)
-    files: FileStore | None = None
-    """Files of clients; None without a directory for them."""
-    batches: BatchRunner | None = None
-    conversations: ConversationStore = field(init=False)
+    states: dict[type[Any], PluginState] = field(default_factory=dict)
+    """What plugins keep, by its type."""
     chats: ChatStore = field(init=False)
     rooms: Rooms = field(default_factory=Rooms)
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,8 +129,6 @@ class Service:
     def __post_init__(self) -> None:
         self.live_stats = LiveStats(self.tracker)
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
-        self.responses = ResponseStore(self.config.response_store_bytes)
-        self.conversations = ConversationStore(self.config.response_store_bytes)
         self.chats = ChatStore(self.config.response_store_bytes)
         self.request_metrics.follow(self.tracker)
         self.key_limits = KeyLimits(self.tracker)
@@ -127,6 +137,10 @@ class Service:
     @property
     def is_router(self) -> bool:
         return self.fleet is not None and self.fleet.is_router
+
+    def state(self, kind: type[T]) -> T:
+        """What a plugin keeps of this type."""
+        return cast(T, self.states[kind])
 
     def ready_generator(self) -> TextGenerator:
         """Raises ApiError: 503, the model is still loading."""

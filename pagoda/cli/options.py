@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
+from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.tls import TlsFiles, client_context
 from pagoda.telemetry.logging import (
@@ -29,6 +30,10 @@ from pagoda.text.grammars.constraints import grammar_of
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Length = Annotated[int, Parameter(validator=Number(gte=0))]
 Seconds = Annotated[float, Parameter(validator=Number(gte=0, lte=MAX_TIMEOUT_S))]
+
+
+SERVER = Group("Server", sort_key=5)
+"""Flags of a server's address and API."""
 
 
 @Parameter(name="*", group=Group("General", sort_key=90))
@@ -190,3 +195,13 @@ def _text_of(path: Path, flag: str) -> str:
 def _given(options: SamplingOptions | AnswerOptions, **more: object) -> dict[str, object]:
     values = {field.name: getattr(options, field.name) for field in fields(options)} | more
     return {name: value for name, value in values.items() if value is not None}
+
+
+def bytes_of(flag: str, given: int | str) -> int:
+    """Raises ConfigError: the amount is none."""
+    if given in (0, "0"):
+        return 0
+    try:
+        return parse_bytes(str(given))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {error}, got {given!r}.") from None

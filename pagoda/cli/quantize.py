@@ -21,8 +21,9 @@ from pagoda.cli.options import Count, GeneralOptions
 from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
+from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.machine import format_bytes
-from pagoda.llm.engine_options import GroupSize, parse_bytes
+from pagoda.llm.engine_options import GroupSize
 from pagoda.messages.jobs import QuantizeConfig, QuantizeFormat, QuantizeResult
 from pagoda.text.text_files import calibration_windows
 

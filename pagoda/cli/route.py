@@ -14,6 +14,7 @@ from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.options import Count, GeneralOptions, ProfileOptions, Seconds
+from pagoda.cli.plugin_flags import PluginOptions
 from pagoda.cli.serve import JoinOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults, plan_of
@@ -66,6 +67,7 @@ def route(
     join: JoinOptions = JoinOptions(),
     server: ServerOptions = ServerOptions(),
     profile: ProfileOptions = ProfileOptions(),
+    plugins: PluginOptions = PluginOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Serve a model over the APIs of OpenAI, Anthropic and Ollama with several hosts, until SIGTERM or Ctrl-C.
@@ -91,7 +93,7 @@ def route(
     server.check_adapters(adapters, files)
     known = AdapterRegistry(WorkerConfig(model=files.model, adapters=adapters))
     tracer = Tracer("router")
-    options = (server, join, profile)
+    options = (server, join, profile, plugins)
     faults = Faults(plan_of(os.environ))
     return run_server(
         files,

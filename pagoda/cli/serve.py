@@ -20,8 +20,6 @@ from cyclopts.validators import Number
 
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
-from pagoda.api.batches.directory import files_directory
-from pagoda.api.batches.files import DEFAULT_MAX_BYTES
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
@@ -35,7 +33,8 @@ from pagoda.checkpoints.card import read_card
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
-from pagoda.cli.options import GeneralOptions, ProfileOptions, Seconds, tls_files
+from pagoda.cli.options import SERVER, GeneralOptions, ProfileOptions, Seconds, bytes_of, tls_files
+from pagoda.cli.plugin_flags import PluginOptions, opened
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
@@ -47,13 +46,11 @@ from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import available_memory_bytes, format_bytes
 from pagoda.ipc.tls import ServerTls, TlsFiles, client_context
-from pagoda.kv.disk_policy import check_quota
 from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
     HandoffOptions,
     ParallelOptions,
-    parse_bytes,
 )
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
@@ -77,7 +74,7 @@ _SWITCH_INTERVAL_S = 0.001
 Timeout = Annotated[float, Parameter(validator=Number(gt=0, lte=MAX_TIMEOUT_S))]
 
 
-@Parameter(name="*", group=Group("Server", sort_key=5))
+@Parameter(name="*", group=SERVER)
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The address and the behaviour of the API."""
@@ -146,11 +143,6 @@ class ServerOptions:
     """Give figures under vLLM's names at /metrics too, for what reads them there."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = _RESPONSE_STORE
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
-    files_dir: Path | None = None
-    """A directory for files that clients upload and for batches, which go on after a restart; by default a
-    temporary one of at most 1 GiB, which ends with the server."""
-    files_max_bytes: Annotated[int | str, Parameter(metavar="INT")] = "16GiB"
-    """The most that all files in --files-dir may take, such as 100GiB; uploads beyond are refused."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another name in Host headers to accept; may be repeated. A server that others reach accepts any name unless
     this names some, and addresses always."""
@@ -199,9 +191,6 @@ class ServerOptions:
             raise ConfigError(f"--root-path must begin with /, got {self.root_path!r}.")
         keys, watched = self._keys()
         tls = self._tls()
-        files_max_bytes = _bytes_of("--files-max-bytes", self.files_max_bytes)
-        if self.files_dir is not None and files_max_bytes != DEFAULT_MAX_BYTES:
-            check_quota(self.files_dir, files_max_bytes, "--files-max-bytes")
         if tls is not None:
             watched.append(WatchedFiles(tls.paths, tls.reload))
         api = ApiConfig(
@@ -228,8 +217,6 @@ class ServerOptions:
             api,
             self.host,
             self.port,
-            self.files_dir,
-            files_max_bytes,
             self.drain_timeout,
             watched,
             tls,
@@ -255,19 +242,9 @@ class ServerOptions:
         return keys, [WatchedFiles([path], lambda: keys.replace_file(read_keys(path)))]
 
 
-def _bytes_of(flag: str, given: int | str) -> int:
-    """Raises ConfigError: the amount is none."""
-    if given in (0, "0"):
-        return 0
-    try:
-        return parse_bytes(str(given))
-    except ValueError as error:
-        raise ConfigError(f"{flag} {error}, got {given!r}.") from None
-
-
 def _memory_of(flag: str, given: int | str) -> int:
     """Raises ConfigError: the amount is none, or the operator's, and more than the memory that is free."""
-    amount, free = _bytes_of(flag, given), available_memory_bytes()
+    amount, free = bytes_of(flag, given), available_memory_bytes()
     if amount > free and given != _RESPONSE_STORE:
         raise ConfigError(
             f"{flag} {format_bytes(amount)} is more than the {format_bytes(free)} of memory that are free; "
@@ -376,6 +353,7 @@ def serve(
     handoff: HandoffOptions = HandoffOptions(),
     adapters: AdapterOptions = AdapterOptions(),
     profile: ProfileOptions = ProfileOptions(),
+    plugins: PluginOptions = PluginOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Serve a model over the APIs of OpenAI, Anthropic and Ollama until SIGTERM or Ctrl-C.
@@ -410,7 +388,7 @@ def serve(
         ),
         tracer,
         started,
-        (server, join, profile),
+        (server, join, profile, plugins),
         tiers=config.kv_tiers,
         simulated=config.executor == "sim",
     )
@@ -421,7 +399,7 @@ def run_server(
     make_fleet: Callable[[JoinConfig | None], Fleet],
     tracer: Tracer,
     started: float,
-    options: tuple[ServerOptions, JoinOptions, ProfileOptions],
+    options: tuple[ServerOptions, JoinOptions, ProfileOptions, PluginOptions],
     *,
     tiers: KVTiersConfig | None = None,
     simulated: bool = False,
@@ -432,7 +410,7 @@ def run_server(
         started: When the command began, on the clock of `time.perf_counter`.
         simulated: The text is that of the simulated executor's tokens.
     """
-    server, join, profile = options
+    server, join, profile, plugins = options
     raise_descriptor_limit()  # connections are bounded by what it is then
     spans = server.spans(files)
     joined = join.config(files, spans)
@@ -453,8 +431,8 @@ def run_server(
         settle_heap()
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    with files_directory(config.files_dir, config.files_max_bytes) as (directory, most):
-        config = replace(config, files_dir=directory, files_max_bytes=most)
+    with opened(plugins) as named:
+        config = replace(config, api=replace(config.api, options=named))
         event_loop.run(
             serve_api(
                 config,

@@ -8,9 +8,7 @@ and is checked when a configuration is made, wherever the values come from.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
@@ -29,6 +27,7 @@ from pagoda.fleet.adapters import parse_adapters
 from pagoda.fleet.fleet import read_cluster_secret
 from pagoda.fleet.kv_directory import check_kv_directory
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
+from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
@@ -552,24 +551,3 @@ def _shared(options: T, config: type[msgspec.Struct], prefix: str = "") -> dict[
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-_AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
-
-
-def parse_bytes(text: str) -> int:
-    """The number of bytes that `text` says: `2GiB`, `512MB`, `1073741824`.
-
-    Raises ValueError, which says what would be right, if `text` is not an amount above zero that fits in 64 bits.
-    """
-    match = _AMOUNT.fullmatch(text.strip())
-    unit = _UNITS.get(match.group(2).lower()) if match else None
-    amount = math.floor(float(match.group(1)) * unit) if match and unit else 0
-    if not 1 <= amount < 2**63:
-        raise ValueError("takes an amount of memory such as 2GiB, 512MB or 1073741824")
-    return amount

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from pagoda.api.batches.runner import BatchRunner
+from pagoda.plugins.batches.runner import BatchRunner
 
 URL = "/v1/completions"
 

@@ -19,10 +19,10 @@ from batch_files import Attach
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.app import ApiServer
-from pagoda.api.batches.files import FileStore
-from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.service import ApiConfig, Service
 from pagoda.messages.worker_config import Role
+from pagoda.plugins.batches.runner import BatchRunner
+from pagoda.plugins.batches.state import BatchState
 from pagoda.text.model_text import ModelText
 from pagoda.text.text_generator import TextGenerator
 
@@ -179,12 +179,11 @@ async def attach(tmp_path: Path) -> AsyncIterator[Attach]:
     async def attach(api: Any) -> BatchRunner:
         for runner in runners:
             await runner.close()
-        if api.service.files is not None:
-            api.service.files.close()
-        api.service.files = FileStore(tmp_path / "files")
-        api.service.batches = BatchRunner(api.service, api.service.files)
-        api.service.batches.start()
-        runners.append(api.service.batches)
+        if api.service.state(BatchState).files is not None:
+            api.service.state(BatchState).files.close()
+        api.service.state(BatchState).open(tmp_path / "files")
+        api.service.state(BatchState).batches.start()
+        runners.append(api.service.state(BatchState).batches)
         return runners[-1]
 
     yield attach

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pagoda.api.allowed_hosts import ANY_HOST, hosts_for
-from pagoda.api.batches.files import FileStore
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.routes import ROUTES
+from pagoda.plugins.batches.state import BatchState
 
 LOCAL = ("127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "[::1]")
 MALFORMED = (
@@ -159,7 +159,7 @@ async def test_a_route_without_a_body_needs_no_type(api) -> None:
 
 
 async def test_uploads_are_forms_of_pages_of_our_own(api, tmp_path: Path) -> None:
-    api.service.files = FileStore(tmp_path)
+    api.service.state(BatchState).open(tmp_path)
     form = b"--x\r\nContent-Disposition: form-data; name=file; filename=f\r\n\r\nhi\r\n--x--\r\n"
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
 

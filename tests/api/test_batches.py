@@ -19,10 +19,10 @@ from batch_files import (
     upload,
 )
 
-from pagoda.api.batches.files import FileStore
-from pagoda.api.batches.lines import check_file, finished_ids, read_lines
-from pagoda.api.batches.runner import PRIORITY, BatchRunner
 from pagoda.errors import OverloadedError
+from pagoda.plugins.batches.lines import check_file, finished_ids, read_lines
+from pagoda.plugins.batches.runner import PRIORITY
+from pagoda.plugins.batches.state import BatchState
 
 # ---- batches
 
@@ -121,7 +121,7 @@ async def test_a_batch_is_cancelled(serve_api, attach: Attach) -> None:
 
 
 async def test_what_comes_too_late_is_expired(api, attach: Attach, monkeypatch) -> None:
-    monkeypatch.setattr("pagoda.api.batches.handlers.WINDOW_S", -1)
+    monkeypatch.setattr("pagoda.plugins.batches.handlers.WINDOW_S", -1)
     await attach(api)
     made = (await upload(api, jsonl(request("a"), request("b")))).json()
     batch = await until_finished(api, (await create(api, made["id"])).json()["id"])
@@ -133,7 +133,7 @@ async def test_what_comes_too_late_is_expired(api, attach: Attach, monkeypatch) 
 
 
 async def test_a_full_server_is_asked_again(api, attach: Attach, monkeypatch) -> None:
-    monkeypatch.setattr("pagoda.api.batches.runner.RETRY_S", 0.0)
+    monkeypatch.setattr("pagoda.plugins.batches.runner.RETRY_S", 0.0)
     await attach(api)
     made = (await upload(api, jsonl(request("a")))).json()
     api.endpoint.raises = OverloadedError("full")
@@ -165,14 +165,14 @@ async def test_lines_of_a_full_server_end_with_their_batch(
 async def test_a_batch_whose_file_is_gone_says_so(api, attach: Attach) -> None:
     await attach(api)
     made = (await upload(api, jsonl(request("a")))).json()
-    api.service.files.data_path(made["id"]).unlink()
+    api.service.state(BatchState).files.data_path(made["id"]).unlink()
     batch = await until_finished(api, (await create(api, made["id"])).json()["id"])
     assert batch["status"] == "failed"
     assert "No such file" in batch["errors"]["data"][0]["message"]
 
 
 async def test_finished_batches_make_room(serve_api, attach: Attach, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("pagoda.api.batches.runner.MAX_BATCHES", 1)
+    monkeypatch.setattr("pagoda.plugins.batches.runner.MAX_BATCHES", 1)
     api = await serve_api("abc")
     await attach(api)
     made = (await upload(api, jsonl(request("a")))).json()
@@ -195,7 +195,7 @@ async def test_a_batch_goes_on_where_it_was(serve_api, attach: Attach, stop_afte
     while runner.batches[created["id"]].counts.completed < stop_after:
         await asyncio.sleep(0)
     await runner.close()
-    output = api.service.files.data_path(runner.batches[created["id"]].output_id)
+    output = api.service.state(BatchState).files.data_path(runner.batches[created["id"]].output_id)
     if output.exists():  # a crash cuts the last line off
         output.write_bytes(output.read_bytes() + b'{"id": "batch_req", "custom_id": "39", "resp')
     await attach(api)
@@ -275,8 +275,7 @@ async def test_responses_are_answered_and_kept(api, attach: Attach) -> None:
 
 async def test_all_files_together_are_bounded(api, tmp_path: Path) -> None:
     def open_store() -> None:
-        api.service.files = FileStore(tmp_path / "files", max_bytes=100)
-        api.service.batches = BatchRunner(api.service, api.service.files)
+        api.service.state(BatchState).open(tmp_path / "files", max_bytes=100)
 
     async def sizes() -> list[int]:
         return [one["bytes"] for one in (await api.get("/v1/files")).json()["data"]]
@@ -288,11 +287,11 @@ async def test_all_files_together_are_bounded(api, tmp_path: Path) -> None:
         for answer in (await upload(api, b"x"), await create(api, first["id"])):
             assert answer.status == 400
             assert "100 bytes (--files-max-bytes); delete some first" in answer.error()["message"]
-        api.service.files.close()
+        api.service.state(BatchState).files.close()
         open_store()
     await api.request("DELETE", f"/v1/files/{first['id']}")
     for data in (b"x" * 101, b"x" * 60, b"x" * 41, b"y" * 40, b""):
         await upload(api, data)
         await upload(api, b"z" * 30, "nonsense")  # gives its bytes back
     assert sorted(await sizes()) == [0, 40, 60]
-    api.service.files.close()
+    api.service.state(BatchState).files.close()

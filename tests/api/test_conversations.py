@@ -19,6 +19,7 @@ from pagoda.api.kept_conversations import ConversationStore, StoredConversation,
 from pagoda.api.kept_json import kept_bytes
 from pagoda.api.keys import ApiKeys
 from pagoda.api.sse import encode_json
+from pagoda.plugins.responses.state import ResponseState
 
 USER = {"role": "user", "content": "a"}
 
@@ -63,7 +64,7 @@ async def test_items_and_metadata(serve_api) -> None:
     assert changed["metadata"] == {"x": "y"}
     assert (await api.request("DELETE", path)).json()["deleted"] is True
     assert (await api.get(path)).status == 404
-    assert api.service.conversations.num_bytes == 0
+    assert api.service.state(ResponseState).conversations.num_bytes == 0
 
 
 async def test_refusals(serve_api) -> None:

@@ -25,13 +25,14 @@ from batch_files import (
     upload,
 )
 
-from pagoda.api.batches import files, uploads
-from pagoda.api.batches.files import FileStore
-from pagoda.api.batches.runner import CONCURRENCY, BatchRunner
 from pagoda.api.errors import ApiError
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.errors import ConfigError
+from pagoda.plugins.batches import files, uploads
+from pagoda.plugins.batches.files import FileStore
+from pagoda.plugins.batches.runner import CONCURRENCY, BatchRunner
+from pagoda.plugins.batches.state import BatchState
 
 
 async def test_files_live_and_die(api, attach: Attach) -> None:
@@ -47,12 +48,14 @@ async def test_files_live_and_die(api, attach: Attach) -> None:
     assert (await api.request("DELETE", path)).json()["deleted"] is True
     for gone in (path, f"{path}/content"):
         assert (await api.get(gone)).status == 404
-    assert [p.name for p in api.service.files.directory.iterdir()] == ["files.lock"]
+    assert [p.name for p in api.service.state(BatchState).files.directory.iterdir()] == [
+        "files.lock"
+    ]
 
 
 async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Attach) -> None:
     await attach(api)
-    directory = api.service.files.directory
+    directory = api.service.state(BatchState).files.directory
     async with half_upload(api, "data" * 500_000):
         while not any(path.stat().st_size for path in directory.glob("*.upload")):
             await asyncio.sleep(0)
@@ -66,7 +69,7 @@ async def test_what_a_killed_server_left_unfinished_is_removed(serve_api, attach
     runner = await attach(api)
     made = (await upload(api, jsonl(*(request(str(i)) for i in range(40))))).json()
     created = (await create(api, made["id"])).json()
-    files, batch = api.service.files, runner.batches[created["id"]]
+    files, batch = api.service.state(BatchState).files, runner.batches[created["id"]]
     while not batch.counts.completed:
         await asyncio.sleep(0)
     await runner.close()
@@ -108,8 +111,10 @@ async def test_an_upload_that_is_too_slow_is_cut_off(
             writer.write(b"x")
             await asyncio.wait([answer], timeout=0.001)
         assert b" 408 " in await answer
-    assert [path.name for path in api.service.files.directory.iterdir()] == ["files.lock"]
-    assert api.service.files.uploads.num_running == 0
+    assert [path.name for path in api.service.state(BatchState).files.directory.iterdir()] == [
+        "files.lock"
+    ]
+    assert api.service.state(BatchState).files.uploads.num_running == 0
 
 
 async def test_uploads_under_way_are_bounded(
@@ -117,7 +122,7 @@ async def test_uploads_under_way_are_bounded(
 ) -> None:
     await attach(api)
     monkeypatch.setattr(uploads, "MAX_UPLOADS", 2)
-    files = api.service.files
+    files = api.service.state(BatchState).files
     async with half_upload(api), half_upload(api):
         while files.uploads.num_running < 2:
             await asyncio.sleep(0)
@@ -148,9 +153,9 @@ async def test_uploads_under_way_count_as_files(
     api, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await attach(api)
-    monkeypatch.setattr("pagoda.api.batches.files.MAX_FILES", 1)
+    monkeypatch.setattr("pagoda.plugins.batches.files.MAX_FILES", 1)
     async with half_upload(api):
-        while not api.service.files.uploads.num_running:
+        while not api.service.state(BatchState).files.uploads.num_running:
             await asyncio.sleep(0)
         assert (await upload(api, b"data")).error()["param"] == "file"
 
@@ -189,7 +194,9 @@ async def test_uploads_are_checked(api, attach: Attach, fields: Any, word: str) 
         form.add_field(name, value, filename="f" if name == "file" else None)
     answer = await api.request("POST", "/v1/files", data=form)
     assert (answer.status, answer.error()["param"]) == (400, word)
-    assert [p.name for p in api.service.files.directory.iterdir()] == ["files.lock"]
+    assert [p.name for p in api.service.state(BatchState).files.directory.iterdir()] == [
+        "files.lock"
+    ]
 
 
 async def test_uploads_must_be_of_parts(api, attach: Attach) -> None:
@@ -251,7 +258,7 @@ async def test_a_batch_of_a_revoked_key_is_not_answered(serve_api, attach: Attac
 async def test_lines_wait_for_half_of_the_tokens_of_their_key_and_for_no_other_key(
     serve_api, attach: Attach, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pagoda.api.batches.runner.RETRY_S", 0.0)
+    monkeypatch.setattr("pagoda.plugins.batches.runner.RETRY_S", 0.0)
     most, line_tokens, now = 600, 4, [0.0]
     names = "slow", "free"
     limits: list[dict[str, int]] = [{"tokens_per_minute": most}, {}]
@@ -321,11 +328,10 @@ async def test_files_are_private_also_in_a_directory_for_all(
 async def test_a_key_leaves_others_room_for_files_and_batches(
     serve_api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.api.batches.files.MAX_FILES", 4)
-    monkeypatch.setattr("pagoda.api.batches.runner.MAX_BATCHES", 4)
+    monkeypatch.setattr("pagoda.plugins.batches.files.MAX_FILES", 4)
+    monkeypatch.setattr("pagoda.plugins.batches.runner.MAX_BATCHES", 4)
     api = await serve_api(api_keys=ApiKeys(["a:=one", "b:=two"]))
-    api.service.files = FileStore(tmp_path / "files", max_bytes=1000)
-    api.service.batches = BatchRunner(api.service, api.service.files)
+    api.service.state(BatchState).open(tmp_path / "files", max_bytes=1000)
     mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     assert (await upload(api, b"x" * 501, headers=mine)).status == 400
     made = [await upload(api, jsonl(request("a")), headers=mine) for _ in range(4)]
@@ -415,18 +421,18 @@ async def test_malformed_forms_are_refused_in_a_sentence_and_leave_nothing(
         )
         assert (answer.status, "boundary" in answer.error()["message"]) == (400, True)
     assert [path.name for path in (tmp_path / "files").iterdir()] == ["files.lock"]
-    assert api.service.files.num_bytes == 0
+    assert api.service.state(BatchState).files.num_bytes == 0
 
 
 async def test_a_file_counts_as_it_is_inflated(api, attach: Attach, monkeypatch) -> None:
     await attach(api)
-    monkeypatch.setattr("pagoda.api.batches.handlers.MAX_FILE_BYTES", 3 << 20)
+    monkeypatch.setattr("pagoda.plugins.batches.handlers.MAX_FILE_BYTES", 3 << 20)
     for size, status in ((3 << 20, 200), ((3 << 20) + 1, 400)):
         body = gzip.compress(form(PURPOSE, part(b"file", bytes(size))))
         headers = {**FORM, "Content-Encoding": "gzip"}
         made = await api.request("POST", "/v1/files", data=body, headers=headers)
         assert made.status == status
-    assert api.service.files.num_bytes == 3 << 20
+    assert api.service.state(BatchState).files.num_bytes == 3 << 20
 
 
 @pytest.mark.parametrize("stage", ["the bytes", "the last bytes", "the description"])
@@ -454,7 +460,7 @@ async def test_a_full_disk_is_told_and_nothing_stays(
     name = kept.json()["id"]
     there = {path.name for path in (tmp_path / "files").iterdir()}
     assert there == {"files.lock", f"{name}.data", f"{name}.json"}
-    assert api.service.files.num_bytes == 6
+    assert api.service.state(BatchState).files.num_bytes == 6
     assert (await upload(api, b"behind")).status == 200
 
 

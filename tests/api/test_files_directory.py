@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.api.batches.directory import MAX_TEMPORARY_BYTES, files_directory
+from pagoda.plugins.batches.directory import MAX_TEMPORARY_BYTES, files_directory
 
 
 def test_the_operators_directory_stays(tmp_path: Path) -> None:

@@ -17,30 +17,30 @@ import pytest
 from loop_watch import watched_loop
 
 from pagoda.api.adapters import LoadLoraAdapter, UnloadLoraAdapter
-from pagoda.api.anthropic.bodies import CountTokensRequest, MessagesRequest
-from pagoda.api.batches.handlers import CreateBatch
 from pagoda.api.body import LARGE_BODY_BYTES
-from pagoda.api.llamacpp.bodies import CompletionBody, InfillBody
-from pagoda.api.llamacpp.embedding import EmbeddingBody
-from pagoda.api.llamacpp.server import TemplateBody
-from pagoda.api.ollama.bodies import ChatBody
-from pagoda.api.ollama.bodies import GenerateBody as OllamaGenerateBody
-from pagoda.api.ollama.embeddings import EmbedBody, EmbeddingsBody
-from pagoda.api.ollama.models import ShowBody
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
-from pagoda.api.openai.conversations.routes import ConversationBody
-from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
 from pagoda.api.openai.stored_chats import MetadataBody
 from pagoda.api.profile import StartBody
 from pagoda.api.routes import ROUTES
-from pagoda.api.scoring.embeddings import EmbeddingRequest
-from pagoda.api.scoring.generative import GenerativeScoringRequest
-from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest
-from pagoda.api.sglang.bodies import GenerateBody
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest
-from pagoda.api.vllm.server import ChatBatchRequest
-from pagoda.api.vllm.tokens import TokensBody
 from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
+from pagoda.plugins.anthropic.bodies import CountTokensRequest, MessagesRequest
+from pagoda.plugins.batches.handlers import CreateBatch
+from pagoda.plugins.llamacpp.bodies import CompletionBody, InfillBody
+from pagoda.plugins.llamacpp.embedding import EmbeddingBody
+from pagoda.plugins.llamacpp.server import TemplateBody
+from pagoda.plugins.ollama.bodies import ChatBody
+from pagoda.plugins.ollama.bodies import GenerateBody as OllamaGenerateBody
+from pagoda.plugins.ollama.embeddings import EmbedBody, EmbeddingsBody
+from pagoda.plugins.ollama.models import ShowBody
+from pagoda.plugins.responses.bodies import InputTokensRequest, ResponsesRequest
+from pagoda.plugins.responses.conversations.routes import ConversationBody
+from pagoda.plugins.scoring.embeddings import EmbeddingRequest
+from pagoda.plugins.scoring.generative import GenerativeScoringRequest
+from pagoda.plugins.scoring.rerank import RerankRequest, ScoreRequest
+from pagoda.plugins.sglang.bodies import GenerateBody
+from pagoda.plugins.vllm.server import ChatBatchRequest
+from pagoda.plugins.vllm.tokens import TokensBody
 
 MOST_OPERATIONS = 50_000
 """Operations of one turn; some milliseconds."""

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.api.openai.responses.events import EventWriter
-from pagoda.api.openai.responses.output import Output
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
+from pagoda.plugins.responses.events import EventWriter
+from pagoda.plugins.responses.output import Output
 
 
 def new_call_id(name: str, index: int) -> str:

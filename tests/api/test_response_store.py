@@ -18,9 +18,10 @@ from test_responses import checked, events_of, respond
 from pagoda.api.kept_conversations import ConversationStore
 from pagoda.api.kept_json import kept_bytes
 from pagoda.api.keys import ApiKeys
-from pagoda.api.openai.responses.events import EventLog
-from pagoda.api.openai.responses.response import ResponseAnswer
-from pagoda.api.openai.responses.store import ResponseStore, StoredResponse
+from pagoda.plugins.responses.events import EventLog
+from pagoda.plugins.responses.response import ResponseAnswer
+from pagoda.plugins.responses.state import ResponseState
+from pagoda.plugins.responses.store import ResponseStore, StoredResponse
 
 
 async def get(api: Any, path: str, **options: Any) -> dict[str, Any]:
@@ -46,8 +47,8 @@ async def test_deletion(serve_api) -> None:
     path = f"/v1/responses/{(await respond(api))['id']}"
     assert (await api.request("DELETE", path)).json()["deleted"] is True
     assert (await api.request("DELETE", path)).status == 404
-    assert len(api.service.responses) == 0
-    assert api.service.responses.num_bytes == 0
+    assert len(api.service.state(ResponseState).responses) == 0
+    assert api.service.state(ResponseState).responses.num_bytes == 0
 
 
 async def test_a_conversation_goes_on(serve_api) -> None:
@@ -78,13 +79,13 @@ async def test_items_of_a_long_body_are_looked_up_on_the_event_loop(
     """The store is no thing for threads: one could find a response that another request takes away."""
     api = await serve_api("ok", text=QWEN, max_model_len=2**20)
     response = await respond(api, input="a")
-    find, threads = api.service.responses.item, set[int]()
+    find, threads = api.service.state(ResponseState).responses.item, set[int]()
 
     def watched(*given: str) -> Any:
         threads.add(threading.get_ident())
         return find(*given)
 
-    monkeypatch.setattr(api.service.responses, "item", watched)
+    monkeypatch.setattr(api.service.state(ResponseState).responses, "item", watched)
     reference = {"id": response["output"][0]["id"]}
     await respond(api, input=[reference, {"role": "user", "content": "x" * 100_000}])
     assert threads == {threading.get_ident()}
@@ -252,7 +253,7 @@ async def test_responses_belong_to_a_key(serve_api) -> None:
 async def test_the_oldest_responses_make_room(serve_api) -> None:
     api = await serve_api("ok", text=QWEN, response_store_bytes=24_000)
     ids = [(await respond(api, input="x" * 100))["id"] for _ in range(20)]
-    store = api.service.responses
+    store = api.service.state(ResponseState).responses
     assert 0 < store.num_bytes <= 24_000
     assert 2 <= len(store) < 20
     assert (await api.get(f"/v1/responses/{ids[-1]}")).status == 200
@@ -296,7 +297,7 @@ async def test_a_key_drops_its_own_responses_and_not_those_of_others(serve_api) 
 
 
 async def test_a_key_leaves_others_places_for_background_responses(serve_api, monkeypatch) -> None:
-    monkeypatch.setattr("pagoda.api.openai.responses.store.MAX_RUNNING_RESPONSES", 8)
+    monkeypatch.setattr("pagoda.plugins.responses.store.MAX_RUNNING_RESPONSES", 8)
     api = await serve_api("ok", text=QWEN, api_keys=ApiKeys(["a:=1", "b:=2"]))
     api.endpoint.pause_after = 1
     mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "12")

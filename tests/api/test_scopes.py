@@ -10,10 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pagoda.api.batches.files import FileStore
-from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.keys import ApiKey, ApiKeys, Scope, digest_of
 from pagoda.api.routes import ROUTES
+from pagoda.plugins.batches.state import BatchState
 
 OPEN = """
 GET / | GET /ui/* | GET /health | GET /health/live | GET /health/ready | GET /v1/health
@@ -140,8 +139,7 @@ async def test_nobody_sees_what_another_keeps(serve_api, tmp_path: Path) -> None
     api = await serve_api(
         api_keys=ApiKeys(in_file=[key("alice", Scope.ANSWER), key("root", *Scope)])
     )
-    api.service.files = FileStore(tmp_path)
-    api.service.batches = BatchRunner(api.service, api.service.files)
+    api.service.state(BatchState).open(tmp_path)
     headers = sent("alice")
     form = aiohttp.FormData({"purpose": "batch"})
     form.add_field("file", b"{}", filename="f")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.curve import keys_of
 from pagoda.llm.engine_options import (
     EngineOptions,
@@ -18,7 +19,6 @@ from pagoda.llm.engine_options import (
     Handoff,
     HandoffOptions,
     ParallelOptions,
-    parse_bytes,
 )
 from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, KVTiersConfig
 from pagoda.messages.worker_config import Role, WorkerConfig

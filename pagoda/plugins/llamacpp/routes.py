@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of llama.cpp that OpenAI has not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pagoda.api import info
+from pagoda.api.openai.answers import ModelList
+from pagoda.api.openai.bodies import ChatRequest
+from pagoda.api.openai.chat import chat_completions, count_chat_tokens
+from pagoda.api.route import ANSWER, ANY_KEY, OPEN, Route, refused
+from pagoda.plugins.llamacpp.bodies import CompletionBody, InfillBody
+from pagoda.plugins.llamacpp.completion import completion, infill
+from pagoda.plugins.llamacpp.dialect import LLAMACPP, LLAMACPP_CHAT
+from pagoda.plugins.llamacpp.embedding import EmbeddingBody, embedding
+from pagoda.plugins.llamacpp.server import TemplateBody, adapters, apply_template, props, slots
+
+_completion = Route(
+    completion,
+    "Continues prompts.",
+    ANSWER,
+    CompletionBody,
+    dialect=LLAMACPP,
+    streams=True,
+    is_queued=True,
+)
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/completion": {"POST": _completion},
+    "/completions": {"POST": _completion},
+    "/infill": {
+        "POST": Route(
+            infill,
+            "Fills a gap.",
+            ANSWER,
+            InfillBody,
+            dialect=LLAMACPP,
+            streams=True,
+            is_queued=True,
+        )
+    },
+    "/embedding": {
+        "POST": Route(
+            embedding, "Vectors of texts.", ANSWER, EmbeddingBody, dialect=LLAMACPP, is_queued=True
+        )
+    },
+    "/apply-template": {
+        "POST": Route(
+            apply_template,
+            "The prompt of a conversation.",
+            ANSWER,
+            TemplateBody,
+            dialect=LLAMACPP,
+            needs_model=True,
+        )
+    },
+    "/props": {
+        "GET": Route(
+            props, "Properties of the server.", ANSWER, dialect=LLAMACPP, needs_model=True
+        ),
+    },
+    "/slots": {"GET": Route(slots, "Sequences that run.", ANSWER, dialect=LLAMACPP)},
+    "/slots/*": {"POST": refused("all requests share one cache of prompts.", LLAMACPP)},
+    "/lora-adapters": {
+        "GET": Route(
+            adapters, "The adapters that are loaded.", ANSWER, dialect=LLAMACPP, needs_model=True
+        ),
+    },
+    "/chat/completions": {
+        "POST": Route(
+            partial(chat_completions, first_content=None),
+            "Answers a conversation.",
+            ANSWER,
+            ChatRequest,
+            dialect=LLAMACPP_CHAT,
+            streams=True,
+            is_queued=True,
+        )
+    },
+    "/chat/completions/input_tokens": {
+        "POST": Route(
+            count_chat_tokens,
+            "Counts the tokens of a conversation.",
+            ANSWER,
+            ChatRequest,
+            needs_model=True,
+        )
+    },
+    "/models": {
+        "GET": Route(
+            info.models, "The models that are served.", ANY_KEY, answer=ModelList, needs_model=True
+        )
+    },
+    "/v1/health": {
+        "GET": Route(info.health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
+    },
+}
