@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import aiohttp
 
 from benchmarks.figure import Figure
-from pagoda.cli.bench.accuracy import Grade, grade_all
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.questions import Question, load_questions
 from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.plugins.bench.accuracy import Grade, grade_all
 
 _QUESTIONS_PER_SKILL = 10
 _PRESSED = ["--dtype", "float32", "--max-model-len", "1536"]

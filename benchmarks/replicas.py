@@ -7,8 +7,8 @@ engine, smaller batches and the dispatcher cost, against what threads of one wor
 
 from __future__ import annotations
 
-from pagoda.cli.bench.compare import CompareOptions, compare
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.bench.compare import CompareOptions, compare
 
 
 def main() -> int:

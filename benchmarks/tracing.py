@@ -26,10 +26,10 @@ import psutil
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.cli.bench.compare import CompareOptions, Server, measure_server, prepare_server
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.errors import ConfigError
+from pagoda.plugins.bench.compare import CompareOptions, Server, measure_server, prepare_server
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 _SPANS = 200_000

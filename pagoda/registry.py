@@ -15,6 +15,11 @@ APIS = "pagoda.apis"
 BACKENDS = "pagoda.backends"
 """Group of `pagoda.devices.BackendEntry` objects."""
 
+COMMANDS = "pagoda.commands"
+"""Group of `pagoda.cli.command.CommandPlugin` objects."""
+EXECUTORS = "pagoda.executors"
+"""Group of `pagoda.executor.plugin.ExecutorPlugin` objects."""
+
 T = TypeVar("T")
 
 
@@ -39,11 +44,20 @@ def load_all(group: str, kind: type[T]) -> dict[str, T]:
         raise ConfigError(
             f"nothing is registered as {group}, as Pagoda was installed by an older version; install it again."
         )
-    return {name: load_one(group, name, found[name], kind) for name in sorted(found)}
+    return {name: _load(group, name, found[name], kind) for name in sorted(found)}
 
 
-def load_one(group: str, name: str, points: list[EntryPoint], kind: type[T]) -> T:
-    """The object of one name. Raises ConfigError: as `load_all`."""
+def load(group: str, name: str, kind: type[T]) -> T:
+    """The object of one name. Raises ConfigError: there is none, or as `load_all`."""
+    points = registered(group).get(name)
+    if not points:
+        raise ConfigError(
+            f"{name} is not registered as {group}, as Pagoda was installed by an older version; install it again."
+        )
+    return _load(group, name, points, kind)
+
+
+def _load(group: str, name: str, points: list[EntryPoint], kind: type[T]) -> T:
     if len(points) > 1:
         values = " and ".join(sorted(point.value for point in points))
         raise ConfigError(f"{name} of {group} is {values}; leave one of these packages installed.")

@@ -128,7 +128,7 @@ def test_a_tenth_of_the_interpreters_cases_run_until_their_sources_change() -> N
     runs = [{case.name for case in chosen(cases, "test", it, 0.001)} for it in COMMITS]
     assert all(5 < len(run) < 40 for run in runs)
     assert len(set.union(*runs)) > 60
-    touched = Change("0", frozenset({"pagoda/backend/cuda/kernels/rows.py"}))
+    touched = Change("0", frozenset({"pagoda/plugins/cuda/kernels/rows.py"}))
     assert chosen(cases, "test", touched, 0.001) == cases
 
 

@@ -34,13 +34,13 @@ from benchmarks.cpu.processes import (
 )
 from benchmarks.cpu.random_model import WEIGHTS_FILE
 from pagoda.cli import output
-from pagoda.cli.bench.compare import CompareOptions, measure_server, prepare_server, problems
-from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.errors import PagodaError
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.machine import available_cores
+from pagoda.plugins.bench.compare import CompareOptions, measure_server, prepare_server, problems
+from pagoda.plugins.bench.datasets import Sample
 
 Figures = dict[str, float]
 """Figures of one system in one round, by the names below."""

@@ -16,12 +16,12 @@ from benchmarks.figure import Figure
 from benchmarks.gpu.idle import GpuClock
 from benchmarks.gpu.limits import Limits, measure_limits
 from benchmarks.gpu.steps import Requests, attention_flops, load
-from pagoda.backend.cuda.opening import check_device
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.server_process import server_process
 from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
+from pagoda.plugins.cuda.opening import check_device
 from pagoda.worker.loading import LoadedWorker
 
 _PROMPT, _ANSWER = 1024, 256

@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 
 from pagoda.cli import output
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.options import GeneralOptions
+from pagoda.cli.questions import Question, load_questions
 from pagoda.llm.llm import LLM
 from pagoda.messages.sampling_params import SamplingParams
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.cli import output
-from pagoda.cli.bench.compare import CompareOptions, compare
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.bench.compare import CompareOptions, compare
 
 
 def no_reuse(

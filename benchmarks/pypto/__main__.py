@@ -17,11 +17,11 @@ from cyclopts import App
 
 from benchmarks.pypto.device import counted, installed, model_directory, violations
 from benchmarks.pypto.serving import Served, requests, serve
-from pagoda.cli.bench.accuracy import Grade, grade_all
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.questions import Question, load_questions
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.bench.accuracy import Grade, grade_all
 
 app = App(help=__doc__)
 _REFERENCE_PAGES = 256

@@ -20,9 +20,9 @@ from rich.style import Style
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.cli import output
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.openai_client import PATHS, OpenAIClient
 from pagoda.cli.options import GeneralOptions
+from pagoda.cli.questions import Question, load_questions
 from pagoda.cli.server_process import server_process
 from pagoda.concurrency import event_loop
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group, Parameter
 from cyclopts.config import Dict, Env
 
+from pagoda.cli.command import Command, CommandPlugin
 from pagoda.errors import ConfigError, EngineDeadError, PagodaError
 from pagoda.files import read_file
+from pagoda.registry import COMMANDS, load_all
 from pagoda.version import __version__
 
 EXIT_FAILED = 1
@@ -26,66 +28,61 @@ EXIT_BROKEN_PIPE = 141
 
 _ENV_PREFIX = "PAGODA_"
 
-_COMMANDS = {
-    "serve": "Serve a model over the APIs of OpenAI, Anthropic and Ollama.",
-    "route": "Serve a model over these APIs with the hosts that join this router.",
-    "generate": "Answer prompts, or the lines of an OpenAI batch file.",
-    "chat": "Talk with a model in the terminal.",
-    "quantize": "Write a quantized model that Pagoda and others can read.",
-    "models": "List the models that can be served here by name, with their sizes.",
-    "doctor": "Show what this machine has, and what Pagoda will use.",
-    "backend": "Backends, as serve --backend takes them.",
-    "backend check": "Check that a backend computes what it should, operation by operation.",
-    "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
-    "keys": "API keys in a file, as serve --api-keys-file takes it.",
-    "keys add": "Make a key, print it, and add its digest to a file.",
-    "keys list": "List the keys in a file: names, scopes, weights and limits.",
-    "keys revoke": "Remove a key from a file.",
-    "kv": "Directories of KV blocks, as serve --kv-disk-path keeps them.",
-    "kv ls": "List the models whose KV blocks are in a directory, and what they take.",
-    "kv verify": "Read every KV block in a directory, and list damaged ones.",
-    "kv clear": "Remove the KV blocks in a directory.",
-    "trace": "Traces, as serve --profile records them.",
-    "trace merge": "Make one file for Perfetto out of the fragments that processes traced.",
-    "trace report": "Show where the time of requests and steps went.",
-    "bench": "Benchmarks.",
-    "bench serve": "Put load on any OpenAI-compatible server.",
-    "bench compare": "Put the same load on two or more servers in turn, and compare.",
-    "bench offline": "Measure the throughput of the engine without HTTP.",
-    "bench accuracy": "Ask held-out questions and count the right answers.",
-    "bench quality": "Compare next-token distributions with those of a reference.",
-}
-_DETAILS = {
-    "backend check": (
-        "Each line is a check: ok, lacks where the backend says that it does not have something "
-        "and refuses it, or FAILED and why. The reference backend says what is right. The exit "
-        "status is 1 if a check failed, 2 if there is no such backend here."
+_CORE = {
+    "serve": Command(
+        "Serve a model over the APIs of OpenAI, Anthropic and Ollama.", "pagoda.cli.serve:serve"
     ),
-    "quantize": (
-        "Files are in the format compressed-tensors, which vLLM and transformers read too. "
-        "Embedding, head and routers of experts stay as they are; tokenizer, chat template and "
-        "licence are copied. OUT appears when all is written; an interrupt leaves nothing "
-        "behind."
+    "route": Command(
+        "Serve a model over these APIs with the hosts that join this router.",
+        "pagoda.cli.route:route",
     ),
-    "bench quality": (
-        "Both models read the same text in windows, each from an empty context. At every "
-        "position the whole distributions are compared: KL is KL(reference || model) over the "
-        "full vocabulary in nats, its mean, 99th percentile and maximum over the positions; KL "
-        "of the top 20 takes all but the 20 tokens that MODEL finds most likely as one, as "
-        "clients that see log-probabilities must; the same top token is the share of positions "
-        "where both find the same token most likely; perplexity is exp of the mean negative "
-        "log-probability of the text's own tokens."
+    "generate": Command(
+        "Answer prompts, or the lines of an OpenAI batch file.", "pagoda.cli.generate:generate"
     ),
+    "chat": Command("Talk with a model in the terminal.", "pagoda.cli.chat:chat"),
+    "models": Command(
+        "List the models that can be served here by name, with their sizes.",
+        "pagoda.cli.models:models",
+    ),
+    "doctor": Command(
+        "Show what this machine has, and what Pagoda will use.", "pagoda.cli.doctor:doctor"
+    ),
+    "demo": Command(
+        "Start a server, ask it a few questions over HTTP, show answers and figures.",
+        "pagoda.cli.demo:demo",
+    ),
+    "keys": Command("API keys in a file, as serve --api-keys-file takes it."),
+    "keys add": Command(
+        "Make a key, print it, and add its digest to a file.", "pagoda.cli.keys:add"
+    ),
+    "keys list": Command(
+        "List the keys in a file: names, scopes, weights and limits.", "pagoda.cli.keys:list"
+    ),
+    "keys revoke": Command("Remove a key from a file.", "pagoda.cli.keys:revoke"),
+    "kv": Command("Directories of KV blocks, as serve --kv-disk-path keeps them."),
+    "kv ls": Command(
+        "List the models whose KV blocks are in a directory, and what they take.",
+        "pagoda.cli.kv:ls",
+    ),
+    "kv verify": Command(
+        "Read every KV block in a directory, and list damaged ones.", "pagoda.cli.kv:verify"
+    ),
+    "kv clear": Command("Remove the KV blocks in a directory.", "pagoda.cli.kv:clear"),
 }
-"""Help of commands behind the summary."""
-_MODULES = {
-    "backend": "backend",
-    "keys": "keys",
-    "kv": "kv",
-    "trace": "trace",
-    "bench": "bench.{name}",
-}
-"""The module of the commands of each group, in `pagoda.cli`."""
+"""Commands by their words; a group comes before its members."""
+
+
+def _commands() -> dict[str, Command]:
+    """The commands of the core and of plugins. Raises ConfigError: a plugin has a command that others have."""
+    found = dict(_CORE)
+    for name, plugin in load_all(COMMANDS, CommandPlugin).items():
+        taken = found.keys() & plugin.commands.keys()
+        if taken:
+            raise ConfigError(
+                f"{name} has the commands {', '.join(sorted(taken))}, which others have."
+            )
+        found |= plugin.commands
+    return found
 
 
 def build_app() -> App:
@@ -103,16 +100,14 @@ def build_app() -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for words, summary in _COMMANDS.items():
-        text = f"{summary}\n\n{_DETAILS[words]}" if words in _DETAILS else summary
+    for words, command in _commands().items():
         group, _, name = words.rpartition(" ")
-        if name in _MODULES:
-            app.command(App(name=name, help=summary))
-        elif group:
-            module = _MODULES[group].format(name=name)
-            app[group].command(f"pagoda.cli.{module}:{name}", name=name, help=text)
+        parent = app[group] if group else app
+        if command.target:
+            text = "\n\n".join(filter(None, (command.summary, command.details)))
+            parent.command(command.target, name=name, help=text)
         else:
-            app.command(f"pagoda.cli.{name}:{name}", name=name, help=text)
+            parent.command(App(name=name, help=command.summary))
     return app
 
 

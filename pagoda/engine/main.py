@@ -27,6 +27,7 @@ from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher
+from pagoda.executor.plugin import ExecutorPlugin
 from pagoda.executor.sim import SimExecutor
 from pagoda.executor.sim_faults import with_faults
 from pagoda.faults.injector import Faults
@@ -62,6 +63,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.tracing import StartTrace, StopTrace
 from pagoda.pd.links import open_links
+from pagoda.registry import EXECUTORS, load
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
@@ -348,20 +350,12 @@ def _make_executor(
         executor = SimExecutor(config.sim, clock=clock, num_stages=num_stages)
         return with_faults(executor, clock, config.worker.faults, config.step_timeout_s)
     launcher: Launcher
-    if config.executor == "ray":
-        # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
-        from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed
-
-        launcher = RayLauncher(
-            config.ray_address,
-            config.worker.parallel,
-            config.worker.num_threads,
-            was_there=config.worker.kept_blocks is not None,
-        )
-        address = f"tcp://{bracketed(launcher.node_address)}"
-    else:
+    if config.executor == "local":
         launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
+    else:
+        plugin = load(EXECUTORS, config.executor, ExecutorPlugin)
+        launcher, host = plugin.open_launcher(config)
+        address = f"tcp://{bracketed(host)}"
     return GroupExecutor(
         config.worker,
         launcher,

@@ -27,7 +27,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class QualityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Two models of one vocabulary and the texts on which they are compared; see `pagoda.worker.quality`."""
+    """Two models of one vocabulary and texts on which they are compared (`pagoda.plugins.bench.quality_job`)."""
 
     model: WorkerConfig
     reference: WorkerConfig
@@ -68,7 +68,7 @@ QuantizeFormat = Literal["w8a8", "w8a16", "w4a16"]
 
 
 class QuantizeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to quantize, and where; see `pagoda.worker.quantize`."""
+    """A model to quantize, and where; see `pagoda.plugins.quantize.job`."""
 
     model: str
     """A model directory with dense weights."""

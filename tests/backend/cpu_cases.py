@@ -22,10 +22,10 @@ from pagoda.backend.host import rotary_table
 from pagoda.backend.reference.attention import rotated
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.backend_check.subject import batch_of_spans
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
 from pagoda.devices import BackendUnavailableError
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 try:
     SETS = native.available_instruction_sets()

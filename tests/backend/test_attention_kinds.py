@@ -14,7 +14,7 @@ from torch import Tensor
 from pagoda.backend.base import HeadNorms, KVCache
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.single import compute
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 32, 1e-6
 LENGTHS = (150, 1, 70)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagoda.backend.reference.sampling import sample_candidates, sample_row
 from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow
-from pagoda.backend_check.sampling import KINDS, logits_like, mask, row_of, table_of
+from pagoda.plugins.backend_check.sampling import KINDS, logits_like, mask, row_of, table_of
 
 MOST = 32
 

@@ -44,11 +44,11 @@ from pagoda.backend.weights import (
     LinearWeight,
     dequantize,
 )
-from pagoda.backend_check.subject import batch_of_spans
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
 from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_bytes
 from pagoda.errors import ConfigError
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 pytestmark = needs_kernels
 _WHOLE_ROWS = {f"rows{bits}": whole_rows(bits, 256) for bits in (4, 5, 8)}

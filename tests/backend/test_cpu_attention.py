@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from single_operations import SingleOperations
 
 from pagoda.backend.base import KVCache
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 KV_DTYPES = [*DTYPES, torch.int8]
 

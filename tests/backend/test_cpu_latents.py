@@ -27,7 +27,7 @@ from pagoda.backend.base import LatentCache
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.latent_layers import latent_attention, rotate_and_cache_latents
 from pagoda.backend.single import compute
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 pytestmark = needs_kernels
 

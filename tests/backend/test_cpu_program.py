@@ -19,7 +19,7 @@ from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.graph import Graph, GraphBuilder
 from pagoda.backend.state_layers import gated_head_norm
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
 from pagoda.telemetry.tracer import Tracer
 
 pytestmark = needs_kernels

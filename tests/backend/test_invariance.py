@@ -24,7 +24,7 @@ from pagoda.backend.host import rotary_table
 from pagoda.backend.reference.attention import rotated, write_kv
 from pagoda.backend.reference.rows import rms_norm
 from pagoda.backend.weights import DenseWeight, LinearWeight, weight_shape
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 BLOCK_SIZE = 16
 DENSE = [(64, 192), (96, 100), (256, 768), (768, 256), (333, 777), (256, 4097), (4096, 333)]

@@ -17,8 +17,8 @@ from pagoda.backend.latent_layers import head_linear, latent_attention
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.state_layers import short_conv
 from pagoda.backend.weights import DenseWeight
-from pagoda.backend_check.subject import batch_of_spans
 from pagoda.errors import ConfigError
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCKS = 4, 1, 16, 4
 

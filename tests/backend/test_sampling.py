@@ -18,7 +18,7 @@ from torch import Tensor
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.sampling import Outcome, SampledRow
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend_check.sampling import (
+from pagoda.plugins.backend_check.sampling import (
     KINDS,
     logits_like,
     mask,

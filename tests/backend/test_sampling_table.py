@@ -33,7 +33,7 @@ def test_the_native_kernels_have_the_same_columns_of_the_same_types() -> None:
 
 def test_the_kernels_for_gpus_have_the_same_columns() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from pagoda.backend.cuda.kernels import sampler, sampling
+    from pagoda.plugins.cuda.kernels import sampler, sampling
 
     assert {*sampler.PACKED} | LISTS == COLUMNS.keys()
     assert not {*sampler.PACKED} & LISTS

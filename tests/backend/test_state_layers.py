@@ -15,8 +15,8 @@ from pagoda.backend.base import KVCache, StateCache
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.single import compute
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
-from pagoda.backend_check.subject import batch_of_spans
 from pagoda.parallel.collectives import Alone
+from pagoda.plugins.backend_check.subject import batch_of_spans
 
 LENGTHS = (75, 1, 40)
 BLOCK = 16

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from pagoda.backend.operations import OPERATIONS
-from pagoda.backend_check.suite import checks, open_subject, operation_checks, outcomes
 from pagoda.cli.main import main
+from pagoda.plugins.backend_check.suite import checks, open_subject, operation_checks, outcomes
 
 TOY = Path(__file__).parent.parent / "toy_backend"
 CHECKS = {check.name: check for check in checks()}
@@ -149,11 +149,11 @@ def test_the_command(
 def test_a_failed_check_is_the_exit_status(wrong: str, tmp_path: Path) -> None:
     code = (
         "import sys, wrong_backend\n"
-        "import pagoda.backend_check.suite as suite\n"
+        "import pagoda.plugins.backend_check.suite as suite\n"
         "wrong_backend.chosen = 'a rank of a token'\n"
         "suite.checks = lambda: list(suite.sampling.FURTHER)\n"
         "sys.argv = ['check', 'wrong']\n"
-        "from pagoda.backend_check.__main__ import main\n"
+        "from pagoda.plugins.backend_check.__main__ import main\n"
         "sys.exit(main())\n"
     )
     paths = f"{tmp_path}:{Path(__file__).parent}"

@@ -15,7 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pagoda.cli.answer import Outcome
-from pagoda.cli.bench.compare import (
+from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.errors import ConfigError
+from pagoda.plugins.bench.compare import (
     FIGURES,
     CompareOptions,
     Measured,
@@ -25,9 +27,7 @@ from pagoda.cli.bench.compare import (
     prepare_server,
     problems,
 )
-from pagoda.cli.bench.metrics import summarize
-from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.errors import ConfigError
+from pagoda.plugins.bench.metrics import summarize
 
 SIM = ["--executor", "sim", "--log-level", "warning"]
 SHORT = CompareOptions(input_len=5, output_len=2, num_prompts=3)

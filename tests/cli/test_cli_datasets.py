@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli.bench.datasets import RandomLengths, jsonl_samples, random_samples, sharegpt_samples
 from pagoda.errors import ConfigError
+from pagoda.plugins.bench.datasets import (
+    RandomLengths,
+    jsonl_samples,
+    random_samples,
+    sharegpt_samples,
+)
 
 
 def _lengths(**changes: float) -> RandomLengths:

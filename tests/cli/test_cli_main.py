@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pagoda.cli import main as command
-from pagoda.cli.bench.serve import RequestOptions
 from pagoda.cli.options import ProfileOptions
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.llm.engine_options import ExecutorOptions
+from pagoda.plugins.bench.serve import RequestOptions
 from pagoda.telemetry.tracer import ProfileConfig, TraceLevel
 from pagoda.version import __version__
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.cli.answer import Outcome
-from pagoda.cli.bench.metrics import parse_goal, summarize
 from pagoda.errors import ConfigError
+from pagoda.plugins.bench.metrics import parse_goal, summarize
 
 
 def _outcome(sent: float, *events: float, tokens: int | None = None) -> Outcome:

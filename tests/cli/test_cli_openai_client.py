@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
-from pagoda.cli.bench.datasets import Sample
-from pagoda.cli.bench.load import LoadOptions, arrival_times, run_load
 from pagoda.cli.openai_client import PATHS, OpenAIClient, ServerError
+from pagoda.plugins.bench.datasets import Sample
+from pagoda.plugins.bench.load import LoadOptions, arrival_times, run_load
 
 HELLO = b'data: {"choices":[{"index":0,"text":"hello"}]}\n\n'
 EMPTY = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'

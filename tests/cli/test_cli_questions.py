@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli.bench.accuracy import Grade, score_by_skill
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.demo import choose_questions, demo_questions, shorten
 from pagoda.cli.openai_client import Message, ToolCall, ToolFunction
+from pagoda.cli.questions import Question, load_questions
 from pagoda.errors import ConfigError
+from pagoda.plugins.bench.accuracy import Grade, score_by_skill
 
 
 def _line(skill: str = "sum", number: int = 1, **changes: object) -> dict[str, object]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.cli.bench.datasets import Sample
-from pagoda.cli.bench.sampling import BenchSampling, LoadSampling
 from pagoda.cli.options import SamplingOptions
 from pagoda.errors import ConfigError
+from pagoda.plugins.bench.datasets import Sample
+from pagoda.plugins.bench.sampling import BenchSampling, LoadSampling
 
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 WARM = SamplingOptions(temperature=0.8, top_p=0.95)

@@ -56,8 +56,8 @@ def test_report_says_where_the_time_went(
 def test_report_measures_the_limits_of_this_machine(
     fragments: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagoda.cli import trace
     from pagoda.cli.machine_facts import Bandwidth
+    from pagoda.plugins.trace import commands as trace
 
     measured = Bandwidth(15e9, 16e9, threads=2, passes=1, buffer_bytes=1)
     monkeypatch.setattr(trace, "measure_read_bandwidth", lambda _threads: measured)

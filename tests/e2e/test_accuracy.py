@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 
-from pagoda.cli.bench.accuracy import Grade, grade_all
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.questions import Question, load_questions
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.bench.accuracy import Grade, grade_all
 
 LONG = ("recall_40", "recall_100")
 

@@ -18,11 +18,11 @@ from gguf_files import finish
 from safetensors.torch import load_file
 
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.cli.bench.accuracy import Grade, grade_all
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.questions import Question, load_questions
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.bench.accuracy import Grade, grade_all
 
 TINY = Path(resolve_model(None).model)
 

@@ -25,8 +25,8 @@ from pod_processes import (
     until_hosts,
 )
 
+from pagoda.plugins.trace.report.reporting import report_of
 from pagoda.telemetry.merge.merging import merge_into_file
-from pagoda.telemetry.report.reporting import report_of
 
 PATH = "/v1/completions"
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import pytest
 from streams import bodies, children, stream_all, until_more
 
-from pagoda.cli.bench.accuracy import grade_all
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.questions import Question, load_questions
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.bench.accuracy import grade_all
 
 FLAGS = ["--dtype", "float32", "--log-level", "warning", "--max-model-len", "1536"]
 NUM_STREAMS = 48

@@ -15,8 +15,8 @@ import aiohttp
 import msgspec
 from metrics_text import series
 
-from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.openai_client import Message
+from pagoda.cli.questions import Question, load_questions
 from pagoda.kv.block_keys import prefix_keys
 
 BLOCK_SIZE = 32

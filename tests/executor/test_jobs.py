@@ -20,7 +20,7 @@ def _run(module: str, model: str, reports: list[tuple[int, int]]) -> QualityResu
 
 def test_a_job_reports_progress_and_a_result() -> None:
     reports: list[tuple[int, int]] = []
-    result = _run("pagoda.worker.quality", resolve_model(None).model, reports)
+    result = _run("pagoda.plugins.bench.quality_job", resolve_model(None).model, reports)
     assert reports == [(3, 5), (5, 5)]
     assert result.overall.positions == 3
     assert result.overall.kl_mean == 0
@@ -28,7 +28,7 @@ def test_a_job_reports_progress_and_a_result() -> None:
 
 def test_what_is_wrong_with_a_configuration_is_the_users_error() -> None:
     with pytest.raises(ConfigError, match="there is no model directory nowhere"):
-        _run("pagoda.worker.quality", "nowhere", [])
+        _run("pagoda.plugins.bench.quality_job", "nowhere", [])
 
 
 def test_a_job_that_ends_without_a_result_is_a_failure() -> None:

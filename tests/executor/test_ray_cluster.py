@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.executor.ray import retry
+from pagoda.plugins.ray.launcher import retry
 
 
 class Cluster:

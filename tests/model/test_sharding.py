@@ -23,7 +23,6 @@ from pagoda.backend.weights import (
     weight_bytes,
     weight_format,
 )
-from pagoda.backend_check.products import fp8_weight
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.linears import LinearSpec, Role
@@ -49,6 +48,7 @@ from pagoda.model.sharding import (
     whole,
 )
 from pagoda.parallel.config import ParallelConfig, channel_share
+from pagoda.plugins.backend_check.products import fp8_weight
 
 LAYER = LinearSpec("a.b", 48, 256, Role.MLP_IN)
 

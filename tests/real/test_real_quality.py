@@ -13,8 +13,8 @@ from real_model import LANGUAGES, Oracle
 from torch import Tensor
 
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.bench.quality_job import Scorer, Tally
 from pagoda.worker.loading import plan_worker
-from pagoda.worker.quality import Scorer, Tally
 
 POSITIONS = 300
 """Positions of each text, from its beginning."""

@@ -10,12 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import MODEL, MS, Life, ScriptedProcess, serve
 
-from pagoda.cli.trace_page import tables_of
 from pagoda.errors import ConfigError
+from pagoda.plugins.trace.page import tables_of
+from pagoda.plugins.trace.report.data import (
+    Limits,
+    Part,
+    Report,
+    RequestReport,
+    WorkerReport,
+    seconds,
+)
+from pagoda.plugins.trace.report.intervals import covered, length, union, within, without
+from pagoda.plugins.trace.report.reporting import load_trace, report_of
 from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.report.data import Limits, Part, Report, RequestReport, WorkerReport, seconds
-from pagoda.telemetry.report.intervals import covered, length, union, within, without
-from pagoda.telemetry.report.reporting import load_trace, report_of
 
 ALONE = Life("one", 0.0, prompt_tokens=64, output_tokens=4)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from pagoda.backend.ahead import Underway
 from pagoda.backend.base import UNNAMED, StepInput
-from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.graph import Graph
 from pagoda.backend.kv_store import Event
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend_check.sampling import table_of
+from pagoda.plugins.backend_check.sampling import table_of
+from pagoda.plugins.cuda.emulation import EmulatedDevice
 from pagoda.telemetry.tracer import Tracer
 
 OutcomeT = TypeVar("OutcomeT")

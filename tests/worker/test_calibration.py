@@ -18,8 +18,8 @@ from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QualityConfig, QuantizeConfig, QuantizeFormat
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.quantization import quantization_on_load
-from pagoda.worker.quality import compare
-from pagoda.worker.quantize import quantize
+from pagoda.plugins.bench.quality_job import compare
+from pagoda.plugins.quantize.job import quantize
 
 CONTEXT = 48
 

@@ -35,10 +35,10 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    importlib.import_module("pagoda.backend.cuda.backend")
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.kv_store import DeviceKVStore
-from pagoda.backend.cuda.staging import PinnedPool
+    importlib.import_module("pagoda.plugins.cuda.backend")
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.kv_store import DeviceKVStore
+from pagoda.plugins.cuda.staging import PinnedPool
 
 SOURCES, TARGETS = [3, 4, 5, 9, 0, 11], [0, 1, 2, 7, 8, 5]
 

@@ -17,7 +17,7 @@ from tiny_models import make_model, save_model
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QualityConfig
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.worker.quality import Tally, compare, windows
+from pagoda.plugins.bench.quality_job import Tally, compare, windows
 
 CONTEXT = 40
 
@@ -109,7 +109,7 @@ def test_rounding_shows_and_does_not_depend_on_how_a_text_is_cut_into_steps(
     assert 0 < whole.overall.kl_mean < whole.overall.kl_max
     assert whole.overall.reference_perplexity != whole.overall.perplexity
     for name, count in (("TOKENS_AT_ONCE", 7), ("ROWS_AT_ONCE", 3)):
-        monkeypatch.setattr(f"pagoda.worker.quality.{name}", count)
+        monkeypatch.setattr(f"pagoda.plugins.bench.quality_job.{name}", count)
     assert compare(config, lambda *_: None).overall == whole.overall
 
 
@@ -142,7 +142,7 @@ def test_a_model_with_states_has_the_perplexity_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window is longer than two blocks of states, and is computed in many steps."""
-    monkeypatch.setattr("pagoda.worker.quality.TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr("pagoda.plugins.bench.quality_job.TOKENS_AT_ONCE", 7)
     oracle = family_models.make_model("lfm2")
     oracle.save_pretrained(tmp_path)
     config = msgspec.structs.replace(_config(tmp_path, _text(149)), context_len=150)

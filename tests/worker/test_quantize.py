@@ -23,8 +23,8 @@ from pagoda.messages.jobs import QuantizeConfig, QuantizeResult
 from pagoda.model.compressed_tensors import quantized_linears
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weights import open_checkpoint
+from pagoda.plugins.quantize.job import quantize
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.quantize import quantize
 
 FORMATS = ("w8a8", "w8a16", "w4a16")
 

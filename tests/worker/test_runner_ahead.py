@@ -17,12 +17,12 @@ from late_backend import LateBackend
 from tiny_models import save_model
 
 from pagoda.backend.ahead import RunsAhead
-from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.kv_store import Event
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
+from pagoda.plugins.cuda.emulation import EmulatedDevice
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.sampler import NOT_FINITE, Sampler

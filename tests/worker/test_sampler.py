@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.sampling import kept_weights, uniform_bits
-from pagoda.backend_check.sampling import mask, row_of
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
+from pagoda.plugins.backend_check.sampling import mask, row_of
 from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
 
 VOCAB = 50

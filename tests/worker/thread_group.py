@@ -7,9 +7,9 @@ import contextlib
 
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.backend.cpu.native import choose_instruction_set
-from pagoda.backend_check import threads
 from pagoda.devices import BackendUnavailableError
 from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.plugins.backend_check import threads
 
 
 class ThreadGroup:

@@ -14,8 +14,8 @@ collect_ignore_glob = [] if HAS_TRITON else ["*"]
 if HAS_TRITON:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        importlib.import_module("pagoda.backend.cuda.backend")
-        emulation = importlib.import_module("pagoda.backend.cuda.emulation")
+        importlib.import_module("pagoda.plugins.cuda.backend")
+        emulation = importlib.import_module("pagoda.plugins.cuda.emulation")
         emulation.sum_in_float64()
 
 

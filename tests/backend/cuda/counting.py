@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.runtime import Work
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.runtime import Work
 
 
 class CountingDevice(EmulatedDevice):

@@ -7,10 +7,10 @@ import weakref
 
 import torch
 
-from pagoda.backend.cuda.adapters import AdapterTables
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.kernels.low_rank import RANK
 from pagoda.backend.low_rank import LowRank, LowRankMaps
+from pagoda.plugins.cuda.adapters import AdapterTables
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.kernels.low_rank import RANK
 
 
 def test_an_adapter_is_set_and_removed_once_steps_have_used_the_table() -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.kv_store import DeviceKVStore
-from pagoda.backend.cuda.staging import PinnedPool
 from pagoda.kv.memory import Extent
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.kv_store import DeviceKVStore
+from pagoda.plugins.cuda.staging import PinnedPool
 
 BLOCKS = 6
 

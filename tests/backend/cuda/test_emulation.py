@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.parallel.collectives import HostGroup
+from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
+from pagoda.plugins.cuda.emulation import EmulatedDevice
 
 
 def test_work_is_done_when_it_is_awaited_and_in_its_order() -> None:

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from pagoda.backend.fp8 import HIGHEST, to_e4m3
-from pagoda.backend_check.serving import GREEDY
-from pagoda.backend_check.subject import random_tensor
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.backend_check.serving import GREEDY
+from pagoda.plugins.backend_check.subject import random_tensor
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from counting import CountingDevice
 
-from pagoda.backend.cuda.backend import GpuBackend
 from pagoda.backend.kv_store import Event
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend_check.small_models import WITH_EXPERTS, WITH_STATES, model_directory
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.backend_check.small_models import WITH_EXPERTS, WITH_STATES, model_directory
+from pagoda.plugins.cuda.backend import GpuBackend
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
 from pagoda.worker.runner import Runner, Ticket

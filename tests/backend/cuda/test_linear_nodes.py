@@ -13,18 +13,18 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend, ExpertActivation, Experts, UnsupportedError
 from pagoda.backend.block_rounding import quantize_blocks
-from pagoda.backend.cuda.backend import GpuBackend
-from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.fp8 import to_e4m3
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
-from pagoda.backend_check.products import block_weight, fp8_weight
-from pagoda.backend_check.subject import outputs, random_tensor
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.plugins.backend_check.products import block_weight, fp8_weight
+from pagoda.plugins.backend_check.subject import outputs, random_tensor
+from pagoda.plugins.cuda.backend import GpuBackend
+from pagoda.plugins.cuda.emulation import EmulatedDevice
 
 INPUTS = 64
 WHOLE_ROWS = BlockFormat(5, 32, INPUTS, True, True, whole_rows=True)

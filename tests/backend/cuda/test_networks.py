@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.kv_store import DeviceKVStore
-from pagoda.backend.cuda.networks import DeviceContext, check_reachable
-from pagoda.backend.cuda.staging import PinnedPool
 from pagoda.backend.kv_store import ReachedByNetworks
 from pagoda.errors import TransportError
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.kv_store import DeviceKVStore
+from pagoda.plugins.cuda.networks import DeviceContext, check_reachable
+from pagoda.plugins.cuda.staging import PinnedPool
 
 
 def _segment(tensor: torch.Tensor, *, expandable: bool) -> dict[str, Any]:

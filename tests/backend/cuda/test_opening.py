@@ -10,9 +10,9 @@ import pytest
 import torch
 import triton
 
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.opening import check_device, open_backend
 from pagoda.devices import BackendUnavailableError, DeviceSet, find_backend
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.opening import check_device, open_backend
 
 ONE = DeviceSet("cuda", (0,))
 
@@ -20,7 +20,7 @@ ONE = DeviceSet("cuda", (0,))
 def test_the_backend_is_registered() -> None:
     entry = find_backend("cuda")
     assert (entry.module, entry.device_kind, entry.max_devices) == (
-        "pagoda.backend.cuda.opening",
+        "pagoda.plugins.cuda.opening",
         "cuda",
         1,
     )

@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 
 from pagoda.backend.base import TokenBatch
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.places import MOST_CAPTURED, PlacesOnDevice, padded_size, plan_places
-from pagoda.backend.cuda.staging import PinnedPool
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.places import MOST_CAPTURED, PlacesOnDevice, padded_size, plan_places
+from pagoda.plugins.cuda.staging import PinnedPool
 
 
 def _planned(batch: TokenBatch, block_size: int = 16) -> tuple[PlacesOnDevice, int]:

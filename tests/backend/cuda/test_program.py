@@ -21,16 +21,16 @@ from pagoda.backend.base import (
     StepInput,
     TokenBatch,
 )
-from pagoda.backend.cuda.backend import GpuBackend
-from pagoda.backend.cuda.emulation import GRAPH_BYTES, EmulatedStream
-from pagoda.backend.cuda.places import MOST_CAPTURED, padded_size
-from pagoda.backend.cuda.program import MOST_GRAPHS
-from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.graph import Graph, GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
-from pagoda.backend_check.subject import batch_of_spans, random_tensor
-from pagoda.backend_check.threads import ThreadGroup, ThreadRank
+from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
+from pagoda.plugins.cuda.backend import GpuBackend
+from pagoda.plugins.cuda.emulation import GRAPH_BYTES, EmulatedStream
+from pagoda.plugins.cuda.places import MOST_CAPTURED, padded_size
+from pagoda.plugins.cuda.program import MOST_GRAPHS
+from pagoda.plugins.cuda.runtime import Work
 from pagoda.telemetry.tracer import Tracer
 
 HEADS, DIM, WIDTH, VOCAB = 2, 16, 32, 40

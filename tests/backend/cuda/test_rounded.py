@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda.backend.cuda.rounded import rounded_values
-from pagoda.backend.cuda.weights import Dense, DeviceLinear
 from pagoda.backend.graph import Graph, Node, Value
+from pagoda.plugins.cuda.rounded import rounded_values
+from pagoda.plugins.cuda.weights import Dense, DeviceLinear
 
 X, NORMED, OUT, GATED, OTHER = range(5)
 

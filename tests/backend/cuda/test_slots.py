@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend.cuda.slots import plan_values
 from pagoda.backend.graph import Graph as RecordedGraph
 from pagoda.backend.graph import Node, Value
+from pagoda.plugins.cuda.slots import plan_values
 
 ROWS, SELECTED = 5, 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.backend.cuda.emulation import EmulatedDevice
-from pagoda.backend.cuda.staging import Parcel, PinnedPool
+from pagoda.plugins.cuda.emulation import EmulatedDevice
+from pagoda.plugins.cuda.staging import Parcel, PinnedPool
 
 
 def test_memory_is_used_again_once_the_device_is_done_with_it() -> None:

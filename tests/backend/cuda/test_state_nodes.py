@@ -13,11 +13,11 @@ from counting import CountingDevice
 from torch import Tensor
 
 from pagoda.backend.base import Backend, KVCache, StateCache, StepInput, TokenBatch
-from pagoda.backend.cuda.backend import GpuBackend
 from pagoda.backend.graph import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.state_layers import gated_delta, short_conv
-from pagoda.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.cuda.backend import GpuBackend
 
 BLOCK, NUM_BLOCKS = 16, 8
 KEY_HEADS, HEADS, DIM = 1, 3, 4

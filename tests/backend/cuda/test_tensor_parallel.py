@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pagoda.backend.cuda.backend import GpuBackend
-from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend_check.small_models import WITH_EXPERTS, model_directory
-from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.plugins.backend_check.small_models import WITH_EXPERTS, model_directory
+from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
+from pagoda.plugins.cuda.backend import GpuBackend
+from pagoda.plugins.cuda.emulation import EmulatedDevice
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
 from pagoda.worker.runner import Runner

@@ -9,9 +9,9 @@ import torch
 
 from pagoda.backend.base import HeadNorms, KVCache
 from pagoda.backend.graph import Graph, GraphBuilder
-from pagoda.backend.pypto.pool import stand_in
-from pagoda.backend.pypto.weights import HostLinear
 from pagoda.parallel.collectives import Alone
+from pagoda.plugins.pypto.pool import stand_in
+from pagoda.plugins.pypto.weights import HostLinear
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 256, 4, 2, 64, 768, 960
 EPS = 1e-6

@@ -12,8 +12,8 @@ from pypto_graphs import HEAD_DIM, KV_HEADS, Recorder
 
 from pagoda.backend.base import DeviceLostError, KVCache
 from pagoda.backend.kv_store import KVStore
-from pagoda.backend.pypto.backend import PyptoBackend, open_backend
 from pagoda.devices import DeviceSet
+from pagoda.plugins.pypto.backend import PyptoBackend, open_backend
 
 
 @pytest.fixture

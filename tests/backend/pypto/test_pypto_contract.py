@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagoda.backend.base import UnsupportedError
-from pagoda.backend.pypto.contract import Argument, read_manifest
+from pagoda.plugins.pypto.contract import Argument, read_manifest
 
 
 @pytest.fixture

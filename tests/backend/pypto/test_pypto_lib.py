@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.backend.pypto.backend import open_backend
-from pagoda.backend.pypto.contract import read_manifest
-from pagoda.backend.pypto.library import open_library
-from pagoda.backend.pypto.pypto_lib import LIBRARY
 from pagoda.devices import BackendUnavailableError, DeviceSet
+from pagoda.plugins.pypto.backend import open_backend
+from pagoda.plugins.pypto.contract import read_manifest
+from pagoda.plugins.pypto.library import open_library
+from pagoda.plugins.pypto.pypto_lib import LIBRARY
 
 PREFILL = [
     "input_ids",
@@ -133,7 +133,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     about.mkdir()
     about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: pagoda-own\nVersion: 1\n")
     about.joinpath("entry_points.txt").write_text(
-        "[pagoda.pypto_kernels]\npypto-lib = pagoda.backend.pypto.pypto_lib:LIBRARY\n"
+        "[pagoda.pypto_kernels]\npypto-lib = pagoda.plugins.pypto.pypto_lib:LIBRARY\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))

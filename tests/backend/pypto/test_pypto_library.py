@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pagoda.backend.pypto.backend import open_backend
 from pagoda.devices import BackendUnavailableError, DeviceSet
 from pagoda.errors import ConfigError
+from pagoda.plugins.pypto.backend import open_backend
 from pagoda.worker.backends import choose_backend, first_device
 
 NPU_0 = DeviceSet("npu", (0,))

@@ -12,8 +12,8 @@ from pypto_graphs import EPS, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, R
 
 from pagoda.backend.base import HeadNorms, UnsupportedError
 from pagoda.backend.graph import Graph
-from pagoda.backend.pypto.contract import read_manifest
-from pagoda.backend.pypto.pattern import choose_contract, find_decoder
+from pagoda.plugins.pypto.contract import read_manifest
+from pagoda.plugins.pypto.pattern import choose_contract, find_decoder
 
 
 def contract_of(graph: Graph) -> str:

@@ -11,11 +11,11 @@ import torch
 
 from pagoda.backend.base import DeviceLostError, KVCache
 from pagoda.backend.kv_store import DONE, block_extents
-from pagoda.backend.pypto.device import Device
-from pagoda.backend.pypto.library import open_library
-from pagoda.backend.pypto.pool import PageBuffers, Pool, PoolStore, stand_in
 from pagoda.devices import DeviceSet
 from pagoda.kv.memory import Extent
+from pagoda.plugins.pypto.device import Device
+from pagoda.plugins.pypto.library import open_library
+from pagoda.plugins.pypto.pool import PageBuffers, Pool, PoolStore, stand_in
 
 LAYERS, PAGES, PAGE, HEADS, HEAD_DIM = 2, 5, 128, 4, 8
 

@@ -12,9 +12,9 @@ from pypto_rig import GREEDY, PROMPTS, Rig
 from torch import Tensor
 
 from pagoda.backend.reference.sampling import sample_rows
-from pagoda.backend_check.sampling import row_of, table_of
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
+from pagoda.plugins.backend_check.sampling import row_of, table_of
 from pagoda.worker.sampler import NOT_FINITE, Sampler
 
 VOCAB, MOST = 960, 32

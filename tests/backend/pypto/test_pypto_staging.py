@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backend.pypto.contract import Contract, read_manifest
-from pagoda.backend.pypto.pattern import DecoderLayer, FoundDecoder
-from pagoda.backend.pypto.staging import stage
-from pagoda.backend.pypto.weights import HostLinear, prepare_linear
 from pagoda.backend.weights import DenseWeight
+from pagoda.plugins.pypto.contract import Contract, read_manifest
+from pagoda.plugins.pypto.pattern import DecoderLayer, FoundDecoder
+from pagoda.plugins.pypto.staging import stage
+from pagoda.plugins.pypto.weights import HostLinear, prepare_linear
 
 
 def _random(*shape: int) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.backend.pypto.contract import Contract, read_manifest
-from pagoda.backend.pypto.steps import CallBuffers, plan_step
-from pagoda.backend_check.subject import batch_of_spans
+from pagoda.plugins.backend_check.subject import batch_of_spans
+from pagoda.plugins.pypto.contract import Contract, read_manifest
+from pagoda.plugins.pypto.steps import CallBuffers, plan_step
 
 PAGES = 40
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.pypto.contract import CACHES, STEPS, WEIGHTS, Argument, Contract, ProgramName
+from pagoda.plugins.pypto.contract import CACHES, STEPS, WEIGHTS, Argument, Contract, ProgramName
 from pagoda_pypto_device.compute import Tokens
 from pagoda_pypto_device.memory import (
     ChipMemory,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, TokenBatch
-from pagoda.backend.pypto.contract import Contract
 from pagoda.backend.reference.attention import attention, plan_attention, rotate_and_cache
 from pagoda.backend.reference.linear import Linear, embedding, linear
 from pagoda.backend.reference.rows import add, rms_norm, silu_and_mul
+from pagoda.plugins.pypto.contract import Contract
 from pagoda_pypto_device.memory import ContractError
 
 _AT_ONCE = 1 << 18

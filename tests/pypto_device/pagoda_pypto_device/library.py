@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel library of the device, as `pagoda.backend.pypto.library.KernelLibrary` says."""
+"""The kernel library of the device, as `pagoda.plugins.pypto.library.KernelLibrary` says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pagoda.backend.pypto.contract import Contract, ProgramName, Topology, read_manifest
+from pagoda.plugins.pypto.contract import Contract, ProgramName, Topology, read_manifest
 from pagoda_pypto_device.contracts import manifest
 from pagoda_pypto_device.memory import DeviceTensor, StackedDeviceTensor
 from pagoda_pypto_device.settings import read_settings

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagoda.backend.pypto.contract import WEIGHTS
+from pagoda.plugins.pypto.contract import WEIGHTS
 from pagoda_pypto_device.checks import (
     Arguments,
     check_arguments,

@@ -26,7 +26,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, mangle_type
 
 from pagoda.backend.base import ExpertActivation
-from pagoda.backend.cuda.kernels import (
+from pagoda.backend.fp8 import E4M3
+from pagoda.backend.weights import BLOCK_INPUT_GROUP
+from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.gguf.config import BLOCKS
+from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.plugins.backend_check.products import block_weight
+from pagoda.plugins.backend_check.sampling import mask, row_of, table_of
+from pagoda.plugins.cuda.kernels import (
     attention,
     block_weights,
     blocks,
@@ -41,15 +48,8 @@ from pagoda.backend.cuda.kernels import (
     sampler,
     states,
 )
-from pagoda.backend.cuda.kernels.numbers import blocks as blocks_of
-from pagoda.backend.cuda.weights import prepare
-from pagoda.backend.fp8 import E4M3
-from pagoda.backend.weights import BLOCK_INPUT_GROUP
-from pagoda.backend_check.products import block_weight
-from pagoda.backend_check.sampling import mask, row_of, table_of
-from pagoda.checkpoints.expert_routing import ExpertRouting
-from pagoda.checkpoints.gguf.config import BLOCKS
-from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.plugins.cuda.kernels.numbers import blocks as blocks_of
+from pagoda.plugins.cuda.weights import prepare
 
 TARGETS = {
     "H100": GPUTarget("cuda", 90, 32),

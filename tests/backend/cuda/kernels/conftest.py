@@ -10,7 +10,7 @@ import pkgutil
 
 import pytest
 
-from pagoda.backend.cuda import kernels
+from pagoda.plugins.cuda import kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore_glob = [] if HAS_TRITON else ["*"]

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, LatentCache, TokenBatch
-from pagoda.backend.cuda.kernels import attention as kernels
-from pagoda.backend.cuda.kernels import kv, latents
 from pagoda.backend.fp8 import E4M3, to_e4m3
 from pagoda.backend.host import rotary_table
 from pagoda.backend.reference import latents as reference_latents
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend_check.attention import (
+from pagoda.plugins.backend_check.attention import (
     KINDS,
     TOLERANCE,
     Kind,
@@ -28,7 +26,9 @@ from pagoda.backend_check.attention import (
     spoil,
     token_batch,
 )
-from pagoda.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.cuda.kernels import attention as kernels
+from pagoda.plugins.cuda.kernels import kv, latents
 
 CPU, REFERENCE = torch.device("cpu"), ReferenceBackend()
 LENGTHS = (40, 1, 12)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.block_rounding import quantize_blocks
-from pagoda.backend.cuda.kernels import quantized
-from pagoda.backend.cuda.kernels.block_weights import Blocks, block_embedding, block_linear
-from pagoda.backend.cuda.weights import prepare
 from pagoda.backend.reference import linear as reference
 from pagoda.backend.weights import BLOCK_INPUT_GROUP, BlockWeight
-from pagoda.backend_check.products import block_weight
-from pagoda.backend_check.subject import random_tensor
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.plugins.backend_check.products import block_weight
+from pagoda.plugins.backend_check.subject import random_tensor
+from pagoda.plugins.cuda.kernels import quantized
+from pagoda.plugins.cuda.kernels.block_weights import Blocks, block_embedding, block_linear
+from pagoda.plugins.cuda.weights import prepare
 
 CPU = torch.device("cpu")
 INPUTS = 256

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda.backend.cuda.kernels.blocks import gather_blocks, scatter_blocks
-from pagoda.backend_check.subject import random_tensor
+from pagoda.plugins.backend_check.subject import random_tensor
+from pagoda.plugins.cuda.kernels.blocks import gather_blocks, scatter_blocks
 
 
 @pytest.mark.parametrize(

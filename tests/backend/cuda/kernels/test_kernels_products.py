@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation, Experts
-from pagoda.backend.cuda.kernels import experts as kernels
-from pagoda.backend.cuda.kernels import linear, low_rank, quantized
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.reference import experts as reference_experts
 from pagoda.backend.reference import linear as reference
@@ -24,9 +22,11 @@ from pagoda.backend.weights import (
     LinearWeight,
     dequantize,
 )
-from pagoda.backend_check.products import fp8_weight, weights_of
-from pagoda.backend_check.subject import random_tensor
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.plugins.backend_check.products import fp8_weight, weights_of
+from pagoda.plugins.backend_check.subject import random_tensor
+from pagoda.plugins.cuda.kernels import experts as kernels
+from pagoda.plugins.cuda.kernels import linear, low_rank, quantized
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pagoda.backend import host
-from pagoda.backend.cuda.kernels import rows
 from pagoda.backend.reference import rows as reference
 from pagoda.backend.reference.states import gated_head_norm
-from pagoda.backend_check.subject import random_tensor
+from pagoda.plugins.backend_check.subject import random_tensor
+from pagoda.plugins.cuda.kernels import rows
 
 ENDS = (-1e12, -200.0, -20.0, -9.0, -1e-30, 0.0, 1e-30, 9.0, 20.0, 200.0, 1e12)
 ALIKE: dict[str, dict[str, Any]] = {

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backend.cuda.kernels import sampler
 from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.sampling import SampledRows
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend_check.sampling import (
+from pagoda.plugins.backend_check.sampling import (
     logits_like,
     mask,
     random_row,
@@ -23,6 +22,7 @@ from pagoda.backend_check.sampling import (
     rows_of,
     table_of,
 )
+from pagoda.plugins.cuda.kernels import sampler
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, StateCache, TokenBatch
-from pagoda.backend.cuda.kernels import states
-from pagoda.backend.cuda.kernels.attention import Steps, plan_tiles
 from pagoda.backend.reference import states as reference
-from pagoda.backend_check.attention import Share
-from pagoda.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.backend_check.attention import Share
+from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.plugins.cuda.kernels import states
+from pagoda.plugins.cuda.kernels.attention import Steps, plan_tiles
 
 LENGTHS, BLOCK = (34, 1, 5), 16
 BLOCKS = ([4, 2, 7], [0], [5])

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on the hosts of a Ray cluster: `--executor ray`. Importing this does not import Ray."""
+
+import os
+
+from pagoda.executor.launcher import Launcher
+from pagoda.executor.plugin import ExecutorPlugin
+from pagoda.messages.engine_config import EngineConfig
+
+
+def _open_launcher(config: EngineConfig) -> tuple[Launcher, str]:
+    # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    from pagoda.plugins.ray.launcher import RayLauncher  # takes a second, and is not always there
+
+    launcher = RayLauncher(
+        config.ray_address,
+        config.worker.parallel,
+        config.worker.num_threads,
+        was_there=config.worker.kept_blocks is not None,
+    )
+    return launcher, launcher.node_address
+
+
+EXECUTOR = ExecutorPlugin(_open_launcher)
