@@ -17,9 +17,9 @@ from benchmarks.chaos.trial import Outcome, Trial
 from benchmarks.handoff.pod import free_address, write_key
 from benchmarks.idle import cpu_share
 from benchmarks.start_up import ask_once
-from pagoda.api.live_stats import WINDOW_S
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.concurrency.event_loop import run
+from pagoda.plugins.page.live_stats import WINDOW_S
 
 _LARGEST_SHARE = 0.003
 _SCRAPE_S = 15.0

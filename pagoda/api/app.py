@@ -35,9 +35,6 @@ from pagoda.api.sse import encode_json
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.telemetry.request_tracker import ClientRequest
 
-STREAMS = frozenset({"/v1/live"})
-"""Routes whose answer has no end, so that HEAD is refused."""
-
 CONNECTION_IDLE_S = 75.0
 """Seconds after which a connection without the complete headers of a request is closed."""
 
@@ -54,8 +51,6 @@ _MOST_LINES = 256
 _SPARE_FRAMING_BYTES = 1 << 16
 _FRAMING_SHARE = 8
 """A body may have one byte around its chunks for so many bytes of its own, beside the spare ones."""
-_QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
-"""Routes that programs poll; successful answers are logged at the level debug."""
 TIMEOUT_HEADER = "X-Request-Timeout"
 RANK_HEADER = "X-data-parallel-rank"
 _MAX_REQUEST_ID_CHARS = 128
@@ -72,8 +67,9 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     connection = cast(Connection, http.protocol)
     context = _request_context(http, service, connection.begin(http))
     began = time.monotonic()
-    # 499: the client went away. A live stream ends that way in good order.
-    status = 200 if context.client_request.route == "/v1/live" else 499
+    methods = methods_of(context.client_request.route, http.headers)
+    is_endless = any(route.is_endless for route in methods.values())
+    status = 200 if is_endless else 499  # until there is an answer: the client went away
     answer: ApiError | None = None
     try:
         response = await _dispatch(context)
@@ -100,7 +96,9 @@ def _log_access(
 ) -> None:
     """Logs a request. Error texts and queries are left out: they may hold a prompt or a key of the client."""
     path = context.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
-    is_quiet = status < 400 and context.client_request.route in _QUIET_ROUTES
+    route = context.client_request.route
+    methods = methods_of(route, context.http.headers).values()
+    is_quiet = status < 400 and (route in OPEN_PATHS or any(it.is_polled for it in methods))
     kind = error.kind if error else ""
     param = error.param if error and kind not in CLIENTS_NAME else None
     fields = {
@@ -165,8 +163,9 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         )
     if not methods:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
-    is_head = context.http.method == "HEAD" and route not in STREAMS
-    method = "GET" if is_head else context.http.method
+    method = context.http.method
+    if method == "HEAD" and "GET" in methods and not methods["GET"].is_endless:
+        method = "GET"
     if method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(

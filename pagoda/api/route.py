@@ -54,6 +54,10 @@ class Route:
     """False if the JSON body may be left out."""
     takes_form: bool = False
     """True if the body is a form with files (multipart/form-data)."""
+    is_polled: bool = False
+    """True if programs ask it again and again; successful answers are logged at the level debug."""
+    is_endless: bool = False
+    """True for a stream without an end, so that HEAD is refused and clients leave in good order."""
     is_offered: bool = True
     """False for a route that only says why it is refused, which is not described."""
     statuses: tuple[int, ...] = ()

@@ -36,7 +36,6 @@ from pagoda.registry import APIS, load_all
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-_page = Route(info.page, "A file of the page.", OPEN, content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
 _models = Route(
     info.models, "The models that are served.", ANY_KEY, answer=ModelList, needs_model=True
@@ -81,8 +80,6 @@ _unload_adapter = Route(
 _stop_profile = Route(stop_profile, "Ends the trace.", OPERATE, statuses=(409,))
 
 _CORE: dict[str, dict[str, Route]] = {
-    "/": {"GET": _page},
-    "/ui/*": {"GET": _page},
     "/health": {"GET": _ready},
     "/health/live": {"GET": Route(info.health_live, "The process answers.", OPEN)},
     "/health/ready": {"GET": _ready},
@@ -96,11 +93,8 @@ _CORE: dict[str, dict[str, Route]] = {
             info.model, "One model.", ANY_KEY, answer=Model, statuses=(404,), needs_model=True
         )
     },
-    "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.", LOOK)},
-    "/v1/live": {
-        "GET": Route(
-            info.live, "What the page shows, every second.", LOOK, content_type="text/event-stream"
-        )
+    "/v1/load": {
+        "GET": Route(info.load, "The load of the server and of each replica.", LOOK, is_polled=True)
     },
     "/v1/requests": {"GET": Route(info.list_requests, "The client's running answers.", RUNNING)},
     "/v1/requests/*": {
@@ -110,13 +104,18 @@ _CORE: dict[str, dict[str, Route]] = {
     "/v1/hosts/*": {
         "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", OPERATE, statuses=(404,))
     },
-    "/metrics": {"GET": Route(metrics, "Figures for Prometheus.", LOOK, content_type=PLAIN_TEXT)},
+    "/metrics": {
+        "GET": Route(
+            metrics, "Figures for Prometheus.", LOOK, content_type=PLAIN_TEXT, is_polled=True
+        )
+    },
     "/metrics/vllm": {
         "GET": Route(
             partial(metrics, aliases=True),
             "Figures for Prometheus, also under vLLM's names.",
             LOOK,
             content_type=PLAIN_TEXT,
+            is_polled=True,
         )
     },
     "/v1/completions": {
@@ -162,9 +161,6 @@ _CORE: dict[str, dict[str, Route]] = {
     },
     "/openapi.json": {
         "GET": Route(document(lambda: ROUTES), "This description of the routes.", OPEN)
-    },
-    "/docs": {
-        "GET": Route(info.docs, "A page that shows the routes.", OPEN, content_type="text/html")
     },
 }
 

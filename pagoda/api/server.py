@@ -110,7 +110,6 @@ async def serve(
         await cancel_all([telling])
         service.generator = loading.result()
         service.has_settled.set()
-        service.live_stats.begin(dispatcher)
         for state in service.states.values():
             state.start()
         on_ready(url, dispatcher.limits)
@@ -130,7 +129,6 @@ async def serve(
     finally:
         service.draining = True
         service.has_settled.set()
-        service.live_stats.close()
         await _stop(service)
         for state in service.states.values():
             await state.close()

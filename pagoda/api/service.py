@@ -19,7 +19,6 @@ from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.ignored_fields import IgnoredNames
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
-from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.chat_store import ChatStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard
@@ -111,7 +110,6 @@ class Service:
     """The engines or hosts; None until their start begins."""
     tracker: RequestTracker = field(default_factory=RequestTracker)
     tracing: TraceControl | None = None
-    live_stats: LiveStats = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
     key_limits: KeyLimits = field(init=False)
     states: dict[type[Any], PluginState] = field(default_factory=dict)
@@ -127,7 +125,6 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.live_stats = LiveStats(self.tracker)
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
         self.chats = ChatStore(self.config.response_store_bytes)
         self.request_metrics.follow(self.tracker)

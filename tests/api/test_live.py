@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from linked_hosts import until
 
-from pagoda.api import live_history, live_stats
 from pagoda.api.keys import ApiKeys
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
+from pagoda.plugins.page import live_history, live_stats
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ async def test_what_goes_wrong_while_sampling_is_logged(api, monkeypatch, caplog
 
     monkeypatch.setattr(api.endpoint, "load", load)
     assert (await api.get("/v1/live")).status == 503
-    [record] = [one for one in caplog.records if one.name == "pagoda.api.live_stats"]
+    [record] = [one for one in caplog.records if one.name == "pagoda.plugins.page.live_stats"]
     assert "no such load" in str(record.exc_info)
 
 

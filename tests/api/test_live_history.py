@@ -4,8 +4,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from pagoda.api.live_history import AT_REST, CHARTED, KEPT_S, MAX_STEPS, LiveHistory
 from pagoda.messages.frontend import StepBin
+from pagoda.plugins.page.live_history import AT_REST, CHARTED, KEPT_S, MAX_STEPS, LiveHistory
 
 
 def figures(num_running: int) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from operations import assert_linear
 
-from pagoda.api.live_stats import Growth, Latencies, Percentiles, Progress
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.fleet.totals import sum_of_loads
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.plugins.page.live_stats import Growth, Latencies, Percentiles, Progress
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 

@@ -12,17 +12,17 @@ import contextlib
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from itertools import accumulate, islice
+from collections.abc import AsyncGenerator, Callable, Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
 
-from pagoda.api.live_history import LiveHistory
 from pagoda.errors import EngineDeadError
 from pagoda.fleet.endpoint import Endpoint
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.plugins.page.live_history import LiveHistory
 from pagoda.telemetry.histogram import Histogram, total
 from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 
@@ -34,8 +34,6 @@ IDLE_SNAPSHOTS = 3
 a while there is only one snapshot in that time."""
 WINDOW_S = 10
 """Seconds that percentiles and the rate of prefix hits look back."""
-MAX_ANSWERS = 200
-"""Answers listed one by one: the oldest."""
 MAX_REPLICAS = 256
 MAX_UNWATCHED_REPLICAS = 64
 """Replicas or hosts of which snapshots are made without an open page: each is asked for every one."""
@@ -255,24 +253,6 @@ class _Feed:
         }
         self._history.add(now, snapshot, steps)
         return snapshot
-
-
-def live_answers(running: Mapping[str, RequestStatistics], now_ns: int) -> list[dict[str, Any]]:
-    """The oldest of running answers, at most `MAX_ANSWERS`. `now_ns` is the time on the clock of their tracker."""
-    return [
-        {
-            "id": record.request_id,
-            "name": record.client_request.id,
-            "key": record.client_request.key_name,
-            "state": "waiting" if record.first_token_ns is None else "generating",
-            "prompt_tokens": record.num_prompt_tokens,
-            "cached_tokens": record.num_cached_tokens,
-            "output_tokens": record.num_output_tokens,
-            "max_tokens": record.max_tokens,
-            "age_s": round((now_ns - record.client_request.arrived_ns) / 1e9, 2),
-        }
-        for record in islice(running.values(), MAX_ANSWERS)
-    ]
 
 
 def _tiers(report: LoadReport) -> list[dict[str, Any]]:
