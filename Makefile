@@ -81,6 +81,7 @@ lint:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tools/check_docstrings.py
 	@$(BIN)/python tools/check_files.py
+	@$(BIN)/python -m tools.house --check
 	@$(BIN)/lint-imports
 
 types:
