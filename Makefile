@@ -130,8 +130,7 @@ $(CHROMIUM):
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built
 	@preload=$$(ldd $(SANITIZED_KERNELS)/_native*.so | awk '/libasan|libubsan/ { print $$3 }' | paste -sd :) && \
 		ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend \
-			--ignore tests/backend/cuda --ignore tests/backend/pypto --tier $(TIER)
+		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend --tier $(TIER)
 
 # A package of its own beside the installed one, which stays as it is.
 $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.installed

@@ -29,7 +29,7 @@ SEEDS = {"seed", "first"}
 INSTRUCTION_SETS = ("reference", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """Values of parameters that choose kernels, best last."""
 ROTATED = {
-    "tests/backend/cuda/": ("pagoda/plugins/cuda/", "pagoda/backend/graph.py"),
+    "tests/plugins/cuda/": ("pagoda/plugins/cuda/", "pagoda/backend/graph.py"),
     "tests/fuzz/": ("benchmarks/chaos/fuzz/", "csrc/", "pagoda/checkpoints/", "pagoda/ipc/"),
 }
 """Tests of which a tenth runs unless the sources that they are for have changed."""
@@ -49,7 +49,19 @@ WITHOUT_TORCH = {
         "ipc",
         "kv",
     ),
-    *("llm", "messages", "pd", "sim", "telemetry", "text", "tools", "tests"),
+    *("llm", "messages", "pd", "plugins", "sim", "telemetry", "text", "tools", "tests"),
+    *(
+        "anthropic",
+        "batches",
+        "llamacpp",
+        "ollama",
+        "page",
+        "responses",
+        "scoring",
+        "sglang",
+        "trace",
+        "vllm",
+    ),
 }
 """Rooms whose modules do not load torch, and the tests that are in no room."""
 

@@ -36,19 +36,28 @@ NAMED = "case"
 """Property of reports: the node id of a case, to which xdist adds a group."""
 
 SHORT_ROOMS = (
+    "anthropic",
     "api",
     "backend",
+    "batches",
     "checkpoints",
     "concurrency",
     "fleet",
     "ipc",
     "kv",
+    "llamacpp",
     "llm",
     "messages",
     "model",
+    "ollama",
+    "page",
+    "responses",
+    "scoring",
+    "sglang",
     "telemetry",
     "text",
     "tools",
+    "vllm",
 )
 """Rooms of short tests. Workers of xdist take a file of these at a time, and tests of other rooms one by one."""
 
@@ -96,7 +105,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Rooms that load torch are not even read for `make quick`, unless the change touches them."""
     if config.getoption("tier") != "quick" or TESTS not in collection_path.parents:
         return None
-    room = collection_path.relative_to(TESTS).parts[0]
+    room, *inner = collection_path.relative_to(TESTS).parts
+    if room == "plugins" and inner:
+        room = inner[0]
     if collection_path.is_file() and collection_path.parent == TESTS:
         room = "tests"
     return room not in WITHOUT_TORCH | config.stash[CHANGE].rooms() or None

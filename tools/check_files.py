@@ -101,10 +101,13 @@ def check_name(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[Offe
     if re.search(r"_\d+$", subject):
         yield Offence("name", 1, "the name ends with a number: name the file after what it tests")
     room = path.parent.name
-    subject = subject.removeprefix(f"{room}_")
-    found = [file for place in (root / "pagoda" / room, root / room) for file in place.rglob("*")]
+    subjects = {subject, subject.removeprefix(f"{room}_")}
+    places = (root / "pagoda" / room, root / "pagoda" / "plugins" / room, root / room)
+    found = [file for place in places for file in place.rglob("*")]
     modules = {file.stem for file in found if file.is_dir() or file.suffix == ".py"}
-    named = any(subject == module or subject.startswith(f"{module}_") for module in modules)
+    named = any(
+        it == module or it.startswith(f"{module}_") for module in modules for it in subjects
+    )
     if not named and ast.get_docstring(tree) is None:
         yield Offence(
             "name", 1, "no module has this name, and no docstring says what the file tests"

@@ -53,7 +53,7 @@ async def model(context: RequestContext) -> web.StreamResponse:
 
 
 Describe = Callable[[RequestContext, str], dict[str, Any]]
-"""What an API says of the model or adapter of a name."""
+"""Description of the model or adapter of a name, as an API has it."""
 
 
 def all_models(context: RequestContext, describe: Describe) -> list[dict[str, Any]]:

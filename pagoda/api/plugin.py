@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plugin adds to the API: routes, what it keeps while a server runs, lines of batches.
+"""Plugins of the API: they add routes, what these keep while a server runs, and lines of batches.
 
 Plugins are objects of the entry-point group `pagoda.apis`; see docs/plugins.md. Routes are added to the table of
 `pagoda.api.routes`. The core knows no plugin by name.
@@ -22,7 +22,7 @@ Routes = Mapping[str, Mapping[str, Route]]
 
 @dataclass(frozen=True)
 class LineForm:
-    """How a line of a batch is answered that names the URL of a route."""
+    """Answer to a line of a batch that names the URL of a route."""
 
     body: type[Any]
     """Type of the body of the line."""
@@ -40,7 +40,7 @@ class PluginFlags(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ApiPlugin:
-    """What one plugin adds to every server."""
+    """Additions of one plugin to every server."""
 
     routes: Routes = field(default_factory=dict)
     """No two plugins, and no plugin and the core, have the same path."""

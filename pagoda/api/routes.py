@@ -180,7 +180,7 @@ def _with_plugins(core: dict[str, dict[str, Route]]) -> Routes:
 
 PLUGINS = load_all(APIS, ApiPlugin)
 """APIs besides the core, by name."""
-ROUTES = _with_plugins(_CORE)
+ROUTES: Routes = _with_plugins(_CORE)
 """Routes by path and method. A `*` at the end takes the rest of the path."""
 
 

@@ -79,15 +79,15 @@ class ApiConfig:
     max_connections: int = UNLIMITED
     """Open connections; at the limit those that wait longest for a request are closed."""
     options: Mapping[type[Any], Any] = field(default_factory=dict)
-    """What flags of plugins name, by type."""
+    """Values that flags of plugins name, by type."""
 
     def option(self, kind: type[T]) -> T | None:
-        """What a plugin's flags name; None without such flags."""
+        """Value that a plugin's flags name; None without such flags."""
         return cast(T | None, self.options.get(kind))
 
 
 class PluginState(Protocol):
-    """What a plugin keeps while a server runs."""
+    """State of a plugin while a server runs."""
 
     def start(self) -> None:
         """Begins to work: the model is loaded."""
@@ -113,7 +113,7 @@ class Service:
     request_metrics: RequestMetrics = field(init=False)
     key_limits: KeyLimits = field(init=False)
     states: dict[type[Any], PluginState] = field(default_factory=dict)
-    """What plugins keep, by its type."""
+    """States of plugins by type."""
     chats: ChatStore = field(init=False)
     rooms: Rooms = field(default_factory=Rooms)
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -136,7 +136,7 @@ class Service:
         return self.fleet is not None and self.fleet.is_router
 
     def state(self, kind: type[T]) -> T:
-        """What a plugin keeps of this type."""
+        """State of a plugin, which has this type."""
         return cast(T, self.states[kind])
 
     def ready_generator(self) -> TextGenerator:

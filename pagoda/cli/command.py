@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plugin adds to the command line: an object of the entry-point group `pagoda.commands`."""
+"""Plugins of the command line: objects of the entry-point group `pagoda.commands`."""
 
 from __future__ import annotations
 

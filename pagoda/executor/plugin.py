@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plugin adds to executors: workers on other hosts. An object of the entry-point group `pagoda.executors`,
-whose name is a value of `--executor`."""
+"""Plugins of executors, for workers on other hosts: objects of the entry-point group `pagoda.executors`.
+
+Their names are values of `--executor`.
+"""
 
 from __future__ import annotations
 

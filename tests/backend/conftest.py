@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
+from restored_threads import threads_restored
 
-
-@pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+__all__ = ["threads_restored"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -57,4 +57,4 @@ class BatchState:
             self.files.close()
 
     async def close(self) -> None:
-        """Has nothing to end behind `stop`."""
+        """All work has ended in `stop`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server keeps for its page."""
+"""State of a server's page."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from pypto_rig import Rig, load_rig
+from restored_threads import threads_restored
 
 from pagoda.telemetry.tracer import Tracer
 
@@ -37,3 +38,6 @@ def rig(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callab
         return load_rig(install, monkeypatch, tracer or Tracer("test"), **settings)
 
     return load
+
+
+__all__ = ["threads_restored"]

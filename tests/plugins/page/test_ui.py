@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import pagoda.api
 from pagoda.api.keys import ApiKeys
+from pagoda.plugins import page
 
-DIRECTORY = Path(pagoda.api.__file__).parent / "ui"
+DIRECTORY = Path(page.__file__).parent / "files"
 FILES = sorted(path.name for path in DIRECTORY.iterdir())
 TYPES = {
     ".css": "text/css; charset=utf-8",

@@ -17,6 +17,7 @@ from pagoda.api.keys import ApiKeys
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
 from pagoda.plugins.page import live_history, live_stats
+from pagoda.plugins.page.state import PageState
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +217,7 @@ async def test_tokens_and_latencies_of_answers(api) -> None:
 
 
 async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> None:
-    monkeypatch.setattr(live_stats, "MAX_ANSWERS", 2)
+    monkeypatch.setattr("pagoda.api.running_answers.MAX_ANSWERS", 2)
     api = await serve_api("abcdef")
     api.endpoint.pause_after = 2
     asks = [
@@ -274,12 +275,12 @@ async def test_all_pages_share_one_observation(api) -> None:
     async with watching(api) as again:
         assert await anext(again)
         assert (len(api.endpoint.step_listeners), tracker.num_listeners) == (1, watched)
-    api.service.live_stats.close()
+    api.service.state(PageState).live_stats.close()
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
 
 
 async def test_the_last_minutes_are_there_when_a_page_is_opened(api, monkeypatch) -> None:
-    api.service.live_stats.begin(api.endpoint)
+    api.service.state(PageState).live_stats.begin(api.endpoint)
     api.endpoint.report = msgspec.structs.replace(await api.endpoint.load(), num_running=1)
     await api.complete(max_tokens=3, ignore_eos=True)
     [listener] = api.endpoint.step_listeners
@@ -343,7 +344,7 @@ async def test_a_server_at_rest_that_nobody_watches_sets_no_timer(
         return idle
 
     monkeypatch.setattr(api.endpoint, "load", load)
-    api.service.live_stats.begin(api.endpoint)
+    api.service.state(PageState).live_stats.begin(api.endpoint)
     await asyncio.sleep(0)
     assert not asked, "nothing has gone on yet"
     for _ in range(2):
@@ -374,7 +375,7 @@ async def test_a_request_during_the_last_snapshot_before_a_rest_is_not_missed(
         return idle
 
     monkeypatch.setattr(api.endpoint, "load", load)
-    api.service.live_stats.begin(api.endpoint)
+    api.service.state(PageState).live_stats.begin(api.endpoint)
     counts = []
     for _ in range(2):  # a first answer takes other snapshots than a later one
         await answer_and_rest(api, rested)
@@ -401,7 +402,7 @@ async def test_a_large_fleet_is_asked_for_open_pages_alone(api, monkeypatch) -> 
         return report
 
     monkeypatch.setattr(api.endpoint, "load", load)
-    api.service.live_stats.begin(api.endpoint)
+    api.service.state(PageState).live_stats.begin(api.endpoint)
     for _ in range(5):
         await api.complete(max_tokens=3, ignore_eos=True)
     assert asked == 1
@@ -418,7 +419,7 @@ async def test_streams_end_with_the_server(api) -> None:
         async for told in snapshots:
             if told["draining"]:
                 break
-        api.service.live_stats.close()
+        api.service.state(PageState).live_stats.close()
         async for _ in snapshots:
             pass
     assert (await api.get("/v1/live")).status == 503

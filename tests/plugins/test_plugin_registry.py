@@ -72,7 +72,9 @@ def test_what_cannot_be_taken_is_named(
 def test_two_objects_of_one_name_are_refused(directory: Path) -> None:
     install(directory, "one", {"x": "json:dumps"})
     install(directory, "two", {"x": "json:loads"})
-    with pytest.raises(ConfigError, match=r"x of pagoda.tested is json:dumps and json:loads; leave"):
+    with pytest.raises(
+        ConfigError, match=r"x of pagoda.tested is json:dumps and json:loads; leave"
+    ):
         load_all(GROUP, Path)
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 
 import pytest
+from restored_threads import threads_restored
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore_glob = [] if HAS_TRITON else ["*"]
@@ -23,3 +24,6 @@ if HAS_TRITON:
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of Triton are imported by the first launch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+__all__ = ["threads_restored"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 AHEAD = Path(__file__).with_name("ahead.py")
 SAMPLE = "attention bfloat16 64"
-"""Launch that is compiled; `python tests/backend/cuda/kernels/ahead.py` compiles all of them, in minutes."""
+"""Launch that is compiled; `python tests/plugins/cuda/kernels/ahead.py` compiles all of them, in minutes."""
 
 
 def run(cache: Path, *names: str) -> str:
