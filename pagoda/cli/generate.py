@@ -35,6 +35,7 @@ from pagoda.cli.options import (
     ProfileOptions,
     SamplingOptions,
 )
+from pagoda.cli.progress import progress
 from pagoda.concurrency.loop_thread import LoopThread
 from pagoda.errors import ConfigError
 from pagoda.llm.engine_options import EngineOptions, ParallelOptions
@@ -172,7 +173,7 @@ async def answer_batch(
         }
         return status, {**line, "response": response, "error": None}
 
-    with output.progress("requests", len(requests)) as advance:
+    with progress("requests", len(requests)) as advance:
         tasks = [asyncio.create_task(answer(request)) for request in requests]
         try:
             for task in tasks:

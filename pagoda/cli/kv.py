@@ -16,6 +16,7 @@ from cyclopts import Parameter
 
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
+from pagoda.cli.progress import progress
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import format_bytes
 from pagoda.kv.objects import (
@@ -107,7 +108,7 @@ def verify(
     console = output.stdout()
     num_checked = num_damaged = 0
     total = sum(it.num_blocks for it in directories if it.manifest is not None)
-    with _failures_in_a_sentence(), output.progress("Checking", total) as advance:
+    with _failures_in_a_sentence(), progress("Checking", total) as advance:
         for found, problem in _check(directories, advance):
             num_checked += 1
             if problem is not None:
@@ -151,7 +152,7 @@ def clear(
         return _EXIT_FAILED
     num_removed = 0
     total = sum(it.num_blocks + it.num_left_over for it in directories)
-    with _failures_in_a_sentence(), output.progress("Removing", total) as advance:
+    with _failures_in_a_sentence(), progress("Removing", total) as advance:
         for directory in directories:
             for found in directory.files():
                 if found.key is not None or found.is_left_over(time.time()):
@@ -188,7 +189,7 @@ def _look_into(root: Path) -> list[_Directory]:
             raise ConfigError(
                 f"{root} holds no KV blocks: no directory in it has a {MANIFEST_NAME}."
             )
-        with output.progress("Counting", len(directories) * (1 + len(FAN_OUTS))) as advance:
+        with progress("Counting", len(directories) * (1 + len(FAN_OUTS))) as advance:
             for directory in directories:
                 for files in directory.parts():
                     for found in files:

@@ -72,9 +72,12 @@ _CORE = {
 """Commands by their words; a group comes before its members."""
 
 
-def _commands() -> dict[str, Command]:
-    """The commands of the core and of plugins. Raises ConfigError: a plugin has a command that others have."""
+def _commands(first: str) -> dict[str, Command]:
+    """The commands of the core; unless one of them is the `first` word, those of plugins, too.
+    Raises ConfigError: a plugin has a command that others have."""
     found = dict(_CORE)
+    if first in found:
+        return found
     for name, plugin in load_all(COMMANDS, CommandPlugin).items():
         taken = found.keys() & plugin.commands.keys()
         if taken:
@@ -85,8 +88,11 @@ def _commands() -> dict[str, Command]:
     return found
 
 
-def build_app() -> App:
-    """The command line. A flag wins over the environment, the environment over `--config`."""
+def build_app(first: str = "") -> App:
+    """The command line for words of which this is the `first`.
+
+    A flag wins over the environment, the environment over `--config`.
+    """
     app = App(
         name="pagoda",
         help="Serves large language models over the APIs of OpenAI, Anthropic and Ollama.",
@@ -100,7 +106,7 @@ def build_app() -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for words, command in _commands().items():
+    for words, command in _commands(first).items():
         group, _, name = words.rpartition(" ")
         parent = app[group] if group else app
         if command.target:
@@ -119,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = build_app()(tokens, exit_on_error=False, print_error=False)
+        code = build_app(*tokens[:1])(tokens, exit_on_error=False, print_error=False)
         return code if isinstance(code, int) else 0
     except CoercionError as error:
         return _complain(str(error) + _hint(error), EXIT_USAGE)

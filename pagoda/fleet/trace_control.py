@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,9 +19,11 @@ from pagoda.errors import ConfigError, PagodaError
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.tracing import StartTrace
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
-from pagoda.telemetry.merge.merging import MergedFile, merge_into_file
 from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+
+if TYPE_CHECKING:
+    from pagoda.telemetry.merge.merging import MergedFile
 
 _PREPARE_S = 10.0
 
@@ -166,6 +168,8 @@ async def start_offline(
 async def stop_into_file(control: TraceControl) -> MergedFile:
     """Ends the trace, and writes it as one file into its directory.
     Raises TraceStateError: tracing is off; ConfigError: the file cannot be written."""
+    from pagoda.telemetry.merge.merging import merge_into_file  # a server may never need it
+
     await control.stop()
     return await beside(partial(merge_into_file, [control.directory], run=control.run))
 

@@ -21,8 +21,6 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.answer_formats import AUTO, AnswerFormats, ParserChoice
 from pagoda.text.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
 from pagoda.text.templates.chat_template import ChatTemplate, read_template
-from pagoda.text.tokenizers.gguf_tokenizer import build_tokenizer
-from pagoda.text.tokenizers.gguf_vocabulary import Vocabulary
 from pagoda.text.tokenizers.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
 from pagoda.whole_numbers import whole_numbers
 
@@ -188,6 +186,10 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
 def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelText:
     """Takes everything out of the metadata of a GGUF file, but for the chat template that the operator names.
     Raises ConfigError: the file cannot be read, or its metadata does not say what it should."""
+    # Servers of other files need neither.
+    from pagoda.text.tokenizers.gguf_tokenizer import build_tokenizer
+    from pagoda.text.tokenizers.gguf_vocabulary import Vocabulary
+
     file = read_gguf(path)
     metadata = file.metadata
     vocabulary = Vocabulary(metadata)

@@ -17,6 +17,7 @@ from pagoda.cli.files import write_json
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
 from pagoda.cli.options import Count, GeneralOptions, TrustOptions
+from pagoda.cli.progress import progress
 from pagoda.cli.questions import Question, load_questions
 from pagoda.errors import PagodaError
 from pagoda.llm.engine_options import EngineOptions, ParallelOptions
@@ -100,7 +101,7 @@ async def grade_all(
         advance()
         return result
 
-    with output.progress("questions", len(questions)) as advance:
+    with progress("questions", len(questions)) as advance:
         return await asyncio.gather(*map(grade, questions))
 
 

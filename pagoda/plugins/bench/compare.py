@@ -25,6 +25,7 @@ from pagoda.cli import output
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length
+from pagoda.cli.progress import progress
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.plugins.bench.datasets import RandomLengths, Sample, random_samples
@@ -174,7 +175,7 @@ async def _measure(
         for url, name in zip(base_urls, names, strict=True)
     ]
     runs = []
-    with output.progress("runs", len(concurrencies) * load.repeats * len(servers)) as advance:
+    with progress("runs", len(concurrencies) * load.repeats * len(servers)) as advance:
         for concurrency in concurrencies:
             for _ in range(load.repeats):
                 samples = load.samples(load.prompts_at(concurrency), rng)

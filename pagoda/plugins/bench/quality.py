@@ -17,6 +17,7 @@ from pagoda.checkpoints.resolve import ModelFiles, load_model_config, resolve_mo
 from pagoda.cli import output
 from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
+from pagoda.cli.progress import job_progress
 from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
@@ -128,7 +129,7 @@ def quality(
         prefix=prefix,
         context_len=context_len,
     )
-    with output.job_progress("tokens") as on_progress:
+    with job_progress("tokens") as on_progress:
         result = run_job(_JOB, config, QualityResult, on_progress)
     console = output.stdout()
     console.print(

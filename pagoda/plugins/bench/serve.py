@@ -20,6 +20,7 @@ from pagoda.cli import output
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length, TrustOptions
+from pagoda.cli.progress import progress
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
 from pagoda.plugins.bench.datasets import (
@@ -143,7 +144,7 @@ async def _measure(
         common = {"model": model or await client.first_model(), **requests.common_fields()}
         for _ in range(load.num_warmups):
             await ask_sample(client, samples[0], common, stream=load.stream)
-        with output.progress("requests", len(samples)) as advance:
+        with progress("requests", len(samples)) as advance:
             measured = await run_load(client, samples, common, load, advance)
     return summarize(*measured, goal)
 

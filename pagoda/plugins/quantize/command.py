@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import output
 from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.progress import job_progress
 from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
@@ -83,7 +84,7 @@ def quantize(
             num_threads=threads,
             calibration_windows=windows,
         )
-        with output.job_progress("tensors") as on_progress:
+        with job_progress("tensors") as on_progress:
             result = run_job(_JOB, config, QuantizeResult, on_progress)
     seconds = time.perf_counter() - began
     output.stdout().print(output.facts(_rows(files.served_name, out, config, result, seconds)))
