@@ -24,6 +24,7 @@ from cyclopts import App, Parameter
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
+from pagoda.cli.progress import progress
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
@@ -131,7 +132,7 @@ def _make(root: Path, objects: int) -> Path:
     for fan_out in FAN_OUTS:
         (directory / fan_out).mkdir()
     used_at = time.time()
-    with output.progress("Making objects", objects) as advance:
+    with progress("Making objects", objects) as advance:
         for number in range(objects):
             path = f"{directory}/{object_name(_key(number))}"
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -145,7 +146,7 @@ def _make(root: Path, objects: int) -> Path:
 
 def _remove(root: Path) -> None:
     parts = list(root.glob("*/*"))
-    with output.progress("Removing objects", len(parts)) as advance:
+    with progress("Removing objects", len(parts)) as advance:
         for part in parts:
             if part.is_dir():
                 for entry in os.scandir(part):
