@@ -97,24 +97,31 @@ def test_the_plugin_of_the_documents_serves_its_route(
 
 
 @pytest.mark.parametrize(
-    ("group", "program", "sentence"),
+    ("words", "group", "program", "sentence"),
     [
         (
+            ["serve", "--port", "0", "--executor", "sim"],
             "pagoda.apis",
             "from pagoda.api.plugin import ApiPlugin as P\nIT = P(routes={'/health': {}})\n",
             "the API odd has the routes /health, which others have.",
         ),
         (
+            ["bench"],
             "pagoda.commands",
             "from pagoda.cli.command import Command as C, CommandPlugin as P\n"
             "IT = P({'serve': C('No.', 'json:dumps')})\n",
             "odd has the commands serve, which others have.",
         ),
-        ("pagoda.commands", "1 / 0\n", "odd of pagoda.commands, odd_plugin:IT, cannot be imported"),
+        (
+            ["--help"],
+            "pagoda.commands",
+            "1 / 0\n",
+            "odd of pagoda.commands, odd_plugin:IT, cannot be imported",
+        ),
     ],
 )
 def test_a_plugin_that_takes_what_others_have_is_refused(
-    tmp_path: Path, group: str, program: str, sentence: str
+    tmp_path: Path, words: list[str], group: str, program: str, sentence: str
 ) -> None:
     (tmp_path / "odd_plugin.py").write_text(program)
     install(tmp_path, "odd", {"odd": "odd_plugin:IT"}, group)
@@ -122,7 +129,7 @@ def test_a_plugin_that_takes_what_others_have_is_refused(
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     }
     ended = subprocess.run(
-        [sys.executable, "-m", "pagoda", "serve", "--port", "0", "--executor", "sim"],
+        [sys.executable, "-m", "pagoda", *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -131,3 +138,16 @@ def test_a_plugin_that_takes_what_others_have_is_refused(
     assert ended.returncode == 2
     assert sentence in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_server_starts_beside_commands_that_are_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_plugin.py").write_text("1 / 0\n")
+    install(tmp_path, "odd", {"odd": "odd_plugin:IT"}, "pagoda.commands")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    with (
+        server_process(["--executor", "sim", "--log-level", "warning"]) as server,
+        urlopen(f"{server.base_url}/health", timeout=60) as answer,
+    ):
+        assert answer.status == 200
