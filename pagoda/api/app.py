@@ -14,6 +14,7 @@ import math
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from pagoda.api.keys import ANYBODY
 from pagoda.api.request_body import is_continue_expected
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
+from pagoda.api.route import Route
 from pagoda.api.routes import OPEN_PATHS, PLUGINS, ROUTES, methods_of
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
@@ -65,14 +67,13 @@ _log = logging.getLogger("pagoda.api")
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
     connection = cast(Connection, http.protocol)
-    context = _request_context(http, service, connection.begin(http))
+    context, methods = _request_context(http, service, connection.begin(http))
     began = time.monotonic()
-    methods = methods_of(context.client_request.route, http.headers)
     is_endless = any(route.is_endless for route in methods.values())
     status = 200 if is_endless else 499  # until there is an answer: the client went away
     answer: ApiError | None = None
     try:
-        response = await _dispatch(context)
+        response = await _dispatch(context, methods)
         status = response.status
         return response
     except ConnectionError:
@@ -88,17 +89,22 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     finally:
         connection.end(is_read=http.content.is_eof())
         if not context.client_request.num_answers:  # answers have a line of their own
-            _log_access(context, status, answer, time.monotonic() - began)
+            is_polled = any(route.is_polled for route in methods.values())
+            _log_access(context, status, answer, time.monotonic() - began, is_polled=is_polled)
 
 
 def _log_access(
-    context: RequestContext, status: int, error: ApiError | None, duration_s: float
+    context: RequestContext,
+    status: int,
+    error: ApiError | None,
+    duration_s: float,
+    *,
+    is_polled: bool,
 ) -> None:
     """Logs a request. Error texts and queries are left out: they may hold a prompt or a key of the client."""
     path = context.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
-    route = context.client_request.route
-    methods = methods_of(route, context.http.headers).values()
-    is_quiet = status < 400 and (route in OPEN_PATHS or any(it.is_polled for it in methods))
+    is_open = context.client_request.route in OPEN_PATHS
+    is_quiet = status < 400 and (is_open or is_polled)
     kind = error.kind if error else ""
     param = error.param if error and kind not in CLIENTS_NAME else None
     fields = {
@@ -121,7 +127,10 @@ def _log_access(
     )
 
 
-def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -> RequestContext:
+def _request_context(
+    http: web.BaseRequest, service: Service, arrived_ns: int
+) -> tuple[RequestContext, Mapping[str, Route]]:
+    """A request with the methods of its route; there are none where there is no such route."""
     headers = http.headers
     path = http.path
     root = service.config.root_path
@@ -144,12 +153,12 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
     methods = methods_of(route, headers)
     dialect = next(iter(methods.values())).dialect if methods else OPENAI
     ignored = Ignored(service.config.ignored_names)
-    return RequestContext(http, service, key, client_request, dialect, argument, ignored)
+    context = RequestContext(http, service, key, client_request, dialect, argument, ignored)
+    return context, methods
 
 
-async def _dispatch(context: RequestContext) -> web.StreamResponse:
+async def _dispatch(context: RequestContext, methods: Mapping[str, Route]) -> web.StreamResponse:
     path, route = context.http.path, context.client_request.route
-    methods = methods_of(route, context.http.headers)
     check_origin(context)
     cors = context.service.config.cors_origins
     if cors and context.http.method == "OPTIONS":

@@ -184,11 +184,14 @@ ROUTES: Routes = _with_plugins(_CORE)
 """Routes by path and method. A `*` at the end takes the rest of the path."""
 
 
+_BY_HEADER = [(it.header, it.header_routes) for it in PLUGINS.values() if it.header]
+
+
 def methods_of(route: str, headers: Mapping[str, str]) -> Mapping[str, Route]:
     """The methods of a route for a client that sends such headers; none where there is no such route."""
-    for plugin in PLUGINS.values():
-        if plugin.header in headers and route in plugin.header_routes:
-            return plugin.header_routes[route]
+    for header, routes in _BY_HEADER:
+        if header in headers and route in routes:
+            return routes[route]
     return ROUTES.get(route, {})
 
 

@@ -131,7 +131,7 @@ async def serve(
         service.has_settled.set()
         await _stop(service)
         for state in service.states.values():
-            await state.close()
+            await _ended(state.close())
         await watch.close()
         await runner.cleanup()
         if tracing.session is not None:
@@ -145,7 +145,15 @@ async def serve(
 
 async def _stop(service: Service) -> None:
     for state in service.states.values():
-        await state.stop()
+        await _ended(state.stop())
+
+
+async def _ended(end: Coroutine[Any, Any, None]) -> None:
+    """Waits for the end of what a plugin keeps; what goes wrong there keeps nothing else from its end."""
+    try:
+        await end
+    except Exception:
+        _log.exception("a plugin did not end well")
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
