@@ -7,15 +7,15 @@ backend, its object a `BackendEntry`, whose module imports no torch, because com
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 from pagoda.errors import ConfigError
+from pagoda.registry import BACKENDS, registered
 
-ENTRY_POINTS = "pagoda.backends"
 AUTO = "auto"
 """Value of `--backend` that takes the first of `AUTO_ORDER` that this machine has."""
 AUTO_ORDER = ("cpu", "reference")
@@ -83,13 +83,11 @@ class BackendUnavailableError(Exception):
 
 def registered_backends() -> dict[str, list[str]]:
     """Names of all installed backends, each with the packages that bring it; imports none of them."""
-    found: dict[str, list[str]] = {}
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        package = "" if point.dist is None else f"{point.dist.name} {point.dist.version}"
-        packages = found.setdefault(point.name, [])
-        if package not in packages:  # an editable installation may be found twice
-            packages.append(package)
-    return found
+    return {name: [_package(it) for it in points] for name, points in registered(BACKENDS).items()}
+
+
+def _package(point: EntryPoint) -> str:
+    return "" if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
 def find_backend(name: str) -> BackendEntry:
@@ -97,17 +95,18 @@ def find_backend(name: str) -> BackendEntry:
 
     Raises ConfigError: no package brings such a backend, several do, or its entry cannot be imported.
     """
-    points = list(importlib.metadata.entry_points(group=ENTRY_POINTS, name=name))
+    found = registered(BACKENDS)
+    points = found.get(name, [])
     if not points:
         if name in AUTO_ORDER:
             raise ConfigError(
                 f"the backend {name} is not registered, as Pagoda was installed by an older version; "
                 "install it again."
             )
-        known = ", ".join((AUTO, *AUTO_ORDER, *sorted({*registered_backends()} - {*AUTO_ORDER})))
+        known = ", ".join((AUTO, *AUTO_ORDER, *sorted({*found} - {*AUTO_ORDER})))
         raise ConfigError(f"--backend must be one of {known}, got {name!r}.")
-    if len({point.value for point in points}) > 1:
-        packages = " and ".join(sorted(registered_backends()[name]))
+    if len(points) > 1:
+        packages = " and ".join(sorted(map(_package, points)))
         raise ConfigError(
             f"--backend {name} is brought by {packages}; leave one of them installed."
         )

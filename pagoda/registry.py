@@ -28,9 +28,8 @@ def registered(group: str) -> dict[str, list[EntryPoint]]:
     found: dict[str, list[EntryPoint]] = {}
     for point in importlib.metadata.entry_points(group=group):
         points = found.setdefault(point.name, [])
-        if point.value not in [
-            other.value for other in points
-        ]:  # an editable installation may be found twice
+        # An editable installation may be found twice.
+        if all(point.value != other.value for other in points):
             points.append(point)
     return found
 

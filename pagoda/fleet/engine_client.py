@@ -46,8 +46,8 @@ from pagoda.telemetry.tracer import Tracer
 
 START_TIMEOUT_S = 60.0
 """Seconds of silence after which an engine that starts is replaced. An engine answers while its workers load."""
-RAY_START_TIMEOUT_S = 300.0
-"""The same of an engine that joins a Ray cluster, which takes its time."""
+REMOTE_START_TIMEOUT_S = 300.0
+"""The same of an engine whose workers are elsewhere, as on a Ray cluster, which takes its time to join."""
 _LAST_WORDS_S = 0.05
 """Seconds without a message after which nothing more is expected from an engine that has ended."""
 _STOP_S = 5.0
@@ -72,13 +72,13 @@ class EngineClient:
         start_timeout_s: float | None = None,
     ) -> None:
         """`tracer` is that of this process. An engine is replaced when it is silent for `start_timeout_s` while it
-        starts; None takes `START_TIMEOUT_S`, or `RAY_START_TIMEOUT_S`.
+        starts; None takes `START_TIMEOUT_S`, or `REMOTE_START_TIMEOUT_S`.
 
         Raises ConfigError if there is no place for the engine's sockets.
         """
         if start_timeout_s is None:
-            is_ray = config.executor == "ray"
-            start_timeout_s = RAY_START_TIMEOUT_S if is_ray else START_TIMEOUT_S
+            is_near = config.executor in ("local", "sim")
+            start_timeout_s = START_TIMEOUT_S if is_near else REMOTE_START_TIMEOUT_S
         self._config = config
         self._tracer = tracer or Tracer("frontend")
         self._num_traces = 0

@@ -43,6 +43,7 @@ from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.registry import EXECUTORS, registered
 from pagoda.text.text_files import calibration_windows
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -298,7 +299,6 @@ _SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
 """The engine keeps a record of each, and no worker's memory bounds them."""
 _UNUSED = {
     "local": (),
-    "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
     "sim": (
         *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
         *("kv_cache_dtype", "backend", "batch_invariant", "lora", "max_lora_rank"),
@@ -308,6 +308,8 @@ _UNUSED = {
     ),
 }
 """Flags that change nothing, by executor."""
+_UNUSED_ELSEWHERE = ("pin_threads", "devices")
+"""The same for executors of plugins, such as Ray, which choose the cores of a rank, and count them only."""
 
 
 @Parameter(name="*", group=Group("Executor", sort_key=20))
@@ -315,9 +317,9 @@ _UNUSED = {
 class ExecutorOptions:
     """Options of the executor: worker processes, or a cost model that makes up tokens."""
 
-    executor: Literal["local", "ray", "sim"] = "local"
+    executor: Annotated[str, Parameter(metavar="NAME")] = "local"
     """local runs the model in worker processes on this host, ray on the nodes of a Ray cluster; sim makes up
-    tokens, to measure all the rest."""
+    tokens, to measure all the rest. Packages bring others."""
     ray_address: str | None = None
     """host:port of the Ray cluster; by default RAY_ADDRESS, or the cluster that this host has joined."""
     sim_base_ms: NotNegative | None = None
@@ -372,18 +374,21 @@ class ExecutorOptions:
             return msgspec.structs.replace(config, worker=_on_this_host(worker))
         if handoff is not None and handoff.workers.transports == ("shm",):
             raise ConfigError(
-                "--kv-transports shm does not go with --executor ray, whose workers may be on other hosts; "
-                "name tcp too."
+                f"--kv-transports shm does not go with --executor {self.executor}, whose workers may be on other "
+                "hosts; name tcp too."
             )
         return msgspec.structs.replace(config, ray_address=self.ray_address)
 
     def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
+        if self.executor not in _UNUSED and self.executor not in (others := registered(EXECUTORS)):
+            known = ", ".join(sorted({*_UNUSED, *others}))
+            raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
         _checked(self)
         _checked(engine)
         if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
             engine.check_calibrates_alone("several devices or replicas")
         for name in (*_given(engine), *_given(parallel)):
-            if name in _UNUSED[self.executor]:
+            if name in _UNUSED.get(self.executor, _UNUSED_ELSEWHERE):
                 raise ConfigError(f"{_flag(name)} has no effect with --executor {self.executor}.")
         for name, executor in (
             ("ray_address", "ray"),
@@ -394,14 +399,13 @@ class ExecutorOptions:
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
-        if self.executor == "ray":
-            if engine.kv_disk_path is not None:
-                raise ConfigError(
-                    "--kv-disk-path does not go with --executor ray, whose workers may be on hosts where the "
-                    "engine does not see their directories."
-                )
-            if importlib.util.find_spec("ray") is None:
-                raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
+        if self.executor not in _UNUSED and engine.kv_disk_path is not None:
+            raise ConfigError(
+                f"--kv-disk-path does not go with --executor {self.executor}, whose workers may be on hosts where "
+                "the engine does not see their directories."
+            )
+        if self.executor == "ray" and importlib.util.find_spec("ray") is None:
+            raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
 
     def _sim_config(self, engine: EngineOptions) -> SimConfig:
         sizes = _shared(engine, SimConfig) | _shared(self, SimConfig, "sim_")

@@ -74,9 +74,8 @@ def configure_logging(
     logging.logThreads = logging.logMultiprocessing = False
     logging._srcfile = None
     if not faulthandler.is_enabled():
-        with contextlib.suppress(
-            OSError, RuntimeError, ValueError
-        ):  # standard error is closed, or no file
+        # Standard error may be closed, or no file.
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             faulthandler.enable()
 
 

@@ -103,6 +103,7 @@ MISTAKES = [
     ("serve --kv-host-bytes 0", "--kv-host-bytes must be int >= 1, got 0.$"),
     ("serve --sim-base-ms 1", "--sim-base-ms needs --executor sim"),
     ("serve --ray-address h:6379", "--ray-address needs --executor ray"),
+    ("serve --executor nope", "--executor must be one of local, ray, sim, got 'nope'."),
     ("serve --executor sim --dtype float16", f"--dtype {SIM}"),
     ("serve --executor sim --threads 2", f"--threads {SIM}"),
     ("serve --executor sim --kv-cache-memory-bytes 10", f"--kv-cache-memory-bytes {SIM}"),

@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 
 from pagoda.cli.server_process import server_process
@@ -151,3 +152,55 @@ def test_a_server_starts_beside_commands_that_are_broken(
         urlopen(f"{server.base_url}/health", timeout=60) as answer,
     ):
         assert answer.status == 200
+
+
+EXECUTOR = """
+from pagoda.executor.launcher import LocalLauncher
+from pagoda.executor.plugin import ExecutorPlugin
+
+NEAR = ExecutorPlugin(lambda config: (LocalLauncher(), "127.0.0.1"))
+"""
+
+
+def test_an_executor_of_another_package_runs_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "near.py").write_text(EXECUTOR)
+    install(tmp_path, "near", {"near": "near:NEAR"}, "pagoda.executors")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    with server_process(["--executor", "near", "--log-level", "warning"]) as server:
+        body = json.dumps({"prompt": "17 + 25 =", "max_tokens": 4}).encode()
+        asked = Request(
+            f"{server.base_url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urlopen(asked, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] > 0
+
+
+BAD_END = """
+from pagoda.api.plugin import ApiPlugin
+
+class State:
+    def __init__(self, service, plugins): ...
+    def start(self): ...
+    async def stop(self): raise RuntimeError("cannot stop")
+    async def close(self): raise RuntimeError("cannot close")
+
+IT = ApiPlugin(state=State)
+"""
+
+
+def test_a_plugin_that_ends_badly_keeps_nothing_else_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_end.py").write_text(BAD_END)
+    install(tmp_path, "bad-end", {"bad-end": "bad_end:IT"}, "pagoda.apis")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
+        with server_process(["--executor", "sim"], stderr=log.fileno()) as server:
+            pid = server.pid
+        log.seek(0)
+        lines = log.read()
+    assert not psutil.pid_exists(pid)
+    assert lines.count("a plugin did not end well") == 3, lines  # `stop` is called twice
+    assert "RuntimeError: cannot close" in lines

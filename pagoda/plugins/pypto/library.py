@@ -7,7 +7,6 @@ A package brings a library by an entry point of the group `pagoda.pypto_kernels`
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from pagoda.devices import BackendUnavailableError, DeviceSet
 from pagoda.plugins.pypto.contract import Manifest, Topology, read_manifest
+from pagoda.registry import registered
 
 ENTRY_POINTS = "pagoda.pypto_kernels"
 ROOT_ENV = "PYPTO_LIB_ROOT"
@@ -117,9 +117,9 @@ def open_library(devices: DeviceSet) -> tuple[KernelLibrary, Manifest]:
 
     Raises BackendUnavailableError, whose text is one sentence without its full stop.
     """
-    found = list(importlib.metadata.entry_points(group=ENTRY_POINTS))
-    own = [point for point in found if point.name == OWN_POINT and os.environ.get(ROOT_ENV)]
-    points = [point for point in found if point.name != OWN_POINT] or own
+    found = registered(ENTRY_POINTS)
+    own = found.pop(OWN_POINT, []) if os.environ.get(ROOT_ENV) else []
+    points = [point for name in found if name != OWN_POINT for point in found[name]] or own
     if not points:
         raise BackendUnavailableError(
             f"no installed package brings PyPTO kernels (an entry point of the group {ENTRY_POINTS}), and "
