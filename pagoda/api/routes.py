@@ -4,170 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
-from pagoda.api import info
-from pagoda.api.adapters import (
-    LoadLoraAdapter,
-    UnloadLoraAdapter,
-    load_lora_adapter,
-    unload_lora_adapter,
-)
-from pagoda.api.metrics import metrics
-from pagoda.api.openai.answers import ChatCompletion, Completion, Model, ModelList
-from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
-from pagoda.api.openai.chat import chat_completions, count_chat_tokens
-from pagoda.api.openai.completions import completions
-from pagoda.api.openai.fim import fim_completions
-from pagoda.api.openai.stored_chats import (
-    MetadataBody,
-    change_chat,
-    delete_chat,
-    get_chat,
-    list_chats,
-)
+from pagoda.api.core_routes import CORE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.plugin import ApiPlugin, Routes
-from pagoda.api.profile import StartBody, start_profile, stop_profile
-from pagoda.api.route import ANSWER, ANY_KEY, LOOK, OPEN, OPERATE, RUNNING, Route
-from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from pagoda.api.route import OPEN, Route
 from pagoda.errors import ConfigError
 from pagoda.registry import APIS, load_all
 
-PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-_ready = Route(info.health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
-_models = Route(
-    info.models, "The models that are served.", ANY_KEY, answer=ModelList, needs_model=True
-)
-_bootstrap_room = Route(
-    info.bootstrap_room, "The place of KV, for decode servers.", ANSWER, statuses=(404,)
-)
-_server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.", ANSWER)
-_chat = Route(
-    chat_completions,
-    "Answers a conversation.",
-    ANSWER,
-    ChatRequest,
-    ChatCompletion,
-    streams=True,
-    is_queued=True,
-)
-_count_chat_tokens = Route(
-    count_chat_tokens, "Counts the tokens of a conversation.", ANSWER, ChatRequest, needs_model=True
-)
-_start_profile = Route(
-    start_profile, "Begins a trace.", OPERATE, StartBody, needs_body=False, statuses=(409,)
-)
-_load_adapter = Route(
-    load_lora_adapter,
-    "Loads an adapter.",
-    OPERATE,
-    LoadLoraAdapter,
-    content_type="text/plain",
-    statuses=(403, 404),
-    needs_model=True,
-)
-_unload_adapter = Route(
-    unload_lora_adapter,
-    "Unloads an adapter.",
-    OPERATE,
-    UnloadLoraAdapter,
-    content_type="text/plain",
-    statuses=(403, 404),
-    needs_model=True,
-)
-_stop_profile = Route(stop_profile, "Ends the trace.", OPERATE, statuses=(409,))
-
-_CORE: dict[str, dict[str, Route]] = {
-    "/health": {"GET": _ready},
-    "/health/live": {"GET": Route(info.health_live, "The process answers.", OPEN)},
-    "/health/ready": {"GET": _ready},
-    "/version": {"GET": Route(info.version, "The version of the server.", ANY_KEY)},
-    "/bootstrap/rooms/*": {"GET": _bootstrap_room},
-    "/server_info": {"GET": _server_info},
-    "/get_server_info": {"GET": _server_info},
-    "/v1/models": {"GET": _models},
-    "/v1/models/*": {
-        "GET": Route(
-            info.model, "One model.", ANY_KEY, answer=Model, statuses=(404,), needs_model=True
-        )
-    },
-    "/v1/load": {
-        "GET": Route(info.load, "The load of the server and of each replica.", LOOK, is_polled=True)
-    },
-    "/v1/requests": {"GET": Route(info.list_requests, "The client's running answers.", RUNNING)},
-    "/v1/requests/*": {
-        "DELETE": Route(info.cancel_request, "Ends running answers.", RUNNING, statuses=(404,))
-    },
-    "/v1/hosts": {"GET": Route(info.list_hosts, "The hosts of a router.", LOOK, statuses=(404,))},
-    "/v1/hosts/*": {
-        "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", OPERATE, statuses=(404,))
-    },
-    "/metrics": {
-        "GET": Route(
-            metrics, "Figures for Prometheus.", LOOK, content_type=PLAIN_TEXT, is_polled=True
-        )
-    },
-    "/metrics/vllm": {
-        "GET": Route(
-            partial(metrics, aliases=True),
-            "Figures for Prometheus, also under vLLM's names.",
-            LOOK,
-            content_type=PLAIN_TEXT,
-            is_polled=True,
-        )
-    },
-    "/v1/completions": {
-        "POST": Route(
-            completions,
-            "Continues texts.",
-            ANSWER,
-            CompletionRequest,
-            Completion,
-            streams=True,
-            is_queued=True,
-        )
-    },
-    "/v1/fim/completions": {
-        "POST": Route(
-            fim_completions,
-            "Fills a gap in a text, as Mistral's API does.",
-            ANSWER,
-            FimRequest,
-            streams=True,
-            is_queued=True,
-        )
-    },
-    "/v1/chat/completions": {
-        "POST": _chat,
-        "GET": Route(list_chats, "Lists the answers that are kept.", ANSWER),
-    },
-    "/v1/chat/completions/*": {
-        "GET": Route(get_chat, "An answer, or its messages.", ANSWER, statuses=(404,)),
-        "POST": Route(change_chat, "Sets metadata.", ANSWER, MetadataBody, statuses=(404,)),
-        "DELETE": Route(delete_chat, "Forgets an answer.", ANSWER, statuses=(404,)),
-    },
-    "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},
-    "/v1/load_lora_adapter": {"POST": _load_adapter},
-    "/v1/unload_lora_adapter": {"POST": _unload_adapter},
-    "/profile/start": {"POST": _start_profile},
-    "/profile/stop": {"POST": _stop_profile},
-    "/tokenize": {
-        "POST": Route(tokenize, "Token ids of a text.", ANSWER, TokenizeRequest, needs_model=True)
-    },
-    "/detokenize": {
-        "POST": Route(detokenize, "Text of token ids.", ANSWER, DetokenizeRequest, needs_model=True)
-    },
-    "/openapi.json": {
-        "GET": Route(document(lambda: ROUTES), "This description of the routes.", OPEN)
-    },
-}
-
-
-def _with_plugins(core: dict[str, dict[str, Route]]) -> Routes:
+def _all_routes() -> Routes:
     """Raises ConfigError: a plugin has a path that the core or another plugin has."""
-    table: dict[str, Mapping[str, Route]] = dict(core)
+    table: dict[str, Mapping[str, Route]] = {
+        **CORE_ROUTES,
+        "/openapi.json": {
+            "GET": Route(document(lambda: ROUTES), "This description of the routes.", OPEN)
+        },
+    }
     for name, plugin in PLUGINS.items():
         taken = table.keys() & plugin.routes.keys()
         if taken:
@@ -180,7 +33,7 @@ def _with_plugins(core: dict[str, dict[str, Route]]) -> Routes:
 
 PLUGINS = load_all(APIS, ApiPlugin)
 """APIs besides the core, by name."""
-ROUTES: Routes = _with_plugins(_CORE)
+ROUTES: Routes = _all_routes()
 """Routes by path and method. A `*` at the end takes the rest of the path."""
 
 

@@ -111,12 +111,10 @@ class BatchRunner:
     to wait for tokens of its own holds no other up.
     """
 
-    def __init__(
-        self, service: Service, files: FileStore, forms: Mapping[str, LineForm] | None = None
-    ) -> None:
+    def __init__(self, service: Service, files: FileStore, forms: Mapping[str, LineForm]) -> None:
         """`forms` are those of lines besides chats and completions, by URL.
         Raises ConfigError: a batch of the directory cannot be read."""
-        self._forms = {**_CORE_FORMS, **(forms or {})}
+        self._forms = {**_CORE_FORMS, **forms}
         self._service = service
         self._files = files
         self.batches = read_batches(files.directory)

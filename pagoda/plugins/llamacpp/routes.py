@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from pagoda.api import info
-from pagoda.api.openai.answers import ModelList
+from pagoda.api.core_routes import COUNT_CHAT_TOKENS, MODELS, READY
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.openai.chat import chat_completions, count_chat_tokens
-from pagoda.api.route import ANSWER, ANY_KEY, OPEN, Route, refused
+from pagoda.api.openai.chat import chat_completions
+from pagoda.api.route import ANSWER, Route, refused
 from pagoda.plugins.llamacpp.bodies import CompletionBody, InfillBody
 from pagoda.plugins.llamacpp.completion import completion, infill
 from pagoda.plugins.llamacpp.dialect import LLAMACPP, LLAMACPP_CHAT
@@ -78,21 +77,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             is_queued=True,
         )
     },
-    "/chat/completions/input_tokens": {
-        "POST": Route(
-            count_chat_tokens,
-            "Counts the tokens of a conversation.",
-            ANSWER,
-            ChatRequest,
-            needs_model=True,
-        )
-    },
-    "/models": {
-        "GET": Route(
-            info.models, "The models that are served.", ANY_KEY, answer=ModelList, needs_model=True
-        )
-    },
-    "/v1/health": {
-        "GET": Route(info.health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
-    },
+    "/chat/completions/input_tokens": {"POST": COUNT_CHAT_TOKENS},
+    "/models": {"GET": MODELS},
+    "/v1/health": {"GET": READY},
 }

@@ -81,7 +81,7 @@ async def test_what_a_killed_server_left_unfinished_is_removed(serve_api, attach
     assert files.data_path(batch.output_id) in kept
     files.close()
     again = FileStore(files.directory)
-    BatchRunner(api.service, again)
+    BatchRunner(api.service, again, {})
     assert {*files.directory.iterdir()} == kept
     again.close()
 

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Fixtures of tests that ask a server."""
-
-from api_server import api, attach, serve_api
-
-__all__ = ["api", "attach", "serve_api"]
