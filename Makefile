@@ -187,7 +187,8 @@ $(VENV)/.installed-smollm2: | $(VENV)/.torch
 	@touch $@
 
 # With all that `setup` installs: the kernels are built once.
+# Most modules of the tools are never imported; those that are, are compiled then.
 $(VENV)/.installed-test: $(VENV)/.torch $(SOURCES)
 	@echo "installing pagoda and the test tools"
-	@$(PIP) install --editable '.[test]'
+	@$(PIP) install --no-compile --editable '.[test]'
 	@touch $(VENV)/.installed $@

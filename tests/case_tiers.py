@@ -92,7 +92,7 @@ class Tier(NamedTuple):
 TIERS = {
     "quick": Tier(0.6, 1, 0, 40, 1, 0.05, 0.0, 0.1, 0.2),
     "check": Tier(4.2, 1, 4, 20, 1, 0.1, 0.1, 0.2, 2.0),
-    "test": Tier(8, 2, 0, 5, 2, 0.2, 0.07, 0.2, 8.0),
+    "test": Tier(8, 2, 0, 5, 2, 0.2, 0.06, 0.1, 8.0),
     "all": Tier(60, 0, 0, 1, 99, 1e9, 1e9, 1e9, 1e9),
 }
 NEXT = {"quick": "check", "check": "test", "test": "all"}
