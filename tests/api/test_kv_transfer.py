@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pagoda.api.body import parse_body
@@ -255,10 +255,11 @@ JSON = st.recursive(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(st.sampled_from([*GIVEN, "dp_rank", "other"]), JSON, max_size=9))
+@example({**GIVEN, "remote_port": 1.0})
 def test_any_parameters_give_a_handoff_or_a_sentence(params: dict[str, Any]) -> None:
     with suppress(InvalidRequestError):
         body = body_with(params)
         source = handoff_of(body, Role.BOTH).kv_source
         if params.get("do_remote_prefill"):
             assert source is not None
-            assert source.address.endswith(f":{params['remote_port']}")
+            assert source.address.endswith(f":{int(params['remote_port'])}")
