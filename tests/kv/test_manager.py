@@ -75,6 +75,19 @@ def test_keys_are_those_of_blocks_that_may_be_found() -> None:
     assert uncached.prefix_keys(uncached.new_table(), list(range(20))) == []
 
 
+def test_the_next_key_is_known_once_all_tokens_of_its_block_are() -> None:
+    kv = KVManager(16, 4)
+    tokens = list(range(9))
+    table = kv.new_table()
+    keys = prefix_keys(tokens, 4, None, 99)
+    for index, end in ((0, 4), (1, 8)):
+        assert kv.next_key(table, tokens[: end - 1], index) is None
+        assert kv.next_key(table, tokens[:end], index) == keys[index]
+        assert kv.next_key(table, tokens, index) == keys[index]
+    uncached = KVManager(16, 4, prefix_caching=False)
+    assert uncached.next_key(uncached.new_table(), tokens, 0) is None
+
+
 def test_offers_are_blocks_as_others_find_them() -> None:
     kv = KVManager(16, 4)
     first = filled(kv, list(range(10)))

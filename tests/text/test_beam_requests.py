@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import msgspec
 import pytest
 from virtual_fleet import engine_config, start_fleet, virtual
 
@@ -82,6 +84,21 @@ async def test_a_vocabulary_smaller_than_the_tokens_looked_at_will_do() -> None:
     assert len(await beam_search(texts, wanted, params)) == 3
     with pytest.raises(InvalidRequestError, match="beam_width must be from 1 to 3, got 4"):
         BeamSearchParams(beam_width=4).checked(3)
+
+
+@virtual
+async def test_each_beam_says_what_ended_it() -> None:
+    """Of three tokens, one is the end of a sequence and one was asked to stop at."""
+    texts = _texts(await start_fleet([SimEngine(engine_config(vocab_size=3))], "round-robin"))
+    sampling = texts.check_sampling(SamplingParams(max_tokens=1, stop_token_ids=[2]))
+    [wanted] = await texts.prepare([1], sampling)
+    wanted = replace(wanted, request=msgspec.structs.replace(wanted.request, eos_token_ids=(0,)))
+    params = BeamSearchParams(beam_width=3, max_tokens=1)
+    reasons = {0: ("stop", None), 1: ("length", None), 2: ("stop", 2)}
+    ended = await beam_search(texts, wanted, params)
+    for beam, delta in ended:
+        assert (delta.finish_reason, delta.stop_reason) == reasons[beam.token_ids[-1]]
+    assert {beam.token_ids[-1] for beam, _ in ended} == {0, 1, 2}
 
 
 @virtual

@@ -150,31 +150,34 @@ def test_ranks_meet_when_their_devices_have_computed(is_known: bool) -> None:
         assert all(event.done for event in pool.map(compute_and_meet, range(2)))
 
 
-def _with_turnover(engine: Engine) -> Engine:
-    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it.
-
-    Others are greedy, and it is not: steps sample in two ways."""
+def _with_turnover(engine: Engine, others: SamplingParams) -> Engine:
+    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it. The step
+    behind that one leaves a slot out."""
     for slot, prompt in enumerate(PROMPTS):
-        engine.start(slot, f"request {slot}", prompt, GREEDY)
+        engine.start(slot, f"request {slot}", prompt, others)
     engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
     engine.submit({0: 1, 1: 1, 2: 1})
     engine.free(1)
     engine.start(1, "late", [20, 21, 22, 23, 24], DRAWN)
-    engine.submit({0: 1, 1: 2, 2: 1})
+    engine.submit({0: 1, 1: 2})
     engine.submit({0: 1, 1: 3, 2: 1})
     for _ in range(4):
         engine.submit({2: 1, 1: 1, 0: 1})
     return engine.finish()
 
 
+@pytest.mark.parametrize("others", ["greedy", "penalised"])
 def test_a_slot_goes_to_another_request_while_a_step_uses_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, others: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = _with_turnover(Engine(load(directory, LateBackend(), monkeypatch)))
-    expected = _with_turnover(Engine(load(directory, ReferenceBackend(), monkeypatch)))
+    """The new request is drawn at random. Where others are greedy, steps sample in two ways; where they have
+    penalties, steps are not launched before the tokens of the step in front are known."""
+    own = _with_turnover(Engine(load(directory, LateBackend(), monkeypatch)), KINDS[others])
+    reference = Engine(load(directory, ReferenceBackend(), monkeypatch))
+    expected = _with_turnover(reference, KINDS[others])
     assert own.answers == expected.answers
     assert own.logprobs == expected.logprobs
-    assert own.num_ahead == own.num_at_once == 7
+    assert own.num_ahead == own.num_at_once == (0 if others == "penalised" else 7)
 
 
 def test_a_request_that_breaks_fails_alone_and_is_left_out(
