@@ -62,6 +62,8 @@ serve: setup $(PACKAGED)
 
 # Nothing where the kernels could not be built.
 NATIVE = $$($(BIN)/python -c 'import pagoda.backend._native' 2>/dev/null && echo test-native)
+# Where the kernels have changed, and for one commit of ten.
+NATIVE_IF_CHANGED = $$($(BIN)/python -m tests.case_tiers && echo $(NATIVE))
 
 # What looks at sources only runs beside the tests.
 quick: $(VENV)/.installed-test
@@ -71,7 +73,7 @@ check: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 	@$(MAKE) --no-print-directory --jobs=2 tests types lint TIER=check
 
 test: $(VENV)/.installed-test $(VENV)/.installed-smollm2
-	@$(MAKE) --no-print-directory --jobs=2 tests types lint $(NATIVE) TIER=test
+	@$(MAKE) --no-print-directory --jobs=2 tests types lint $(NATIVE_IF_CHANGED) TIER=test
 
 test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 	@$(MAKE) --no-print-directory --jobs=2 tests types lint $(NATIVE) TEST_FLAGS="--pin-failures $(TEST_FLAGS)"

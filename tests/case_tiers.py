@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -150,7 +151,12 @@ class Change(NamedTuple):
         return rooms | ({"backend"} if self.touches_kernels() else set())
 
     def touches_kernels(self) -> bool:
-        return any(path.startswith("csrc/") for path in self.files)
+        return any(path.startswith(("csrc/", "CMakeLists.txt")) for path in self.files)
+
+    def needs_sanitizers(self) -> bool:
+        """Whether `make test` builds the kernels once more, with sanitizers: it does for changes of theirs, and for
+        one commit of ten."""
+        return self.touches_kernels() or self.draw("sanitizers") % 10 == 0
 
 
 def _is_named_after(subject: str, module: str, room: str) -> bool:
@@ -318,3 +324,7 @@ def _covering(drawn: list[Case], chosen: Sequence[Case], strength: int) -> list[
         added.append(best)
         news = [(case, new - gained) for case, new in news]
     return added
+
+
+if __name__ == "__main__":
+    sys.exit(not find_change().needs_sanitizers())

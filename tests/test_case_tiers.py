@@ -123,6 +123,13 @@ def test_what_is_dear_runs_where_a_change_touches_it() -> None:
     assert kernels.rooms() == {"backend"}
 
 
+def test_kernels_are_built_with_sanitizers_for_changes_of_theirs_and_a_tenth_of_all() -> None:
+    due = [Change(str(i), frozenset()).needs_sanitizers() for i in range(400)]
+    assert 20 < sum(due) < 60
+    for path in ("csrc/impl/rows.cpp", "CMakeLists.txt"):
+        assert all(Change(str(i), frozenset({path})).needs_sanitizers() for i in range(20))
+
+
 def test_a_tenth_of_the_interpreters_cases_run_until_their_sources_change() -> None:
     cases = product("tests/plugins/cuda/test_x.py::test_f", number=[*range(200)])
     runs = [{case.name for case in chosen(cases, "test", it, 0.001)} for it in COMMITS]
