@@ -69,7 +69,7 @@ from pagoda.telemetry.tracer import Tracer
 
 _log = logging.getLogger(__name__)
 
-MAX_TURN_BYTES = 256 << 10
+MAX_TURN_BYTES = 32 << 10
 """Bytes of messages that are taken in one turn: many long prompts at once would keep answers under way waiting."""
 
 

@@ -117,6 +117,8 @@ class Scheduler:
                 self._settle(request)
                 return [TokenChunk(message.request_id, [], reason, stop_reason)]
         self.requests[request.request_id] = request
+        # Here the work is bounded by the bytes of a turn; a step may admit many long prompts that are cached.
+        self.kv.prefix_keys(request.table, request.token_ids)
         chunks = self.hooks.on_added(message, request)
         self.place(request)
         return chunks

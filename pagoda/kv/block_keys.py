@@ -34,6 +34,18 @@ def root_key(block_size: int, cache_salt: str | None = None, adapter: str = "") 
     return root.digest()
 
 
+def extend_keys(
+    keys: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int
+) -> None:
+    """Appends the keys of the leading blocks of `token_ids` up to `num_blocks`, which are full. `keys` has the key of
+    the empty prefix, and those of the first blocks."""
+    parent, first = keys[-1], (len(keys) - 1) * block_size
+    tokens, size = _bytes_of(token_ids[first : num_blocks * block_size]), 4 * block_size
+    for start in range(0, len(tokens), size):
+        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()
+        keys.append(parent)
+
+
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a block that holds `token_ids` behind the block of `parent`; 32 bytes."""
     return hashlib.sha256(parent + _bytes_of(token_ids)).digest()
@@ -89,11 +101,7 @@ def prefix_keys(
 
     The block of the last token is not among them: that token is always computed, so that the request can sample.
     """
-    keys: list[bytes] = []
-    parent = root_key(block_size, cache_salt, adapter)
+    keys = [root_key(block_size, cache_salt, adapter)]
     num_blocks = min((len(token_ids) - 1) // block_size, max_blocks)
-    tokens, size = _bytes_of(token_ids[: max(0, num_blocks) * block_size]), 4 * block_size
-    for start in range(0, len(tokens), size):
-        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()
-        keys.append(parent)
-    return keys
+    extend_keys(keys, token_ids, block_size, max(0, num_blocks))
+    return keys[1:]

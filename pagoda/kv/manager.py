@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from pagoda.kv.block_keys import block_key, group_key, root_key
+from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
@@ -505,8 +505,6 @@ class KVManager:
         table.num_published = table.holds_until = 0
 
     def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
-        while len(table.keys) <= index + 1:
-            start = (len(table.keys) - 1) * self.block_size
-            tokens = token_ids[start : start + self.block_size]
-            table.keys.append(block_key(table.keys[-1], tokens))
+        if len(table.keys) <= index + 1:
+            extend_keys(table.keys, token_ids, self.block_size, index + 1)
         return table.keys[index + 1]
