@@ -139,3 +139,28 @@ async def test_an_idle_fleet_is_not_watched() -> None:
     await ask(dispatcher, request("one"))
     await asyncio.sleep(2)
     assert not dispatcher.is_judging
+
+
+@virtual
+async def test_the_time_is_taken_of_requests_that_come_one_by_one() -> None:
+    """Of two requests at a time it is taken of the first, and of the other once that has left."""
+    dispatcher, _ = await start(2, "round-robin")
+
+    def num_samples() -> list[int]:
+        return [slot.health.pace.num_samples for slot in dispatcher.slots]
+
+    before = num_samples()
+    for number in range(3):
+        for name in ("even", "odd"):
+            assert (await ask(dispatcher, request(f"{name}{number}", max_tokens=10))).complete
+        assert all(now - then >= 9 for now, then in zip(num_samples(), before, strict=True))
+        before = num_samples()
+    first = asyncio.create_task(ask(dispatcher, request("first", max_tokens=60)))
+    while "first" not in (probes := [slot.health.probe for slot in dispatcher.slots]):
+        await asyncio.sleep(0.01)
+    place = probes.index("first")
+    for number in range(4):
+        assert (await ask(dispatcher, request(f"short{number}", max_tokens=2))).complete
+    assert [*dispatcher.slots][place].health.probe == "first"
+    assert (await first).complete
+    assert [slot.health.probe for slot in dispatcher.slots] == [None, None]
