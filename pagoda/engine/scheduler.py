@@ -159,7 +159,7 @@ class Scheduler:
         request: Request,
         error: str,
         *,
-        blames_grammar: bool = False,
+        blames_request: bool = False,
         timed_out: bool = False,
     ) -> TokenChunk:
         """Ends a request with an error; `error` is a sentence."""
@@ -169,7 +169,7 @@ class Scheduler:
             [],
             FinishReason.ERROR,
             error=error,
-            blames_grammar=blames_grammar,
+            blames_request=blames_request,
             timed_out=timed_out,
         )
 
@@ -240,7 +240,8 @@ class Scheduler:
             if request.state is RequestState.FINISHED:
                 continue
             if slot in errors:
-                chunks.append(self.fail(request, errors[slot]))
+                blames = slot in result.blamed_slots
+                chunks.append(self.fail(request, errors[slot], blames_request=blames))
                 continue
             is_current = part.admission == request.admission and request.slot is not None
             if is_current:  # else the request was preempted meanwhile, and only its sample counts
@@ -312,7 +313,7 @@ class Scheduler:
             if reason is None and request.constraint is not None:
                 if not request.constraint.consume(token_id):
                     if request.constraint.is_exhausted:
-                        return self.fail(request, _TOO_COMPLEX, blames_grammar=True)
+                        return self.fail(request, _TOO_COMPLEX, blames_request=True)
                     return self.fail(request, _NOT_IN_LANGUAGE)
                 if index == len(sampled) - 1:
                     reason, stop_reason = self._append_forced(request, token_ids)
@@ -401,7 +402,7 @@ class Scheduler:
             return []
         mask = constraint.mask(request.held_back_tokens())
         if mask is None:
-            return [self.fail(request, _TOO_COMPLEX, blames_grammar=True)]
+            return [self.fail(request, _TOO_COMPLEX, blames_request=True)]
         message.masks[slot] = mask
         return []
 

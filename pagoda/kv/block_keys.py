@@ -37,8 +37,8 @@ def root_key(block_size: int, cache_salt: str | None = None, adapter: str = "") 
 def extend_keys(
     keys: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int
 ) -> None:
-    """Appends the keys of the leading blocks of `token_ids` up to `num_blocks`, which are full. `keys` has the key of
-    the empty prefix, and those of the first blocks."""
+    """Appends the keys of the leading blocks of `token_ids` up to `num_blocks`, which are full. `keys` has the key
+    of the empty prefix, and those of the first blocks."""
     parent, first = keys[-1], (len(keys) - 1) * block_size
     tokens, size = _bytes_of(token_ids[first : num_blocks * block_size]), 4 * block_size
     for start in range(0, len(tokens), size):

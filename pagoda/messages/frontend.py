@@ -37,7 +37,7 @@ from pagoda.messages.sampling_params import (
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -293,8 +293,9 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of further prompt tokens, behind those of the chunks before."""
     embedding: bytes | None = None
     """[hidden] float32, little-endian, in the last chunk of a request with `pooling`."""
-    blames_grammar: bool = False
-    """True if the error is that the request's grammar takes too much work: the client's mistake."""
+    blames_request: bool = False
+    """True if the error is the client's mistake: a grammar that takes too much work, or parameters that leave no
+    token."""
     timed_out: bool = False
     """True if the error is that the request's deadline has passed."""
 

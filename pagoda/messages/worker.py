@@ -15,7 +15,7 @@ from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -219,6 +219,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
     errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
+    blamed_slots: list[int] = []
+    """Slots of `errors` whose requests are at fault, by their sampling parameters."""
     step_time_s: Seconds = 0.0
     """Seconds of computing; the times of several stages are added up."""
     prepare_time_s: Seconds = 0.0

@@ -393,7 +393,7 @@ class TextGenerator:
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         record.ending = delta.finish_reason, delta.error or ""
-                        if chunk.blames_grammar and delta.error is not None:
+                        if chunk.blames_request and delta.error is not None:
                             raise InvalidRequestError(delta.error)
                         embedding = chunk.embedding
                         delta = msgspec.structs.replace(

@@ -35,7 +35,7 @@ from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
-from pagoda.worker.sampler import NOT_FINITE, Sampled
+from pagoda.worker.sampler import BLAMES_REQUEST, NOT_FINITE, Sampled
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock, StepTimes
 
@@ -351,6 +351,7 @@ class Runner:
         if before is not None:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
             times = times.behind(before.times)
+        errors |= sampled.errors | _errors(sampled.prompts)
         return StepResult(
             step=plan.step,
             slots=drawn,
@@ -358,7 +359,8 @@ class Runner:
             logprobs={slot: [one] for slot, one in sampled.logprobs.items()},
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
-            errors=errors | sampled.errors | _errors(sampled.prompts),
+            errors=errors,
+            blamed_slots=[slot for slot, error in errors.items() if error in BLAMES_REQUEST],
             step_time_s=times.total,
             prepare_time_s=times.prepare,
             forward_time_s=times.forward,

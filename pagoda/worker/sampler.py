@@ -23,8 +23,10 @@ NOT_FINITE = "the model produced NaN or infinite logits"
 OVERFLOWN = "the penalties drove the logits to infinity; repetition_penalty must be closer to 1"
 NOTHING_ALLOWED = (
     "the sampling parameters leave no token to choose from; "
-    "allowed_token_ids must name a token that min_tokens does not hold back"
+    "allowed_token_ids must name a token that the grammar allows and min_tokens does not hold back"
 )
+BLAMES_REQUEST = frozenset({OVERFLOWN, NOTHING_ALLOWED})
+"""Errors that are faults of a request's sampling parameters."""
 _ERRORS = {
     Outcome.NOT_FINITE: NOT_FINITE,
     Outcome.OVERFLOWN: OVERFLOWN,

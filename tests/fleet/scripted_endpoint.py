@@ -164,7 +164,7 @@ class ScriptedEndpoint:
                     [],
                     FinishReason.ERROR,
                     error="It broke.",
-                    blames_grammar=request.grammar is not None,
+                    blames_request=request.grammar is not None,
                 )
                 return
             reason = FinishReason.LENGTH if count + 1 in (limit, len(ids)) else None
