@@ -3,14 +3,15 @@
 
     python -m tools.house [--check]
 
-Prints a line for each room of the core and for each plugin. `--check` prints rooms that have more lines than
-`tools/house.toml` allows, and exits with 1 if there are any. A change that needs more lines raises the budget, and
-its commit says why.
+Prints a line for each room of the core and for each plugin, and the size of what a reader of `docs/tour.md` opens.
+`--check` prints rooms that have more lines than `tools/house.toml` allows, and exits with 1 if there are any. A
+change that needs more lines raises the budget, and its commit says why.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = Path(__file__).with_suffix(".toml")
+TOUR = ROOT / "docs" / "tour.md"
 PLUGINS = "plugins"
 GROUND = "(files)"
 """Name of the room of modules that lie beside the folders."""
@@ -105,6 +107,11 @@ def excesses(rooms: Sequence[Room], budgets: Mapping[str, int]) -> list[str]:
     return said + [f"there is no room {name}" for name in budgets if name not in names]
 
 
+def tour_files(text: str) -> list[str]:
+    """The files of Pagoda that `docs/tour.md` names: the way of a bare request."""
+    return sorted(set(re.findall(r"`(pagoda/[\w/]+\.py)`", text)))
+
+
 def table(rooms: Sequence[Room]) -> Iterator[str]:
     """The lines of the table."""
     width = max(len(room.name) for room in rooms)
@@ -119,6 +126,9 @@ def table(rooms: Sequence[Room]) -> Iterator[str]:
             sum(room.num_files for room in those),
         )
         yield f"{kind + ', all':{width}} {num_lines:6} {num_files:6}"
+    files = tour_files(TOUR.read_text(encoding="utf-8"))
+    num_lines = sum((ROOT / file).read_text(encoding="utf-8").count("\n") for file in files)
+    yield f"{'tour of a request':{width}} {num_lines:6} {len(files):6}"
 
 
 def main(arguments: Sequence[str]) -> int:
