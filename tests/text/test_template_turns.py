@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -198,6 +199,18 @@ def test_tools_without_descriptions_and_parameters() -> None:
     tools = [{"type": "function", "function": {"name": "get_weather"}}]
     assert "type get_weather" in rendered("openai-gpt-oss-120b.jinja", USER, tools=tools)
     assert '{"name": "get_weather"}' in rendered("qwen3:0.6b", USER, tools=tools)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parts_are_never_written_out(name: str) -> None:
+    """Some templates take parts, but not beside calls."""
+    part = {"type": "text", "text": "Let me look."}
+    answer = {"role": "assistant", "content": [part]}
+    for turn in (answer, call(OSLO) | answer):
+        with contextlib.suppress(InvalidRequestError):
+            prompt = rendered(name, USER, turn, result("18"), {"role": "user", "content": [part]})
+            assert "Let me look." in prompt
+            assert "'type'" not in prompt
 
 
 TEXTS = st.sampled_from(["x", "", " ws \n", "<think>t</think>y"])
