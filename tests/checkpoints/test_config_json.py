@@ -327,6 +327,13 @@ def test_text_parts_are_read_by_their_kind() -> None:
         nested(model_type="mllama_text_model")
 
 
+@pytest.mark.parametrize("layers", [[-1], [2], [0, 5]])
+def test_layers_with_experts_are_layers_of_the_model(layers: list[Any]) -> None:
+    values = BASE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match="moe_layers must be a list of"):
+        parse_model_config(values | {"moe_layers": layers}, source="config.json")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [

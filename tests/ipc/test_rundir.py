@@ -42,12 +42,14 @@ def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nobody_else_may_enter_and_close_removes_it() -> None:
+    open_files = os.listdir("/proc/self/fd")
     directory = RuntimeDirectory()
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     assert socket_address(directory.path, "engine") == f"ipc://{directory.path}/engine"
     directory.close()
     assert not directory.path.exists()
     directory.close()
+    assert os.listdir("/proc/self/fd") == open_files
 
 
 def made_and_left(*arguments: str) -> Path:
