@@ -13,10 +13,10 @@ from aiohttp import web
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.request_context import RequestContext
 from pagoda.api.running_answers import running_answers
-from pagoda.fleet.hosts.registry import HostReport
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role
+from pagoda.plugins.router.registry import HostReport
 from pagoda.version import __version__
 
 _KV_CONNECTOR = "NixlConnector"

@@ -24,8 +24,8 @@ from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard
 from pagoda.concurrency.async_utils import LongWork
 from pagoda.fleet.fleet import Fleet
-from pagoda.fleet.hosts.registry import Registry
 from pagoda.fleet.trace_control import TraceControl
+from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.text_generator import TextGenerator
 

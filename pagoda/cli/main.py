@@ -34,7 +34,7 @@ _CORE = {
     ),
     "route": Command(
         "Serve a model over these APIs with the hosts that join this router.",
-        "pagoda.cli.route:route",
+        "pagoda.plugins.router.command:route",
     ),
     "generate": Command(
         "Answer prompts, or the lines of an OpenAI batch file.", "pagoda.cli.generate:generate"

@@ -38,8 +38,6 @@ from pagoda.cli.plugin_flags import PluginOptions, opened
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
-from pagoda.fleet.discovery.addresses import Advertised, etcd_files
-from pagoda.fleet.discovery.flags import registering
 from pagoda.fleet.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.heap import settle_heap
@@ -56,6 +54,8 @@ from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
+from pagoda.plugins.router.discovery.addresses import Advertised, etcd_files
+from pagoda.plugins.router.discovery.flags import registering
 from pagoda.telemetry.request_spans import RequestSpans
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer

@@ -16,23 +16,23 @@ import zmq
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.fleet.adapters import AdapterRegistry
-from pagoda.fleet.discovery.addresses import Advertised
-from pagoda.fleet.discovery.base import Context, Discover, Register, Registration
 from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
 from pagoda.fleet.engine_client import EngineClient
-from pagoda.fleet.hosts.host_client import Identity
-from pagoda.fleet.hosts.host_server import HostServer
-from pagoda.fleet.hosts.host_sockets import CurveSockets
-from pagoda.fleet.hosts.host_traces import TraceOwner
-from pagoda.fleet.hosts.registry import Registry
 from pagoda.fleet.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.hosts import HostRecord
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.parallel.config import RankPlace
+from pagoda.plugins.router.discovery.addresses import Advertised
+from pagoda.plugins.router.discovery.base import Context, Discover, Register, Registration
+from pagoda.plugins.router.host_client import Identity
+from pagoda.plugins.router.host_server import HostServer
+from pagoda.plugins.router.host_sockets import CurveSockets
+from pagoda.plugins.router.host_traces import TraceOwner
+from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 

@@ -41,8 +41,8 @@ from pagoda.messages.frontend import (
     UnsubscribeCache,
     UnsubscribeSteps,
 )
-from pagoda.messages.hosts import HostLeave
 from pagoda.messages.load import LoadReport
+from pagoda.plugins.router.messages import HostLeave
 from pagoda.telemetry.tracer import Tracer
 
 QUERY_TIMEOUT_S = 2.0

@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from pagoda.cli.main import build_app
-from pagoda.fleet.discovery.addresses import Advertised, parse_address
-from pagoda.fleet.discovery.flags import registering
 from pagoda.fleet.replica import QUERY_TIMEOUT_S
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.curve import keys_of
 from pagoda.llm.engine_options import HandoffOptions
 from pagoda.plugins.batches.directory import MAX_TEMPORARY_BYTES
+from pagoda.plugins.router.discovery.addresses import Advertised, parse_address
+from pagoda.plugins.router.discovery.flags import registering
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

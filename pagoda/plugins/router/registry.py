@@ -15,17 +15,17 @@ import zmq
 
 from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
-from pagoda.fleet.discovery.base import Discovery
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.hosts.host_client import HELLO_TIMEOUT_S, HostClient, Identity
-from pagoda.fleet.hosts.host_sockets import HostSockets
-from pagoda.fleet.hosts.host_traces import FetchedTrace
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
-from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role
+from pagoda.plugins.router.discovery.base import Discovery
+from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity
+from pagoda.plugins.router.host_sockets import HostSockets
+from pagoda.plugins.router.host_traces import FetchedTrace
+from pagoda.plugins.router.messages import HostRecord
 from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0

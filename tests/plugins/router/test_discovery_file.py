@@ -13,16 +13,16 @@ from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.concurrency.async_utils import first_of
 from pagoda.errors import ConfigError
-from pagoda.fleet.discovery.hosts_file import FileDiscovery, read_hosts
 from pagoda.ipc.curve import keys_of
 from pagoda.messages.frontend import FinishReason
+from pagoda.plugins.router.discovery.hosts_file import FileDiscovery, read_hosts
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.fleet.discovery.hosts_file._LOOK_S", 0.02)
-    monkeypatch.setattr("pagoda.fleet.hosts.registry._RETRY_S", 0.05)
-    monkeypatch.setattr("pagoda.fleet.hosts.registry._REFUSED_RETRY_S", 0.05)
+    monkeypatch.setattr("pagoda.plugins.router.discovery.hosts_file._LOOK_S", 0.02)
+    monkeypatch.setattr("pagoda.plugins.router.registry._RETRY_S", 0.05)
+    monkeypatch.setattr("pagoda.plugins.router.registry._REFUSED_RETRY_S", 0.05)
 
 
 @pytest.fixture

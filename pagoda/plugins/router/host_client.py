@@ -12,14 +12,14 @@ import zmq
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.fleet.answer_check import PeerError
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.hosts.host_sockets import HostSockets
-from pagoda.fleet.hosts.host_traces import FetchedTrace
 from pagoda.fleet.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.messages.frontend import EngineFailed, Hello
-from pagoda.messages.hosts import HostMessage, RouterMessage
 from pagoda.messages.tracing import ClockPing, ClockPong, FragmentPart, HostTraceStopped, StartTrace
+from pagoda.plugins.router.host_sockets import HostSockets
+from pagoda.plugins.router.host_traces import FetchedTrace
+from pagoda.plugins.router.messages import HostMessage, RouterMessage
 from pagoda.telemetry.tracer import Tracer
 
 HELLO_TIMEOUT_S = 10.0

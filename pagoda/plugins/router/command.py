@@ -19,8 +19,6 @@ from pagoda.cli.serve import JoinOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults, plan_of
 from pagoda.fleet.adapters import AdapterRegistry, parse_adapters
-from pagoda.fleet.discovery.base import Discover
-from pagoda.fleet.discovery.flags import discovering
 from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.fleet.fleet import Fleet, RouterConfig
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
@@ -28,6 +26,8 @@ from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
+from pagoda.plugins.router.discovery.base import Discover
+from pagoda.plugins.router.discovery.flags import discovering
 from pagoda.telemetry.tracer import Tracer
 
 _JOIN_LISTEN = "127.0.0.1:5600"

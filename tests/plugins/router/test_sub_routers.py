@@ -19,8 +19,8 @@ from pagoda.messages.worker_config import Role
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.fleet.hosts.registry._RETRY_S", 0.05)
-    monkeypatch.setattr("pagoda.fleet.hosts.registry._REFUSED_RETRY_S", 0.05)
+    monkeypatch.setattr("pagoda.plugins.router.registry._RETRY_S", 0.05)
+    monkeypatch.setattr("pagoda.plugins.router.registry._REFUSED_RETRY_S", 0.05)
 
 
 @asynccontextmanager

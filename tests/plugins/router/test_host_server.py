@@ -30,8 +30,8 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeCache,
 )
-from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.router.messages import HostMessage
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 

@@ -14,11 +14,11 @@ from virtual_fleet import request
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.hosts.host_client import HostClient, Identity
-from pagoda.fleet.hosts.host_sockets import CurveSockets
 from pagoda.ipc.curve import encrypt_server, start_authenticator
 from pagoda.messages.frontend import EngineFailed
-from pagoda.messages.hosts import HostMessage
+from pagoda.plugins.router.host_client import HostClient, Identity
+from pagoda.plugins.router.host_sockets import CurveSockets
+from pagoda.plugins.router.messages import HostMessage
 
 ROUTER = Identity("router", "m", "digest", is_router=True)
 

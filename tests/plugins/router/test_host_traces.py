@@ -11,10 +11,8 @@ from fragment_files import read_fragments
 from linked_hosts import Host, until
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.fleet.hosts.host_traces import FetchedTrace, HostTrace
 from pagoda.fleet.trace_control import EndedTrace, TraceControl
 from pagoda.ipc.codec import Codec
-from pagoda.messages.hosts import HostMessage, RouterMessage
 from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import (
     MAX_FRAGMENTS,
@@ -25,6 +23,8 @@ from pagoda.messages.tracing import (
     StartTrace,
     StopTrace,
 )
+from pagoda.plugins.router.host_traces import FetchedTrace, HostTrace
+from pagoda.plugins.router.messages import HostMessage, RouterMessage
 from pagoda.telemetry.fragments import clear_fragments
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.files import open_regular
-from pagoda.fleet.discovery.addresses import parse_address
-from pagoda.fleet.discovery.base import Discovery, HostListener, HostTable, Notices
-from pagoda.messages.hosts import HostRecord
+from pagoda.plugins.router.discovery.addresses import parse_address
+from pagoda.plugins.router.discovery.base import Discovery, HostListener, HostTable, Notices
+from pagoda.plugins.router.messages import HostRecord
 
 _LOOK_S = 1.0
 _MAX_BYTES = 2**20

@@ -19,7 +19,6 @@ import msgspec
 from pagoda.concurrency.async_utils import beside
 from pagoda.errors import PagodaError
 from pagoda.files import open_private
-from pagoda.messages.hosts import RouterMessage
 from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import (
     MAX_FRAGMENTS,
@@ -30,6 +29,7 @@ from pagoda.messages.tracing import (
     StartTrace,
     StopTrace,
 )
+from pagoda.plugins.router.messages import RouterMessage
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, MAX_FRAGMENT_BYTES, fragments_of, run_prefix
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 

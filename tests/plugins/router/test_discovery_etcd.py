@@ -18,10 +18,10 @@ from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import ConfigError
-from pagoda.fleet.discovery.addresses import EtcdPlace, etcd_files
-from pagoda.fleet.discovery.etcd import EtcdDiscovery, EtcdRegistration
-from pagoda.fleet.discovery.etcd_client import EtcdClient, EtcdError
-from pagoda.messages.hosts import HostRecord
+from pagoda.plugins.router.discovery.addresses import EtcdPlace, etcd_files
+from pagoda.plugins.router.discovery.etcd import EtcdDiscovery, EtcdRegistration
+from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError
+from pagoda.plugins.router.messages import HostRecord
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def own(tmp_path: Path) -> Iterator[EtcdServer]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_RETRY_S": 0.05, "_LOOK_S": 0.2, "TTL_S": 1.0}.items():
-        monkeypatch.setattr(f"pagoda.fleet.discovery.etcd.{name}", value)
+        monkeypatch.setattr(f"pagoda.plugins.router.discovery.etcd.{name}", value)
 
 
 class View:
@@ -266,7 +266,7 @@ async def test_what_is_not_an_etcd_is_told_of() -> None:
 
 
 async def test_an_answer_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.fleet.discovery.etcd_client._MAX_ANSWER_BYTES", 2**20)
+    monkeypatch.setattr("pagoda.plugins.router.discovery.etcd_client._MAX_ANSWER_BYTES", 2**20)
     long = "x" * (2**20 + 1)
     async with answering(long) as server, client_of(server) as client:
         with pytest.raises(EtcdError, match="more than 1 MiB"):

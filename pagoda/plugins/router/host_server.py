@@ -24,10 +24,6 @@ from pagoda.errors import (
     OverloadedError,
 )
 from pagoda.fleet.endpoint import Endpoint, ReplicaState, Unsubscribe
-from pagoda.fleet.hosts.host_client import Identity
-from pagoda.fleet.hosts.host_sockets import HostSockets
-from pagoda.fleet.hosts.host_traces import HostTrace, TraceOwner
-from pagoda.fleet.hosts.request_checks import check_request
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.ipc.machine import memory_of
@@ -46,9 +42,13 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeCache,
 )
-from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTrace, StopTrace
+from pagoda.plugins.router.host_client import Identity
+from pagoda.plugins.router.host_sockets import HostSockets
+from pagoda.plugins.router.host_traces import HostTrace, TraceOwner
+from pagoda.plugins.router.messages import HostLeave, HostMessage, RouterMessage
+from pagoda.plugins.router.request_checks import check_request
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.request_tracker import REFUSED, TIMED_OUT, RequestTracker
 from pagoda.telemetry.tracer import Tracer

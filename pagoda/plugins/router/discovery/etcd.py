@@ -15,8 +15,8 @@ import logging
 import msgspec
 
 from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
-from pagoda.fleet.discovery.addresses import EtcdPlace
-from pagoda.fleet.discovery.base import (
+from pagoda.plugins.router.discovery.addresses import EtcdPlace
+from pagoda.plugins.router.discovery.base import (
     BEATS_PER_TTL,
     TTL_S,
     Discovery,
@@ -24,8 +24,8 @@ from pagoda.fleet.discovery.base import (
     HostTable,
     Notices,
 )
-from pagoda.fleet.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
-from pagoda.messages.hosts import HostRecord
+from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
+from pagoda.plugins.router.messages import HostRecord
 
 _RETRY_S = 0.5
 _LOOK_S = 2.0

@@ -14,8 +14,8 @@ from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.errors import OverloadedError
-from pagoda.fleet.discovery.joins import JoinDiscovery, Membership
 from pagoda.fleet.fleet import Fleet, RouterConfig
+from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
 from pagoda.text.text_generator import TextGenerator
 
 

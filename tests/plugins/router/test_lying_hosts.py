@@ -17,7 +17,6 @@ from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError
 from pagoda.fleet.answer_check import AnswerCheck, PeerError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.hosts.host_client import HostClient, Identity
 from pagoda.fleet.policies import POLICIES
 from pagoda.fleet.prefix_index import short_keys_in
 from pagoda.ipc.codec import Codec
@@ -39,11 +38,12 @@ from pagoda.messages.frontend import (
     TokenChunks,
     TokenLogprobs,
 )
-from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.load import LoadReport, ProcessMemory, ReplicaLoad, StepTotals, TierLoad
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, TraceStopped
+from pagoda.plugins.router.host_client import HostClient, Identity
+from pagoda.plugins.router.messages import HostLeave, HostMessage, RouterMessage
 
 ROUTER = Identity("router", "m", "1", is_router=True)
 GROUP = KVGroup(layers=(0, 1), kind=KVKind.WINDOW, block_size=32, window=64)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from pagoda.messages.hosts import HostRecord
+from pagoda.plugins.router.messages import HostRecord
 
 TTL_S = 5.0
 """Seconds without a sign of life after which a host counts as gone."""

@@ -12,7 +12,11 @@ import zmq
 
 from pagoda.concurrency.async_utils import cancel_all, keep_going
 from pagoda.errors import ConfigError
-from pagoda.fleet.discovery.base import (
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.ipc.event_socket import EventSocket, host_socket
+from pagoda.messages.worker_config import CurveKeys
+from pagoda.plugins.router.discovery.base import (
     BEATS_PER_TTL,
     TTL_S,
     Context,
@@ -21,11 +25,7 @@ from pagoda.fleet.discovery.base import (
     HostTable,
     Notices,
 )
-from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_client, encrypt_server
-from pagoda.ipc.event_socket import EventSocket, host_socket
-from pagoda.messages.hosts import HostJoin, HostRecord, JoinAnswer
-from pagoda.messages.worker_config import CurveKeys
+from pagoda.plugins.router.messages import HostJoin, HostRecord, JoinAnswer
 
 _MAX_DISMISSED = 1024
 """Dismissed hosts that are remembered; a host that has heard of its dismissal does not join again."""

@@ -17,11 +17,11 @@ from operations import assert_linear
 from scripted_endpoint import LIMITS, ScriptedEndpoint
 
 from pagoda.errors import ConfigError, OverloadedError
-from pagoda.fleet.discovery.base import Discovery, HostListener
-from pagoda.fleet.discovery.joins import JoinDiscovery, Membership
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
-from pagoda.messages.hosts import HostRecord, JoinAnswer
+from pagoda.plugins.router.discovery.base import Discovery, HostListener
+from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
+from pagoda.plugins.router.messages import HostRecord, JoinAnswer
 
 
 async def test_a_request_goes_on_elsewhere_when_its_host_hangs_up() -> None:
@@ -86,7 +86,7 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
 async def test_another_version_is_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.fleet.hosts.host_server.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("pagoda.plugins.router.host_server.PROTOCOL_VERSION", 1)
     async with Router() as router, ScriptedHost(router):
         await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
         assert "install the same version of Pagoda on both" in caplog.text
@@ -103,7 +103,7 @@ async def test_another_version_is_refused_with_the_reason(
 async def test_a_host_learns_that_it_cannot_be_reached(
     address: str, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.fleet.hosts.registry.HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pagoda.plugins.router.registry.HELLO_TIMEOUT_S", 0.1)
     async with Router() as router, ScriptedHost(router) as host:
         elsewhere = msgspec.structs.replace(host.record, host_id="elsewhere", address=address)
         membership = Membership(host.context, router.address, KEYS, elsewhere)
@@ -115,7 +115,7 @@ async def test_a_host_learns_that_it_cannot_be_reached(
 async def test_a_join_without_the_key_is_not_heard(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.fleet.discovery.joins.TTL_S", 0.2)
+    monkeypatch.setattr("pagoda.plugins.router.discovery.joins.TTL_S", 0.2)
     caplog.set_level(logging.WARNING)
     async with Router() as router, ScriptedHost(router, keys=keys_of(b"some other secret")):
         await until(lambda: "has another --cluster-key-file" in caplog.text)
@@ -227,9 +227,9 @@ def _no_socket(*_: object, **__: object) -> None:
 async def test_a_host_for_which_there_is_no_socket_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pagoda.fleet.hosts.registry._REFUSED_RETRY_S", 0.05)
+    monkeypatch.setattr("pagoda.plugins.router.registry._REFUSED_RETRY_S", 0.05)
     async with telling() as (router, told, host):
-        monkeypatch.setattr("pagoda.fleet.hosts.host_client.HostClient.__init__", _no_socket)
+        monkeypatch.setattr("pagoda.plugins.router.host_client.HostClient.__init__", _no_socket)
         told.tell([host.record])
         [report] = await until_refused(router)
         assert report.reason == (
@@ -243,7 +243,7 @@ class FakeRouter(Closing):
     """Where a host joins, and a test answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ttl_s: float = 0.2) -> None:
-        monkeypatch.setattr("pagoda.fleet.discovery.joins.TTL_S", ttl_s)
+        monkeypatch.setattr("pagoda.plugins.router.discovery.joins.TTL_S", ttl_s)
         self.context = zmq.asyncio.Context()
         start_authenticator(self.context, KEYS)
         self.socket = self.context.socket(zmq.ROUTER)

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagoda.fleet.discovery.addresses import (
+from pagoda.ipc.tls import TlsFiles
+from pagoda.messages.worker_config import CurveKeys
+from pagoda.plugins.router.discovery.addresses import (
     NO_ETCD_FILES,
     EtcdPlace,
     is_etcd,
     parse_address,
 )
-from pagoda.fleet.discovery.base import Context, Discover, Register, Registration
-from pagoda.fleet.discovery.etcd import EtcdDiscovery, EtcdRegistration
-from pagoda.fleet.discovery.hosts_file import FileDiscovery
-from pagoda.fleet.discovery.joins import JoinDiscovery, Membership
-from pagoda.ipc.tls import TlsFiles
-from pagoda.messages.hosts import HostRecord
-from pagoda.messages.worker_config import CurveKeys
+from pagoda.plugins.router.discovery.base import Context, Discover, Register, Registration
+from pagoda.plugins.router.discovery.etcd import EtcdDiscovery, EtcdRegistration
+from pagoda.plugins.router.discovery.hosts_file import FileDiscovery
+from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
+from pagoda.plugins.router.messages import HostRecord
 
 
 def registering(

@@ -11,21 +11,21 @@ import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
 from virtual_fleet import request
 
-from pagoda.fleet.discovery.base import Context, Discovery
-from pagoda.fleet.discovery.joins import JoinDiscovery, Membership
 from pagoda.fleet.endpoint import Endpoint
 from pagoda.fleet.fleet import new_id
-from pagoda.fleet.hosts.host_client import HostClient, Identity
-from pagoda.fleet.hosts.host_server import HostServer
-from pagoda.fleet.hosts.host_sockets import CurveSockets
-from pagoda.fleet.hosts.host_traces import TraceOwner
-from pagoda.fleet.hosts.registry import HostReport, Registry
 from pagoda.fleet.policies import POLICIES
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
-from pagoda.messages.hosts import HostRecord
 from pagoda.messages.worker_config import CurveKeys
+from pagoda.plugins.router.discovery.base import Context, Discovery
+from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
+from pagoda.plugins.router.host_client import HostClient, Identity
+from pagoda.plugins.router.host_server import HostServer
+from pagoda.plugins.router.host_sockets import CurveSockets
+from pagoda.plugins.router.host_traces import TraceOwner
+from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.registry import HostReport, Registry
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 
