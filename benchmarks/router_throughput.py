@@ -36,9 +36,8 @@ from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.concurrency import event_loop
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
-from pagoda.fleet.fleet import read_cluster_key
 from pagoda.fleet.token_stream import TokenStream
-from pagoda.ipc.curve import start_authenticator
+from pagoda.ipc.curve import read_cluster_key, start_authenticator
 from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,

@@ -30,6 +30,7 @@ from pagoda.messages.frontend import (
     FinishReason,
     FrontendMessage,
     GenerateRequest,
+    HostLeave,
     LoadQuery,
     PrefixCacheUpdate,
     RequestRefused,
@@ -42,7 +43,6 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.load import LoadReport
-from pagoda.plugins.router.messages import HostLeave
 from pagoda.telemetry.tracer import Tracer
 
 QUERY_TIMEOUT_S = 2.0

@@ -25,10 +25,15 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, SimConfig
-from pagoda.messages.frontend import EngineMessage, GenerateRequest, TokenChunk, TokenChunks
+from pagoda.messages.frontend import (
+    EngineMessage,
+    GenerateRequest,
+    HostLeave,
+    TokenChunk,
+    TokenChunks,
+)
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.plugins.router.messages import HostLeave
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 Answer = tuple[list[int], TokenChunk]

@@ -13,21 +13,24 @@ from cyclopts import Group, Parameter
 from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
+from pagoda.cli.cluster import ClusterOptions
 from pagoda.cli.options import Count, GeneralOptions, ProfileOptions, Seconds
 from pagoda.cli.plugin_flags import PluginOptions
-from pagoda.cli.serve import JoinOptions, ServerOptions, run_server
+from pagoda.cli.serve import ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults, plan_of
 from pagoda.fleet.adapters import AdapterRegistry, parse_adapters
 from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
-from pagoda.fleet.fleet import Fleet, RouterConfig
+from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.plugins.router.discovery.base import Discover
-from pagoda.plugins.router.discovery.flags import discovering
+from pagoda.plugins.router.discovery.choice import discovering
+from pagoda.plugins.router.flags import JoinFlags
+from pagoda.plugins.router.members import HostMembers, RouterConfig
 from pagoda.telemetry.tracer import Tracer
 
 _JOIN_LISTEN = "127.0.0.1:5600"
@@ -64,7 +67,7 @@ def route(
     model: str | None = None,
     *,
     router: RouterOptions = RouterOptions(),
-    join: JoinOptions = JoinOptions(),
+    cluster: ClusterOptions = ClusterOptions(),
     server: ServerOptions = ServerOptions(),
     profile: ProfileOptions = ProfileOptions(),
     plugins: PluginOptions = PluginOptions(),
@@ -79,9 +82,10 @@ def route(
     general.apply(default_level="info")
     started = time.perf_counter()
     files = resolve_model(model)
-    keys = join.keys("pagoda route")
+    keys = cluster.keys("pagoda route")
+    flags: JoinFlags = plugins.router
     routed = RouterConfig(
-        discover=router.discover(keys, join.etcd_files),
+        discover=router.discover(keys, flags.etcd_files),
         keys=keys,
         model=files.served_name,
         model_digest=model_digest(files),
@@ -93,11 +97,17 @@ def route(
     server.check_adapters(adapters, files)
     known = AdapterRegistry(WorkerConfig(model=files.model, adapters=adapters))
     tracer = Tracer("router")
-    options = (server, join, profile, plugins)
+    options = (server, cluster, profile, plugins)
     faults = Faults(plan_of(os.environ))
     return run_server(
         files,
-        lambda join: Fleet(routed, join=join, tracer=tracer, adapters=known, faults=faults),
+        lambda entrance: Fleet(
+            HostMembers(routed, tracer),
+            entrance=entrance,
+            tracer=tracer,
+            adapters=known,
+            faults=faults,
+        ),
         tracer,
         started,
         options,

@@ -24,6 +24,7 @@ from pagoda.errors import (
     OverloadedError,
 )
 from pagoda.fleet.endpoint import Endpoint, ReplicaState, Unsubscribe
+from pagoda.fleet.fleet import TraceOwner
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.ipc.machine import memory_of
@@ -35,6 +36,7 @@ from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
     Hello,
+    HostLeave,
     LoadQuery,
     RequestRefused,
     SubscribeCache,
@@ -46,8 +48,8 @@ from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTrace, StopTrace
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import HostSockets
-from pagoda.plugins.router.host_traces import HostTrace, TraceOwner
-from pagoda.plugins.router.messages import HostLeave, HostMessage, RouterMessage
+from pagoda.plugins.router.host_traces import HostTrace
+from pagoda.plugins.router.messages import HostMessage, RouterMessage
 from pagoda.plugins.router.request_checks import check_request
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.request_tracker import REFUSED, TIMED_OUT, RequestTracker

@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from pagoda.concurrency.async_utils import beside
 from pagoda.errors import PagodaError
 from pagoda.files import open_private
+from pagoda.fleet.fleet import TraceOwner
 from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import (
     MAX_FRAGMENTS,
@@ -31,7 +32,7 @@ from pagoda.messages.tracing import (
 )
 from pagoda.plugins.router.messages import RouterMessage
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, MAX_FRAGMENT_BYTES, fragments_of, run_prefix
-from pagoda.telemetry.tracer import TraceLevel, TraceSession
+from pagoda.telemetry.tracer import TraceLevel
 
 T = TypeVar("T")
 
@@ -39,22 +40,6 @@ _STOP_S = 120.0
 """Seconds in which a host, and all hosts of a router, must have closed their fragments."""
 _PART_S = 30.0
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.\-]{{0,250}}{re.escape(FRAGMENT_SUFFIX)}")
-
-
-class Ended(Protocol):
-    @property
-    def problems(self) -> Sequence[str]: ...
-
-
-class TraceOwner(Protocol):
-    """The tracing of this server: a `TraceControl`."""
-
-    directory: Path
-    run: str
-
-    async def start(self, level: TraceLevel) -> TraceSession: ...
-
-    async def stop(self) -> Ended: ...
 
 
 class HostTrace:

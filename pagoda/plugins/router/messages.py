@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from pagoda.messages.frontend import EngineMessage, FrontendMessage
+from pagoda.messages.frontend import EngineMessage, FrontendMessage, HostLeave
 from pagoda.messages.ranges import Name, Sentence
 from pagoda.messages.tracing import (
     ClockPing,
@@ -42,10 +42,6 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """Sentence that says why the host is not used; empty if it is, or may still be."""
     is_final: bool = False
     """True if the host need not announce itself again: the router will never use it."""
-
-
-class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
-    """A host takes no new requests from this router; it finishes those that it has."""
 
 
 HostMessage = EngineMessage | HostLeave | ClockPing | HostTraceStopped | FragmentPart

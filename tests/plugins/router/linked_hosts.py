@@ -12,7 +12,7 @@ from scripted_endpoint import EOS, ScriptedEndpoint
 from virtual_fleet import request
 
 from pagoda.fleet.endpoint import Endpoint
-from pagoda.fleet.fleet import new_id
+from pagoda.fleet.fleet import TraceOwner, new_id
 from pagoda.fleet.policies import POLICIES
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -23,7 +23,6 @@ from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
 from pagoda.plugins.router.host_client import HostClient, Identity
 from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.host_sockets import CurveSockets
-from pagoda.plugins.router.host_traces import TraceOwner
 from pagoda.plugins.router.messages import HostRecord
 from pagoda.plugins.router.registry import HostReport, Registry
 from pagoda.telemetry.request_tracker import RequestTracker

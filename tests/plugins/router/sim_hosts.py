@@ -17,12 +17,14 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.executor.sim import sim_token
 from pagoda.fleet.dispatcher import Dispatcher
-from pagoda.fleet.fleet import Fleet, JoinConfig, read_cluster_key
+from pagoda.fleet.fleet import EngineMembers, Fleet
 from pagoda.fleet.policies import POLICIES
+from pagoda.ipc.addresses import Advertised
+from pagoda.ipc.curve import read_cluster_key
 from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.plugins.router.discovery.addresses import Advertised
-from pagoda.plugins.router.discovery.flags import registering
+from pagoda.plugins.router.discovery.choice import registering
+from pagoda.plugins.router.door import JoinConfig
 from pagoda.telemetry.request_tracker import RequestTracker
 
 VOCAB_SIZE = 512
@@ -59,8 +61,8 @@ async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Fle
         max_num_seqs=64,
     )
     host = Fleet(
-        Dispatcher([SimEngine(config).replica], POLICIES["round-robin"]),
-        join=join_config(join, key_file),
+        EngineMembers(Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])),
+        entrance=join_config(join, key_file).entrance,
     )
     await host.start()
     return host

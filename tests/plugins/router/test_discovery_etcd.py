@@ -18,9 +18,9 @@ from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import ConfigError
-from pagoda.plugins.router.discovery.addresses import EtcdPlace, etcd_files
 from pagoda.plugins.router.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError
+from pagoda.plugins.router.discovery.etcd_place import EtcdPlace, etcd_files
 from pagoda.plugins.router.messages import HostRecord
 
 

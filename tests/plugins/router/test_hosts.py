@@ -14,8 +14,9 @@ from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.errors import OverloadedError
-from pagoda.fleet.fleet import Fleet, RouterConfig
+from pagoda.fleet.fleet import Fleet
 from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
+from pagoda.plugins.router.members import HostMembers, RouterConfig
 from pagoda.text.text_generator import TextGenerator
 
 
@@ -29,9 +30,8 @@ async def routed(serve_api: Any, **config: object) -> AsyncIterator[tuple[Any, H
         return discoveries[0]
 
     api = await serve_api(loading=True, **config)
-    fleet = api.service.fleet = Fleet(
-        RouterConfig(discover=discover, keys=KEYS, model="m", model_digest="1")
-    )
+    config = RouterConfig(discover=discover, keys=KEYS, model="m", model_digest="1")
+    fleet = api.service.fleet = Fleet(HostMembers(config))
     starting = asyncio.create_task(fleet.start())
     await until(lambda: bool(discoveries))
     host = Host(ScriptedEndpoint("hello"))
@@ -106,7 +106,7 @@ async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(serve
 
 async def test_a_server_that_is_no_router_has_no_hosts(api: Any) -> None:
     assert (await api.get("/v1/hosts")).status == 503  # it may become one
-    api.service.fleet = SimpleNamespace(is_router=False, registry=None)
+    api.service.fleet = SimpleNamespace(is_router=False)
     answer = await api.get("/v1/hosts")
     assert answer.status == 404
     assert answer.error()["message"] == "This server has no hosts; a router (pagoda route) has."

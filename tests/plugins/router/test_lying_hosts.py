@@ -26,6 +26,7 @@ from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
     Hello,
+    HostLeave,
     KVSource,
     LoadQuery,
     Pooling,
@@ -43,7 +44,7 @@ from pagoda.messages.load import LoadReport, ProcessMemory, ReplicaLoad, StepTot
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, TraceStopped
 from pagoda.plugins.router.host_client import HostClient, Identity
-from pagoda.plugins.router.messages import HostLeave, HostMessage, RouterMessage
+from pagoda.plugins.router.messages import HostMessage, RouterMessage
 
 ROUTER = Identity("router", "m", "1", is_router=True)
 GROUP = KVGroup(layers=(0, 1), kind=KVKind.WINDOW, block_size=32, window=64)

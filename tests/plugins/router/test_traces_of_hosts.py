@@ -34,7 +34,8 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
     tracker = RequestTracker()
     sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
     engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
-    host = Fleet.of_engines(engine, join=join_config(join, key, tracker), tracer=tracer)
+    entrance = join_config(join, key, tracker).entrance
+    host = Fleet.of_engines(engine, entrance=entrance, tracer=tracer)
     control = TraceControl(tracer, [tracker], tmp_path / "host", "serve-1")
     control.join(host)
     await host.start()

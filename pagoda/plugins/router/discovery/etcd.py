@@ -15,7 +15,6 @@ import logging
 import msgspec
 
 from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
-from pagoda.plugins.router.discovery.addresses import EtcdPlace
 from pagoda.plugins.router.discovery.base import (
     BEATS_PER_TTL,
     TTL_S,
@@ -25,6 +24,7 @@ from pagoda.plugins.router.discovery.base import (
     Notices,
 )
 from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
+from pagoda.plugins.router.discovery.etcd_place import EtcdPlace
 from pagoda.plugins.router.messages import HostRecord
 
 _RETRY_S = 0.5

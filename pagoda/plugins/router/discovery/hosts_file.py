@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.files import open_regular
-from pagoda.plugins.router.discovery.addresses import parse_address
+from pagoda.ipc.addresses import parse_address
 from pagoda.plugins.router.discovery.base import Discovery, HostListener, HostTable, Notices
 from pagoda.plugins.router.messages import HostRecord
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pagoda.ipc.addresses import parse_address
 from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.worker_config import CurveKeys
-from pagoda.plugins.router.discovery.addresses import (
-    NO_ETCD_FILES,
-    EtcdPlace,
-    is_etcd,
-    parse_address,
-)
 from pagoda.plugins.router.discovery.base import Context, Discover, Register, Registration
 from pagoda.plugins.router.discovery.etcd import EtcdDiscovery, EtcdRegistration
+from pagoda.plugins.router.discovery.etcd_place import NO_ETCD_FILES, EtcdPlace, is_etcd
 from pagoda.plugins.router.discovery.hosts_file import FileDiscovery
 from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
 from pagoda.plugins.router.messages import HostRecord
