@@ -25,7 +25,7 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
 class Members(Protocol):
-    """What is behind the dispatcher of a server: the engines of this host, or a router's hosts."""
+    """The replicas behind the dispatcher of a server: the engines of this host, or a router's hosts."""
 
     @property
     def dispatcher(self) -> Dispatcher: ...
@@ -97,7 +97,7 @@ class TraceOwner(Protocol):
 
 
 class EngineMembers:
-    """Engine processes of this host."""
+    """The engine processes of this host."""
 
     is_router = False
 
