@@ -33,27 +33,21 @@ class Members(Protocol):
     @property
     def is_router(self) -> bool:
         """True if the members are other servers."""
-        ...
 
     async def start(self, fleet: Fleet) -> None:
         """Returns when requests can be taken. Raises ConfigError or EngineDeadError: they cannot."""
-        ...
 
     def start_trace(self, order: StartTrace) -> None:
         """All members trace from now on, and those that come later."""
-        ...
 
     async def stop_trace(self) -> list[str]:
         """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
-        ...
 
     async def trace_ended(self) -> None:
         """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
-        ...
 
     async def close(self) -> None:
         """Leaves nothing behind, also where the start has failed."""
-        ...
 
 
 class OpenEntrance(Protocol):
@@ -61,11 +55,9 @@ class OpenEntrance(Protocol):
 
     def compare_clocks(self) -> None:
         """Measures how far the clocks of those who ask are ahead, for the trace that has begun."""
-        ...
 
     async def leave(self) -> None:
         """Tells those who ask to send nothing new; running requests continue."""
-        ...
 
     async def close(self) -> None: ...
 
