@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaListener(Protocol):
-    """Whoever has the requests of replicas, and is told of what concerns these."""
+    """The one who has the requests of replicas, and is told of what concerns these."""
 
     def on_engine_lost(self, slot: ReplicaSlot) -> None:
         """The engine is gone, and any request that it may have computed may have killed it."""
