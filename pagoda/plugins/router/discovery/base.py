@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, KeysView
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
+from pagoda.ipc.tls import TlsFiles
 from pagoda.plugins.router.messages import HostRecord
 
 TTL_S = 5.0
@@ -66,6 +68,17 @@ Raises:
     ConfigError: it cannot work as it was asked to.
 """
 Register = Callable[[Context, HostRecord], list[Registration]]
+
+
+@dataclass(frozen=True)
+class DiscoveryPlugin:
+    """A way to find hosts by a URL. Both functions are given the URL, the flag that has it, and the files that the
+    flags of TLS name, and raise ConfigError: the URL or a file cannot be used."""
+
+    discover: Callable[[str, str, TlsFiles], Discover]
+    """The router's side."""
+    register: Callable[[str, str, TlsFiles], Register]
+    """The host's side."""
 
 
 class HostTable:

@@ -15,13 +15,17 @@ import logging
 import msgspec
 
 from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
+from pagoda.ipc.tls import TlsFiles
 from pagoda.plugins.router.discovery.base import (
     BEATS_PER_TTL,
     TTL_S,
+    Discover,
     Discovery,
+    DiscoveryPlugin,
     HostListener,
     HostTable,
     Notices,
+    Register,
 )
 from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
 from pagoda.plugins.router.discovery.etcd_place import EtcdPlace
@@ -208,3 +212,16 @@ class EtcdRegistration:
         if self._lease is not None:
             await self._client.revoke(self._lease)
             self._lease = None
+
+
+def _discover(url: str, flag: str, files: TlsFiles) -> Discover:
+    place = EtcdPlace.parse(url, flag, files)
+    return lambda _context: EtcdDiscovery(place)
+
+
+def _register(url: str, flag: str, files: TlsFiles) -> Register:
+    place = EtcdPlace.parse(url, flag, files)
+    return lambda _context, host: [EtcdRegistration(place, host)]
+
+
+ETCD = DiscoveryPlugin(_discover, _register)

@@ -40,7 +40,7 @@ class EtcdPlace:
         scheme, _, rest = url.partition("://")
         servers, _, prefix = rest.partition("/")
         prefix = prefix.strip("/")
-        if not is_etcd(url) or not prefix:
+        if not url.startswith((_ETCD_SCHEME, _ETCD_TLS_SCHEME)) or not prefix:
             raise ConfigError(
                 f"{flag} must be etcd://HOST:PORT/PREFIX, such as etcd://10.0.0.1:2379/pagoda, "
                 f"or etcds:// for TLS, got {url!r}."
@@ -51,7 +51,3 @@ class EtcdPlace:
         if files.paths:
             raise ConfigError(f"{', '.join(files.flags)} need {flag} etcds://HOST:PORT/PREFIX.")
         return cls(tuple(addresses), prefix)
-
-
-def is_etcd(url: str) -> bool:
-    return url.startswith((_ETCD_SCHEME, _ETCD_TLS_SCHEME))
