@@ -60,8 +60,8 @@ class HostFlags(Protocol):
     """Flags of a plugin by which a server is a host of others."""
 
     @property
-    def peer(self) -> str | None:
-        """Address of a server that this one reaches; None if the flags name none."""
+    def join(self) -> str | None:
+        """URL or addresses of those that are to know this server; None if the flags name none."""
 
     def entrance(self, server: ServerStart) -> Entrance | None:
         """The way by which others ask this server; None if the flags ask for none.

@@ -298,8 +298,8 @@ def serve(
     general.apply(default_level="info")
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
-    peer = None if plugins.of_hosts is None else plugins.of_hosts.peer
-    advertise = "" if handoff.role == "none" else Advertised.parse(cluster.advertise, peer).host
+    join = None if plugins.of_hosts is None else plugins.of_hosts.join
+    advertise = "" if handoff.role == "none" else Advertised.parse(cluster.advertise, join).host
     handed = handoff.config(
         cluster_key_file=cluster.cluster_key_file,
         advertise=advertise,
@@ -308,7 +308,7 @@ def serve(
     config = executor.engine_config(engine, files.model, parallel, handed)
     config = adapters.applied(config)
     server.check_adapters(config.worker.adapters, files)
-    is_host = peer is not None or cluster.port is not None
+    is_host = join is not None or cluster.port is not None
     if cluster.cluster_key_file is not None and not is_host and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
     tracer = Tracer("frontend")

@@ -33,10 +33,6 @@ class JoinFlags:
     """The PEM file of its key, if that is not in the same file."""
 
     @property
-    def peer(self) -> str | None:
-        return self.join
-
-    @property
     def etcd_files(self) -> TlsFiles:
         return etcd_files(self.etcd_cert, self.etcd_key, self.etcd_cacert)
 
