@@ -153,7 +153,7 @@ async def judging_s(size: int = 1_000, *, per_replica: int = 4) -> float:
     durations = []
     for _ in range(5):
         began = time.perf_counter()
-        dispatcher.judge()
+        dispatcher.slots.judge()
         durations.append(time.perf_counter() - began)
     await cancel_all(readings)
     await dispatcher.close()

@@ -35,14 +35,9 @@ from pagoda.cli import output
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.concurrency import event_loop
 from pagoda.concurrency.async_utils import cancel_all
-from pagoda.fleet.discovery.joins import Membership
 from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
-from pagoda.fleet.fleet import read_cluster_key
-from pagoda.fleet.hosts.host_client import Identity
-from pagoda.fleet.hosts.host_server import HostServer
-from pagoda.fleet.hosts.host_sockets import CurveSockets
 from pagoda.fleet.token_stream import TokenStream
-from pagoda.ipc.curve import start_authenticator
+from pagoda.ipc.curve import read_cluster_key, start_authenticator
 from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
@@ -50,8 +45,12 @@ from pagoda.messages.frontend import (
     PrefixCacheUpdate,
     TokenChunk,
 )
-from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
+from pagoda.plugins.router.discovery.joins import Membership
+from pagoda.plugins.router.host_client import Identity
+from pagoda.plugins.router.host_server import HostServer
+from pagoda.plugins.router.host_sockets import CurveSockets
+from pagoda.plugins.router.messages import HostRecord
 from pagoda.text.model_text import load_text
 
 _WORD = " the"

@@ -95,10 +95,6 @@ CORE_ROUTES: dict[str, dict[str, Route]] = {
     "/v1/requests/*": {
         "DELETE": Route(info.cancel_request, "Ends running answers.", RUNNING, statuses=(404,))
     },
-    "/v1/hosts": {"GET": Route(info.list_hosts, "The hosts of a router.", LOOK, statuses=(404,))},
-    "/v1/hosts/*": {
-        "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", OPERATE, statuses=(404,))
-    },
     "/metrics": {
         "GET": Route(
             metrics, "Figures for Prometheus.", LOOK, content_type=PLAIN_TEXT, is_polled=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small routes: health, models, load, version, hosts and running answers."""
+"""The small routes: health, models, load, version and running answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from aiohttp import web
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.request_context import RequestContext
 from pagoda.api.running_answers import running_answers
-from pagoda.fleet.hosts.registry import HostReport
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role
@@ -151,38 +150,6 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
         "num_requests": replica.num_requests,
         "weighed_tokens": replica.weighed_tokens,
         **({} if replica.report is None else figures(replica.report)),
-    }
-
-
-# ---- the hosts of a router
-
-
-async def list_hosts(context: RequestContext) -> web.StreamResponse:
-    """All that are known, used or not."""
-    reports = await context.service.require_registry().hosts()
-    return context.json({"object": "list", "data": [_host(context, report) for report in reports]})
-
-
-async def dismiss_host(context: RequestContext) -> web.StreamResponse:
-    """The host gets nothing new; it finishes what it has, and comes back only when it was started anew."""
-    host_id = context.path_argument
-    if not context.service.require_registry().dismiss(host_id):
-        raise ApiError(404, f"There is no host {host_id[:200]!r}.", code="host_not_found")
-    return context.json({"id": host_id, "object": "host", "state": "leaving"})
-
-
-def _host(context: RequestContext, report: HostReport) -> dict[str, Any]:
-    return {
-        "id": report.id or None,
-        "object": "host",
-        "address": report.address.removeprefix("tcp://"),
-        "model": context.service.config.served_model_name,
-        "role": report.role,
-        "state": report.state,
-        "reason": report.reason or None,
-        "since": None if report.since is None else int(report.since),
-        "num_requests": report.num_requests,
-        "load": None if report.load is None else figures(report.load),
     }
 
 

@@ -24,7 +24,6 @@ from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard
 from pagoda.concurrency.async_utils import LongWork
 from pagoda.fleet.fleet import Fleet
-from pagoda.fleet.hosts.registry import Registry
 from pagoda.fleet.trace_control import TraceControl
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.text_generator import TextGenerator
@@ -160,14 +159,6 @@ class Service:
             pass
         finally:
             self.num_held -= 1
-
-    def require_registry(self) -> Registry:
-        """Raises ApiError: 404, this is no router; 503, it is starting."""
-        if self.fleet is None or (self.is_router and self.fleet.registry is None):
-            raise unavailable("The router is starting.")
-        if self.fleet.registry is None:
-            raise ApiError(404, "This server has no hosts; a router (pagoda route) has.")
-        return self.fleet.registry
 
     def admit(self, model: str | None, client_request: ClientRequest) -> TextGenerator:
         """The generator for a new request that names `model`.

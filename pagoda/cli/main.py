@@ -32,10 +32,6 @@ _CORE = {
     "serve": Command(
         "Serve a model over the APIs of OpenAI, Anthropic and Ollama.", "pagoda.cli.serve:serve"
     ),
-    "route": Command(
-        "Serve a model over these APIs with the hosts that join this router.",
-        "pagoda.cli.route:route",
-    ),
     "generate": Command(
         "Answer prompts, or the lines of an OpenAI batch file.", "pagoda.cli.generate:generate"
     ),

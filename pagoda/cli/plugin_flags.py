@@ -12,6 +12,9 @@ from typing import Any
 from cyclopts import Parameter
 
 from pagoda.api.routes import PLUGINS
+from pagoda.cli.cluster import HostFlags, ServerStart
+from pagoda.errors import ConfigError
+from pagoda.fleet.fleet import Entrance
 
 
 def _flags_of_plugins() -> type[Any]:
@@ -30,6 +33,21 @@ def _flags_of_plugins() -> type[Any]:
 @dataclass(frozen=True)
 class PluginOptions(_flags_of_plugins()):  # type: ignore[misc]  # which ones is known when it is made
     """The flags of all plugins."""
+
+    @property
+    def of_hosts(self) -> HostFlags | None:
+        """The flags by which this server is a host of others; None without the plugin that has them."""
+        flags = (getattr(self, it.name) for it in fields(self))
+        return next((it for it in flags if isinstance(it, HostFlags)), None)
+
+    def entrance(self, server: ServerStart) -> Entrance | None:
+        """The way by which other servers ask this one; None if no flag asks for one.
+        Raises ConfigError: a flag lacks another, or its plugin."""
+        if self.of_hosts is not None:
+            return self.of_hosts.entrance(server)
+        if server.cluster.port is not None:
+            raise ConfigError("--advertise with a port needs the plugin router, which is not here.")
+        return None
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from pagoda.api.allowed_hosts import hosts_for
-from pagoda.api.answer_log import log_answer
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
@@ -30,22 +29,21 @@ from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
 from pagoda.checkpoints.card import read_card
-from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
+from pagoda.cli.cluster import ClusterOptions, ServerStart
 from pagoda.cli.options import SERVER, GeneralOptions, ProfileOptions, Seconds, bytes_of, tls_files
 from pagoda.cli.plugin_flags import PluginOptions, opened
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
-from pagoda.fleet.discovery.addresses import Advertised, etcd_files
-from pagoda.fleet.discovery.flags import registering
-from pagoda.fleet.fleet import Fleet, JoinConfig, read_cluster_key
+from pagoda.fleet.fleet import Entrance, Fleet
+from pagoda.ipc.addresses import Advertised
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import available_memory_bytes, format_bytes
-from pagoda.ipc.tls import ServerTls, TlsFiles, client_context
+from pagoda.ipc.tls import ServerTls, client_context
 from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
@@ -55,9 +53,8 @@ from pagoda.llm.engine_options import (
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
 from pagoda.messages.frontend import EngineReady
-from pagoda.messages.worker_config import CurveKeys, Role
+from pagoda.messages.worker_config import Role
 from pagoda.telemetry.request_spans import RequestSpans
-from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 from pagoda.text.answer_formats import AUTO, ParserChoice
 from pagoda.text.model_text import SpecialTokensInText, load_text
@@ -253,71 +250,6 @@ def _memory_of(flag: str, given: int | str) -> int:
     return amount
 
 
-@Parameter(name="*", group=Group("Routers above", sort_key=25))
-@dataclass(frozen=True, kw_only=True)
-class JoinOptions:
-    """Routers that this server works for, besides its own API."""
-
-    join: Annotated[str | None, Parameter(metavar="HOST:PORT,...|etcd[s]://HOST:PORT/PREFIX")] = (
-        None
-    )
-    """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
-    cluster_key_file: Path | None = None
-    """A file with the secret that hosts and routers share."""
-    etcd_cacert: Path | None = None
-    """A PEM file of the authorities by which an etcd at etcds://... is known, instead of those of this machine."""
-    etcd_cert: Path | None = None
-    """A PEM file with the certificate to show to etcd (mutual TLS)."""
-    etcd_key: Path | None = None
-    """The PEM file of its key, if that is not in the same file."""
-    advertise: Annotated[str | None, Parameter(metavar="[HOST][:PORT]")] = None
-    """The address of this machine at which routers reach it; without a port a free one is taken, without a host
-    the address from which it reaches the router or etcd of --join."""
-
-    @property
-    def advertised(self) -> Advertised:
-        """Raises ConfigError for a bad --advertise."""
-        return Advertised.parse(self.advertise, self.join)
-
-    @property
-    def is_used(self) -> bool:
-        """True if any router is served. Raises ConfigError for a bad --advertise."""
-        return self.join is not None or self.advertised.port is not None
-
-    def config(self, files: ModelFiles, spans: RequestSpans | None) -> JoinConfig | None:
-        """None if no router is served. `spans` are made of the answers to routers.
-
-        Raises ConfigError if a flag lacks another or has an impossible value.
-        """
-        if not self.is_used:
-            return None
-        tracker = RequestTracker()
-        tracker.subscribe(on_finish=log_answer)
-        if spans is not None:
-            spans.follow(tracker)
-        keys = self.keys("--join" if self.join is not None else "--advertise with a port")
-        return JoinConfig(
-            register=registering(self.join, keys, self.etcd_files),
-            keys=keys,
-            advertised=self.advertised,
-            model=files.served_name,
-            model_digest=model_digest(files),
-            tracker=tracker,
-        )
-
-    @property
-    def etcd_files(self) -> TlsFiles:
-        return etcd_files(self.etcd_cert, self.etcd_key, self.etcd_cacert)
-
-    def keys(self, user: str) -> CurveKeys:
-        """Raises ConfigError if --cluster-key-file, which `user` needs, is missing or holds no secret."""
-        if self.cluster_key_file is None:
-            raise ConfigError(
-                f"{user} needs --cluster-key-file, a file with the secret that hosts and routers share."
-            )
-        return read_cluster_key(self.cluster_key_file)
-
-
 @Parameter(name="*", group=Group("Adapters", sort_key=12))
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
@@ -349,7 +281,7 @@ def serve(
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
     executor: ExecutorOptions = ExecutorOptions(),
-    join: JoinOptions = JoinOptions(),
+    cluster: ClusterOptions = ClusterOptions(),
     handoff: HandoffOptions = HandoffOptions(),
     adapters: AdapterOptions = AdapterOptions(),
     profile: ProfileOptions = ProfileOptions(),
@@ -366,29 +298,32 @@ def serve(
     general.apply(default_level="info")
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
+    join = None if plugins.of_hosts is None else plugins.of_hosts.join
+    advertise = "" if handoff.role == "none" else Advertised.parse(cluster.advertise, join).host
     handed = handoff.config(
-        cluster_key_file=join.cluster_key_file,
-        advertise="" if handoff.role == "none" else join.advertised.host,
+        cluster_key_file=cluster.cluster_key_file,
+        advertise=advertise,
         num_replicas=parallel.data_parallel_size,
     )
     config = executor.engine_config(engine, files.model, parallel, handed)
     config = adapters.applied(config)
     server.check_adapters(config.worker.adapters, files)
-    if not join.is_used and join.cluster_key_file is not None and handed is None:
+    is_host = join is not None or cluster.port is not None
+    if cluster.cluster_key_file is not None and not is_host and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
     tracer = Tracer("frontend")
     return run_server(
         files,
-        lambda join: Fleet.of_engines(
+        lambda entrance: Fleet.of_engines(
             config,
             parallel.data_parallel_policy,
-            join=join,
+            entrance=entrance,
             tracer=tracer,
             adapter_directory=adapters.allow_lora_loading,
         ),
         tracer,
         started,
-        (server, join, profile, plugins),
+        (server, cluster, profile, plugins),
         tiers=config.kv_tiers,
         simulated=config.executor == "sim",
     )
@@ -396,24 +331,24 @@ def serve(
 
 def run_server(
     files: ModelFiles,
-    make_fleet: Callable[[JoinConfig | None], Fleet],
+    make_fleet: Callable[[Entrance | None], Fleet],
     tracer: Tracer,
     started: float,
-    options: tuple[ServerOptions, JoinOptions, ProfileOptions, PluginOptions],
+    options: tuple[ServerOptions, ClusterOptions, ProfileOptions, PluginOptions],
     *,
     tiers: KVTiersConfig | None = None,
     simulated: bool = False,
 ) -> int:
-    """Serves the API over a fleet, to clients and to the routers above, until SIGTERM or Ctrl-C.
+    """Serves the API over a fleet, to clients and to whom flags of plugins let in, until SIGTERM or Ctrl-C.
 
     Args:
         started: When the command began, on the clock of `time.perf_counter`.
         simulated: The text is that of the simulated executor's tokens.
     """
-    server, join, profile, plugins = options
+    server, cluster, profile, plugins = options
     raise_descriptor_limit()  # connections are bounded by what it is then
     spans = server.spans(files)
-    joined = join.config(files, spans)
+    entrance = plugins.entrance(ServerStart(files, cluster, spans))
     config = server.config(files)
 
     def announce(url: str, limits: EngineReady) -> None:
@@ -436,7 +371,7 @@ def run_server(
         event_loop.run(
             serve_api(
                 config,
-                partial(make_fleet, joined),
+                partial(make_fleet, entrance),
                 partial(
                     load_text,
                     files,
@@ -450,7 +385,7 @@ def run_server(
                 profile=profile.config(),
                 tracer=tracer,
                 spans=spans,
-                further_trackers=() if joined is None else [joined.tracker],
+                further_trackers=() if entrance is None else [entrance.tracker],
             )
         )
     return 0

@@ -11,15 +11,12 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import (
-    ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineLostError,
@@ -28,14 +25,10 @@ from pagoda.errors import (
     PagodaError,
 )
 from pagoda.fleet.admission import Admission
-from pagoda.fleet.drain import Drain
-from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
-from pagoda.fleet.fleet_health import health_of
-from pagoda.fleet.outliers import Ejection, OutlierDetector
+from pagoda.fleet.endpoint import Health, ReplicaState
 from pagoda.fleet.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.fleet.placer import Placer
 from pagoda.fleet.policies import Policy
-from pagoda.fleet.prefix_index import CacheUnion
 from pagoda.fleet.replica import Replica
 from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.fleet.totals import sum_of_loads
@@ -44,10 +37,9 @@ from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
     GenerateRequest,
-    StepStatistics,
     TokenChunk,
 )
-from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.messages.load import LoadReport
 from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -84,33 +76,27 @@ class Dispatcher:
         self._tracer = tracer or Tracer("frontend")
         self._clock = clock or LoopClock()
         self._offload = offload
-        self._cache = CacheUnion()
-        self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
-        self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock)
+        needs_prefixes = (lambda _: False) if offload is None else offload.needs_prefixes
+        self.slots = ReplicaSet(
+            policy, self._clock, keeps_half=keeps_half, needs_prefixes=needs_prefixes
+        )
         """The replicas and what is known about them."""
-        self._placer = Placer(self.slots, self._clock, no_replica_timeout_s, self._uses_prefixes)
+        self._placer = Placer(self.slots, self._clock, no_replica_timeout_s)
         self.quarantine = self._placer.quarantine
-        self.slots.on_room = self._placer.wake
-        self._admission = Admission(self.slots, self._clock)
-        self.requests: dict[str, TrackedRequest] = {}
+        self.requests = self._placer.requests
         """The requests that have not ended, by id."""
+        self._admission = Admission(self.slots.sums, self._clock)
         self._judge_timer: asyncio.TimerHandle | None = None
-        self.is_subscribed = False
-        """True while replicas tell what they have cached."""
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._num_failed = 0
-        self._drain = Drain()
-        self._failed = asyncio.Event()
-        self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
-            self._new_slot(replica)
+            self.slots.add(replica)
+        # Others answer for the dispatcher.
+        self.add, self.remove = self.slots.join, self.slots.remove
+        self.set_leaving, self.wait_failed = self.slots.set_leaving, self.slots.wait_failed
+        self.watch, self.hold = self.slots.watch, self._admission.hold
+        self.subscribe_cache = self.slots.subscribe_cache
+        self.subscribe_steps = self.slots.subscribe_steps
 
     # ---- replicas come and go
-
-    def _new_slot(self, replica: Replica) -> ReplicaSlot:
-        slot = self.slots.new_slot(replica)
-        slot.unwatch = replica.watch(partial(self._on_change, slot))
-        return slot
 
     @property
     def replicas(self) -> list[Replica]:
@@ -118,50 +104,18 @@ class Dispatcher:
 
     @property
     def limits(self) -> EngineReady:
-        return self.slots.limits
+        return self.slots.sums.total
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
 
         Raises what `Replica.start` raises; of several replicas, the error names the one.
         """
-        starts = [asyncio.create_task(self._start(slot)) for slot in self.slots]
         try:
-            await asyncio.gather(*starts)
+            await self.slots.start()
         except BaseException:
-            await cancel_all(starts)
             await self.close()
             raise
-        for slot in self.slots:
-            self._take_in(slot)
-            self._spawn(self._watch(slot))
-        self.update_subscriptions()
-
-    async def _start(self, slot: ReplicaSlot) -> None:
-        try:
-            await slot.replica.start()
-        except (ConfigError, EngineDeadError) as error:
-            raise type(error)(f"{self.slots.prefix(slot)}{error}") from error
-
-    def add(self, replica: Replica) -> None:
-        """Takes in a replica that has started. The caller watches whether it fails, and removes it then."""
-        slot = self._new_slot(replica)
-        self._take_in(slot)
-        self.update_subscriptions()
-        self._on_change(slot)
-
-    def _take_in(self, slot: ReplicaSlot) -> None:
-        self.slots.take_limits(slot)
-        if self.is_subscribed:
-            self._subscribe(slot)
-
-    def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
-        """Gives a replica that leaves no new requests; those that it has go on there."""
-        slot = self.slots[replica]
-        if slot.is_leaving is not is_leaving:
-            slot.is_leaving = is_leaving
-            self.slots.refit(slot)
-            self._notify()
 
     async def emptied(self, replica: Replica) -> None:
         """Returns when a replica that leaves has no requests any more."""
@@ -170,115 +124,19 @@ class Dispatcher:
             slot.left.clear()
             await slot.left.wait()
 
-    def remove(self, replica: Replica) -> None:
-        """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
-        slot = self.slots.get(replica)
-        if slot is not None:
-            slot.unwatch()
-            self._unsubscribe(slot)
-            self.slots.remove(slot)
-            self.update_subscriptions()
-            self._notify()
-
     def num_requests(self, replica: Replica) -> int:
         return len(self.slots[replica].requests)
-
-    def _on_change(self, slot: ReplicaSlot) -> None:
-        if slot not in self.slots:
-            return  # it was removed by another who was told the same
-        is_ready = slot.replica.state is ReplicaState.READY
-        is_end = self._placer.failure is not None  # of all replicas; none was lost
-        had_engine, slot.had_engine = slot.had_engine, slot.replica.is_open
-        was_ready, slot.was_ready = slot.was_ready, is_ready
-        if had_engine and not slot.replica.is_open and not is_end:
-            slot.num_losses += 1
-            if slot.replica.blames_requests:
-                self.quarantine.blame_requests_of(slot)
-        if was_ready and not is_ready and not is_end:
-            self._eject(self._outliers.on_loss(slot.health))
-        if is_ready and not was_ready:
-            slot.health.heard_at = self._clock.now()  # it could not get on before
-        if not is_ready:
-            slot.prefixes.clear()
-        if slot.limits is not None:
-            self.slots.take_limits(slot)
-        self.slots.refit(slot)
-        if slot.replica.state is ReplicaState.DEGRADED and self.slots.others_may_help(slot):
-            self.quarantine.on_worker_lost(slot)
-            self._move_requests_of(slot)
-        self._notify()
-
-    def _notify(self) -> None:
-        for listener in list(self._listeners):
-            listener()
-
-    def update_subscriptions(self) -> None:
-        """Subscribes to what replicas have cached as long as that matters: to the choice of a replica, to the
-        offload of prompts, or to listeners."""
-        matters = self._uses_prefixes() or bool(self._cache.listeners)
-        if matters is not self.is_subscribed:
-            self.is_subscribed = matters
-            for slot in self.slots:
-                (self._subscribe if matters else self._unsubscribe)(slot)
-
-    def _uses_prefixes(self) -> bool:
-        is_choice = self.slots.policy.uses_prefixes and len(self.slots) > 1
-        return is_choice or (self._offload is not None and self._offload.needs_prefixes(self.slots))
-
-    def _subscribe(self, slot: ReplicaSlot) -> None:
-        slot.unsubscribe = slot.replica.subscribe_cache(slot.prefixes.apply)
-
-    def _unsubscribe(self, slot: ReplicaSlot) -> None:
-        if slot.unsubscribe is not None:
-            slot.unsubscribe()
-            slot.unsubscribe = None
-        slot.prefixes.clear()
-
-    async def _watch(self, slot: ReplicaSlot) -> None:
-        failure = await slot.replica.wait_failed()
-        self._num_failed += 1
-        if self._num_failed >= len(self.slots):
-            self._fail(EngineDeadError(f"{self.slots.prefix(slot)}{failure}"))
-        else:
-            _log.error(
-                "%s%s; %d of %d replicas go on",
-                self.slots.prefix(slot),
-                str(failure).removesuffix("."),
-                len(self.slots) - self._num_failed,
-                len(self.slots),
-            )
-
-    async def wait_failed(self) -> EngineDeadError:
-        """Returns when all replicas are given up (or this is closed), with the reason."""
-        await self._failed.wait()
-        return self._placer.failure or EngineDeadError("The engine was closed.")
-
-    def _fail(self, error: EngineDeadError) -> None:
-        if self._placer.failure is None:
-            self._placer.failure = error
-            self._failed.set()
-            for tracked in self.requests.values():
-                tracked.wake()
-
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # ---- Endpoint
 
     @property
     def state(self) -> ReplicaState:
         """The state of the best replica that takes requests; degraded without any, as requests wait for one."""
-        if self._placer.failure is not None:
+        if self.slots.failure is not None:
             return ReplicaState.FAILED
-        if not self.slots.has_limits:
+        if not self.slots.sums.are_known:
             return ReplicaState.STARTING
-        return ReplicaState.READY if self.slots.num_ready else ReplicaState.DEGRADED
-
-    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
-        self._listeners.append(listener)
-        return partial(self._listeners.remove, listener)
+        return ReplicaState.READY if self.slots.takers.num_ready else ReplicaState.DEGRADED
 
     async def abort(self, request_id: str) -> None:
         tracked = self.requests.get(request_id)
@@ -294,79 +152,37 @@ class Dispatcher:
         """Counts that the request's replica does not do in time what takes no time."""
         tracked = self.requests.get(request_id)
         if tracked is not None and tracked.placement is not None:
-            self._eject(self._outliers.on_failure(tracked.placement.slot.health))
+            self.slots.on_unanswered(tracked.placement.slot)
 
     async def load(self) -> LoadReport:
-        if self._placer.failure is not None:
-            raise EngineDeadError(str(self._placer.failure))
-        slots = list(self.slots)
-        reports = await asyncio.gather(*(slot.load() for slot in slots))
-        loads = tuple(map(self._load_of, slots, reports))
-        num_waiting = sum(tracked.placement is None for tracked in self.requests.values())
-        both = zip(slots, reports, strict=True)
-        counted = [slot.replica.counters for slot, report in both if report is None]
-        return sum_of_loads(loads, num_held=num_waiting, counted=counted)
-
-    def _load_of(self, slot: ReplicaSlot, report: LoadReport | None) -> ReplicaLoad:
-        state = slot.replica.state
-        is_ejected = state is ReplicaState.READY and self.slots.share(slot) == 0
-        return ReplicaLoad(
-            name=slot.name,
-            state="ejected" if is_ejected else state,
-            num_requests=len(slot.requests),
-            weighed_tokens=slot.work.pending_tokens,
-            num_losses=slot.num_losses + slot.replica.counters.num_engine_restarts,
-            report=report,
-        )
-
-    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
-        ends = contextlib.ExitStack()
-        ends.callback(self.update_subscriptions)
-        ends.callback(self._cache.listen(listener))
-        self.update_subscriptions()
-        return ends.close
-
-    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
-        """Subscribes to the steps of the replicas that there are. Replicas that come later are hosts, whose steps
-        are told there."""
-
-        def pass_on(replica: str, steps: StepStatistics) -> None:
-            listener(msgspec.structs.replace(steps, replica=replica))
-
-        ends = contextlib.ExitStack()
-        for slot in self.slots:
-            ends.callback(slot.replica.subscribe_steps(partial(pass_on, slot.name)))
-        return ends.close
+        if self.slots.failure is not None:
+            raise EngineDeadError(str(self.slots.failure))
+        loads, counted = await self.slots.loads()
+        num_held = sum(tracked.placement is None for tracked in self.requests.values())
+        return sum_of_loads(loads, num_held=num_held, counted=counted)
 
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""
-        if self._placer.failure is not None:
-            return Health(False, str(self._placer.failure))
-        if self._drain.has_begun:
+        if self.slots.failure is not None:
+            return Health(False, str(self.slots.failure))
+        if self._admission.is_draining:
             return Health(False, "the server is shutting down")
-        return await health_of(self.slots)
-
-    def hold(self, body: str) -> contextlib.AbstractContextManager[None]:
-        return self._drain.hold(body)
+        return await self.slots.health()
 
     async def drain(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._drain.run()
+                await self._admission.drain()
                 await asyncio.gather(*(slot.replica.drain(timeout_s) for slot in self.slots))
-        self._drain.end()
+        self._admission.end()
         for request_id in list(self.requests):
             await self.abort(request_id)
 
     async def close(self) -> None:
         if self._judge_timer is not None:
             self._judge_timer.cancel()
-        await cancel_all(list(self._tasks))
-        self._fail(EngineDeadError("The engine was closed."))
-        closes = (slot.replica.close() for slot in self.slots)
-        for end in await asyncio.gather(*closes, return_exceptions=True):
-            if isinstance(end, BaseException):
-                raise end
+        await self._placer.close()
+        await self.slots.close()
 
     # ---- the way of a request
 
@@ -401,7 +217,7 @@ class Dispatcher:
                         raise
                     tracked.refusals[slot.number] = error.retry_after_s
                     self._placer.leave(tracked)
-                    self.slots.on_full(slot, error.retry_after_s)
+                    self.slots.takers.on_full(slot, error.retry_after_s)
                 finally:
                     self._placer.leave(tracked)
             if tracked.ending is not None:
@@ -416,7 +232,6 @@ class Dispatcher:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.observe_length(len(tracked.token_ids))
             del self.requests[tracked.request_id]
-            self._drain.leave(request.body)
 
     def _accept(self, request: GenerateRequest) -> TrackedRequest:
         """Admission control: an accepted request always gets a final chunk, whatever happens to engines, unless no
@@ -426,9 +241,9 @@ class Dispatcher:
         have no room, DeadlineError if the deadline has passed, InvalidRequestError if a request with this id is
         running (which goes on undisturbed).
         """
-        if self._placer.failure is not None:
-            raise EngineDeadError(str(self._placer.failure))
-        self._drain.check(request.body)
+        if self.slots.failure is not None:
+            raise EngineDeadError(str(self.slots.failure))
+        self._admission.check_open(request.body)
         if request.request_id in self.requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
         if request.timeout_s is not None and request.timeout_s <= 0:
@@ -437,13 +252,16 @@ class Dispatcher:
             self._end(self.requests[request_id], self._admission.full())
         tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock.now())
         self._admission.enter(tracked)
-        self._drain.enter(request.body)
         return tracked
 
     def check_room(self, tenant: str, weight: float) -> None:
         """Raises OverloadedError if a request of this tenant is refused at the moment, however short it is. Costs
         next to nothing, where refusing a request that was tokenized first does not."""
-        if self._placer.failure is None and not self._drain.has_begun and self.slots.has_limits:
+        if (
+            self.slots.failure is None
+            and not self._admission.is_draining
+            and self.slots.sums.are_known
+        ):
             self._admission.check(tenant, weight)
 
     def _end(self, tracked: TrackedRequest, ending: PagodaError) -> None:
@@ -452,10 +270,7 @@ class Dispatcher:
             return
         tracked.ending, tracked.state = ending, RequestState.ABORTED
         self._admission.give_up(tracked)
-        if tracked.placement is not None:
-            self._spawn(tracked.placement.slot.replica.abort(tracked.request_id))
-        else:
-            tracked.wake()
+        self._placer.abort(tracked)
 
     @contextlib.asynccontextmanager
     async def _stream(
@@ -548,16 +363,6 @@ class Dispatcher:
             extra={"request_id": tracked.request_id},
         )
 
-    def _move_requests_of(self, slot: ReplicaSlot) -> None:
-        """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have
-        their tokens sooner."""
-        for tracked in slot.requests:
-            is_moved = tracked.state in (RequestState.MOVING, RequestState.ABORTED)
-            stays = is_moved or slot.held_for is tracked
-            if not stays and self.slots.has_other(slot, tracked.request):
-                tracked.state = RequestState.MOVING
-                self._spawn(slot.replica.abort(tracked.request_id))
-
     # ---- replicas that do worse than others
 
     @property
@@ -574,27 +379,7 @@ class Dispatcher:
         self._judge_timer = None
         if self.requests:
             self._judge_soon()
-            self.judge()
-
-    def judge(self) -> None:
-        """Compares all replicas once. New requests avoid the worst, and requests that hang there are moved."""
-        ejected, stuck = self._outliers.check(lambda number: self.slots.by_number(number).waiting())
-        for ejection in ejected:
-            self._eject(ejection)
-        for number in stuck:
-            self._move_requests_of(self.slots.by_number(number))
-
-    def _eject(self, ejection: Ejection | None) -> None:
-        if ejection is None:
-            return
-        slot = self.slots.by_number(ejection.replica)
-        self.slots.refit(slot)
-        _log.warning(
-            "%sgets no new requests for %g s: %s",
-            self.slots.prefix(slot),
-            ejection.duration_s,
-            ejection.reason,
-        )
+            self.slots.judge()
 
 
 class _MovedError(Exception):

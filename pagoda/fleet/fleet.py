@@ -1,117 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of this host, or the hosts of a router, behind one dispatcher."""
+"""A server's replicas behind one dispatcher, and the ways by which requests come to it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
-import zmq
 
-from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.fleet.adapters import AdapterRegistry
-from pagoda.fleet.discovery.addresses import Advertised
-from pagoda.fleet.discovery.base import Context, Discover, Register, Registration
-from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
+from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.engine_client import EngineClient
-from pagoda.fleet.hosts.host_client import Identity
-from pagoda.fleet.hosts.host_server import HostServer
-from pagoda.fleet.hosts.host_sockets import CurveSockets
-from pagoda.fleet.hosts.host_traces import TraceOwner
-from pagoda.fleet.hosts.registry import Registry
 from pagoda.fleet.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
-from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.hosts import HostRecord
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.worker_config import CurveKeys
 from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.request_tracker import RequestTracker
-from pagoda.telemetry.tracer import Tracer
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
-MIN_SECRET_BYTES = 16
 
-_log = logging.getLogger(__name__)
+class Members(Protocol):
+    """The replicas behind the dispatcher of a server: the engines of this host, or a router's hosts."""
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def is_router(self) -> bool:
+        """True if the members are other servers."""
+
+    async def start(self, fleet: Fleet) -> None:
+        """Returns when requests can be taken. Raises ConfigError or EngineDeadError: they cannot."""
+
+    def start_trace(self, order: StartTrace) -> None:
+        """All members trace from now on, and those that come later."""
+
+    async def stop_trace(self) -> list[str]:
+        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
+
+    async def trace_ended(self) -> None:
+        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
+
+    async def close(self) -> None:
+        """Leaves nothing behind, also where the start has failed."""
+
+
+class OpenEntrance(Protocol):
+    """An entrance that is open."""
+
+    def compare_clocks(self) -> None:
+        """Measures how far the clocks of those who ask are ahead, for the trace that has begun."""
+
+    async def leave(self) -> None:
+        """Tells those who ask to send nothing new; running requests continue."""
+
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class JoinConfig:
-    register: Register
-    keys: CurveKeys
-    advertised: Advertised
-    model: str
-    model_digest: str
-    tracker: RequestTracker = field(default_factory=RequestTracker)
+class Entrance:
+    """A way to the dispatcher of a server besides its API."""
+
+    open: Callable[[Fleet], OpenEntrance]
+    """Lets others in to a fleet that has started. Raises ConfigError: it cannot, and leaves nothing behind."""
+    tracker: RequestTracker
+    """Tracker of the answers that go through the entrance."""
 
 
-@dataclass(frozen=True)
-class RouterConfig:
-    discover: Discover
-    keys: CurveKeys
-    model: str
-    model_digest: str
-    policy: PolicyName = DEFAULT_POLICY
-    remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
-    """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
-    no_replica_timeout_s: float = DEFAULT_NO_REPLICA_TIMEOUT_S
-    """Seconds that a request waits while no host takes requests."""
+class EndedTrace(Protocol):
+    @property
+    def problems(self) -> Sequence[str]: ...
+
+
+class TraceOwner(Protocol):
+    """The tracing of a server, which those who ask it may begin: a `TraceControl`."""
+
+    directory: Path
+    run: str
+
+    async def start(self, level: TraceLevel) -> TraceSession: ...
+
+    async def stop(self) -> EndedTrace: ...
+
+
+class EngineMembers:
+    """The engine processes of this host."""
+
+    is_router = False
+
+    def __init__(self, dispatcher: Dispatcher, engines: Sequence[EngineClient] = ()) -> None:
+        """`engines` are the replicas of the dispatcher that trace."""
+        self.dispatcher = dispatcher
+        self._engines = engines
+
+    async def start(self, _: Fleet) -> None:
+        await self.dispatcher.start()
+
+    def start_trace(self, order: StartTrace) -> None:
+        for engine in self._engines:
+            engine.start_trace(order)
+
+    async def stop_trace(self) -> list[str]:
+        ends = await asyncio.gather(*(engine.stop_trace() for engine in self._engines))
+        return [problem for problems in ends for problem in problems]
+
+    async def trace_ended(self) -> None:
+        await asyncio.gather(*(engine.trace_ended() for engine in self._engines))
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
 
 
 class Fleet:
-    """A dispatcher over the engines of this host or the hosts of a router; may serve the routers above."""
+    """The replicas of one server, from its start to its end."""
 
     def __init__(
         self,
-        members: Dispatcher | RouterConfig,
-        engines: Sequence[EngineClient] = (),
+        members: Members,
         *,
-        join: JoinConfig | None = None,
+        entrance: Entrance | None = None,
         tracer: Tracer | None = None,
         adapters: AdapterRegistry | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """`engines` are the replicas of the dispatcher that trace; `tracer` and `faults` are those of this
-        process.
-
-        No `join` serves no routers. With both, the keys of the router and of `join` are the same.
-        """
-        self._engines = engines
+        """`tracer` and `faults` are those of this process. No `entrance` lets in clients of the API alone."""
+        self.members = members
+        self.dispatcher = members.dispatcher
+        self.is_router = members.is_router
+        self.tracer = tracer or Tracer("frontend")
         self.adapters = adapters or AdapterRegistry()
         self.faults = faults or Faults(None)
-        self._join = join
-        self._tracer = tracer or Tracer("frontend")
-        self._context: Context = zmq.Context()
-        self._router: tuple[RouterConfig, PrefillDecodeRouter] | None = None
-        self._door: HostServer | None = None
-        self._registrations: list[Registration] = []
-        self._order: StartTrace | None = None
-        """The trace under way."""
-        self.tracing: TraceOwner | None = None
-        """Tracing of this server for routers above; set before the start."""
         self.id = new_id()
-        self.is_router = not isinstance(members, Dispatcher)
-        self.registry: Registry | None = None
-        """Registry of a router's hosts, once the router has started."""
-        if isinstance(members, Dispatcher):
-            self.dispatcher = members
-            return
-        # There is no host too many but for the system, which has limits of its own.
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        hosts = PrefillDecodeRouter(
-            POLICIES[members.policy],
-            members.remote_prefill_min_tokens,
-            self._tracer,
-            no_replica_timeout_s=members.no_replica_timeout_s,
-        )
-        self._router = members, hosts
-        self.dispatcher = hosts.dispatcher
+        self.tracing: TraceOwner | None = None
+        """Tracing of this server; set before the start."""
+        self._entrance = entrance
+        self._open: OpenEntrance | None = None
 
     @classmethod
     def of_engines(
@@ -119,7 +147,7 @@ class Fleet:
         engine: EngineConfig,
         policy: PolicyName = DEFAULT_POLICY,
         *,
-        join: JoinConfig | None = None,
+        entrance: Entrance | None = None,
         tracer: Tracer | None = None,
         adapter_directory: Path | None = None,
     ) -> Fleet:
@@ -132,115 +160,48 @@ class Fleet:
         engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
         replicas = [engine.replica for engine in engines]
         dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
-        adapters = AdapterRegistry(engine.worker, engines, adapter_directory)
-        faults = Faults(engine.faults)
-        return cls(dispatcher, engines, join=join, tracer=tracer, adapters=adapters, faults=faults)
+        return cls(
+            EngineMembers(dispatcher, engines),
+            entrance=entrance,
+            tracer=tracer,
+            adapters=AdapterRegistry(engine.worker, engines, adapter_directory),
+            faults=Faults(engine.faults),
+        )
 
     async def start(self) -> None:
         """Returns when requests can be taken.
 
         Raises ConfigError or EngineDeadError if the fleet cannot start; `close` leaves nothing behind.
         """
-        if self._router is None:
-            await self.dispatcher.start()
-        else:
-            config, hosts = self._router
-            start_authenticator(self._context, config.keys)
-            self.registry = Registry(
-                hosts,
-                config.discover(self._context),
-                CurveSockets(self._context, config.keys, self.faults),
-                self._identity(config),
-                self._tracer,
-            )
-            if self._order is not None:
-                self.registry.start_trace(self._order)
-            await self.registry.first_host()
-        if self._join is not None:
-            self._serve_routers(self._join)
-
-    def _serve_routers(self, join: JoinConfig) -> None:
-        if not self.is_router:
-            start_authenticator(self._context, join.keys)
-        host, port = join.advertised.host, join.advertised.port
-        self._door = HostServer(
-            self.dispatcher,
-            CurveSockets(self._context, join.keys, self.faults),
-            f"tcp://{host}:{'*' if port is None else port}",
-            self._identity(join),
-            self._tracer,
-            join.tracker,
-            self.tracing,
-        )
-        record = HostRecord(host_id=self.id, address=f"tcp://{host}:{self._door.port}")
-        _log.info("routers reach this host at %s:%d", host, self._door.port)
-        self._registrations = join.register(self._context, record)
-
-    def _identity(self, config: JoinConfig | RouterConfig) -> Identity:
-        return Identity(self.id, config.model, config.model_digest, self.is_router)
+        await self.members.start(self)
+        if self._entrance is not None:
+            self._open = self._entrance.open(self)
 
     async def leave(self) -> None:
-        """Tells routers to send nothing new; running requests continue."""
-        if self._door is not None:
-            self._door.leave()
-        await self._unregister()
+        """Tells all who ask through the entrance to send nothing new; running requests continue."""
+        if self._open is not None:
+            await self._open.leave()
 
     async def close(self) -> None:
-        await self._unregister()
-        if self._door is not None:
-            await self._door.close()
-        if self.registry is not None:
-            await self.registry.close()
-        await (self.dispatcher if self._router is None else self._router[1]).close()
-        self._context.term()
-
-    async def _unregister(self) -> None:
-        registrations, self._registrations = self._registrations, []
-        await asyncio.gather(*(registration.close() for registration in registrations))
+        if self._open is not None:
+            await self._open.close()
+        await self.members.close()
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host, or the hosts of a router, and those that come later trace from now on."""
-        self._order = order
-        if self.registry is not None:
-            self.registry.start_trace(order)
-        for engine in self._engines:
-            engine.start_trace(order)
-        if self._door is not None:
-            self._door.compare_clocks()
+        """All members trace from now on, and those that come later."""
+        self.members.start_trace(order)
+        if self._open is not None:
+            self._open.compare_clocks()
 
     async def stop_trace(self) -> list[str]:
-        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
-        self._order = None
-        members = self._engines if self.registry is None else [self.registry]
-        ends = await asyncio.gather(*(member.stop_trace() for member in members))
-        return [problem for problems in ends for problem in problems]
+        return await self.members.stop_trace()
 
     async def trace_ended(self) -> None:
-        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
-        await asyncio.gather(*(engine.trace_ended() for engine in self._engines))
+        await self.members.trace_ended()
 
 
 def new_id() -> str:
     return secrets.token_hex(8)
-
-
-def read_cluster_key(path: Path) -> CurveKeys:
-    """The keys of all hosts and routers that have this file; raises what `read_cluster_secret` does."""
-    return keys_of(read_cluster_secret(path))
-
-
-def read_cluster_secret(path: Path) -> bytes:
-    """Raises ConfigError if the file cannot be read or is too short to be a secret."""
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"--cluster-key-file {path} cannot be read ({error.strerror}).") from None
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"--cluster-key-file {path} must hold a secret of {MIN_SECRET_BYTES} bytes or more, "
-            f"such as `openssl rand -hex 32` makes; it has {len(secret)}."
-        )
-    return secret
 
 
 def replicas_of(engine: EngineConfig) -> list[EngineConfig]:

@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts requests at replicas: waits for one that takes them, and keeps count of what each replica has."""
+"""The places of requests: waits for a replica that takes them, keeps count of what each has, moves requests of
+replicas that compute nothing, and tells requests that kill engines from others."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections import OrderedDict
 from itertools import islice
 from operator import attrgetter
 
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import EngineDeadError, NoReplicaError, OverloadedError
+from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.load_tracker import RequestWork
-from pagoda.fleet.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
+from pagoda.fleet.placement import (
+    LONE_CRASHES,
+    MAX_CRASHES,
+    Placement,
+    ReplicaSlot,
+    RequestState,
+    TrackedRequest,
+)
 from pagoda.fleet.prefix_index import short_keys
-from pagoda.fleet.quarantine import Quarantine
 from pagoda.fleet.replica_set import ReplicaSet
+from pagoda.fleet.takers import Takers
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import prefix_keys
 
@@ -26,24 +37,20 @@ _RETRY_S = 1
 
 
 class Placer:
-    """Enters requests at replicas and takes them off again."""
+    """Enters requests at replicas and takes them off again. The `ReplicaListener` of the replicas."""
 
-    def __init__(
-        self,
-        slots: ReplicaSet,
-        clock: Clock,
-        no_replica_timeout_s: float,
-        uses_prefixes: Callable[[], bool],
-    ) -> None:
-        """`uses_prefixes` says whether it matters what replicas have cached."""
+    def __init__(self, slots: ReplicaSet, clock: Clock, no_replica_timeout_s: float) -> None:
         self._slots = slots
+        self._takers = slots.takers
+        slots.listener = self
+        slots.takers.on_room = self._on_room
         self._clock = clock
         self._no_replica_timeout_s = no_replica_timeout_s
-        self._uses_prefixes = uses_prefixes
         self._usual_output_tokens = 64.0
-        self.quarantine = Quarantine(slots)
-        self.failure: EngineDeadError | None = None
-        """The reason that no replica will ever take requests again; None as long as one may."""
+        self.requests: dict[str, TrackedRequest] = {}
+        """The requests that have not ended, by id."""
+        self.quarantine = Quarantine(slots.takers)
+        self._aborts: set[asyncio.Task[None]] = set()
         self._waiting: dict[TrackedRequest, None] = {}
         """Requests that wait for a replica, longest first."""
 
@@ -55,17 +62,17 @@ class Placer:
         """
         waits_until = math.inf
         while not tracked.is_over:
-            if self.failure is not None:
-                raise EngineDeadError(str(self.failure))
+            if self._slots.failure is not None:
+                raise EngineDeadError(str(self._slots.failure))
             if tracked.is_suspect:
                 is_admitted = await self.quarantine.enter(tracked)
                 if not is_admitted or tracked.is_over:
                     continue
-            chosen = self._slots.choose(tracked, self._keys_of(tracked))
+            chosen = self._takers.choose(tracked, self._keys_of(tracked))
             if chosen is not None:
                 return self._enter(tracked, *chosen)
             now = self._clock.now()
-            if self._slots.num_takers:
+            if self._takers.num_takers:
                 waits_until = math.inf
                 retry_after_s = min(tracked.refusals.values(), default=_RETRY_S)
                 if not (tracked.has_waited or tracked.returns):
@@ -93,7 +100,9 @@ class Placer:
         finally:
             self._waiting.pop(tracked, None)
 
-    def wake(self, num_requests: int) -> None:
+    # ---- replicas change
+
+    def _on_room(self, num_requests: int) -> None:
         """Lets requests that wait for a replica look again, as many as may find one."""
         if num_requests < len(self._waiting):
             woken = list(islice(self._waiting, num_requests))
@@ -102,6 +111,43 @@ class Placer:
         for tracked in woken:
             del self._waiting[tracked]
             tracked.wake()
+
+    def on_engine_lost(self, slot: ReplicaSlot) -> None:
+        self.quarantine.blame_requests_of(slot)
+
+    def on_worker_lost(self, slot: ReplicaSlot) -> None:
+        # Without another replica that may take requests, they wait for the worker.
+        if any(self._takers.has_other(slot, tracked.request) for tracked in slot.requests):
+            self.quarantine.on_worker_lost(slot)
+            self.on_stuck(slot)
+
+    def on_stuck(self, slot: ReplicaSlot) -> None:
+        """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have
+        their tokens sooner."""
+        for tracked in slot.requests:
+            is_moved = tracked.state in (RequestState.MOVING, RequestState.ABORTED)
+            stays = is_moved or slot.held_for is tracked
+            if not stays and self._takers.has_other(slot, tracked.request):
+                tracked.state = RequestState.MOVING
+                self.abort(tracked)
+
+    def on_end(self) -> None:
+        for tracked in self.requests.values():
+            tracked.wake()
+
+    def abort(self, tracked: TrackedRequest) -> None:
+        """Ends the request at its replica, or its wait for one."""
+        if tracked.placement is None:
+            tracked.wake()
+            return
+        task = asyncio.create_task(tracked.placement.slot.replica.abort(tracked.request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def close(self) -> None:
+        await cancel_all(list(self._aborts))
+
+    # ---- requests come and go
 
     def _enter(
         self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
@@ -120,7 +166,7 @@ class Placer:
             began_at=self._clock.now(),
             keys=keys,
             number=slot.prefixes.add(keys) if keys else 0,
-            num_told_tokens=slot.prefixes.num_told(keys) * self._slots.limits.block_size
+            num_told_tokens=slot.prefixes.num_told(keys) * self._slots.sums.total.block_size
             if keys
             else 0,
             after_ns=slot.latest_ns,
@@ -134,10 +180,10 @@ class Placer:
         self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)
 
     def _keys_of(self, tracked: TrackedRequest) -> list[int]:
-        if not self._uses_prefixes():
+        if not self._slots.uses_prefixes():
             return []
         if tracked.keys is None:
-            request, block_size = tracked.request, self._slots.limits.block_size
+            request, block_size = tracked.request, self._slots.sums.total.block_size
             keys = prefix_keys(
                 request.prompt_token_ids,
                 block_size,
@@ -161,5 +207,57 @@ class Placer:
         del slot.requests[tracked]
         slot.num_streams -= bool(tracked.token_ids)
         slot.left.set()
-        self._slots.on_leave(slot)
+        self._takers.on_leave(slot)
         placement.work.close()
+
+
+class Quarantine:
+    """Tells requests that kill engines from requests that were only near: tries one suspect after the other, in
+    the order in which they came, until it gets a token or ends."""
+
+    def __init__(self, takers: Takers) -> None:
+        self._takers = takers
+        self._suspects: OrderedDict[TrackedRequest, None] = OrderedDict()
+
+    @property
+    def suspect(self) -> TrackedRequest | None:
+        """The request that is being tried."""
+        return next(iter(self._suspects), None)
+
+    async def enter(self, tracked: TrackedRequest) -> bool:
+        """Waits for the request's turn; False if the request was woken for another reason."""
+        self._suspects.setdefault(tracked)
+        if self.suspect is not tracked:
+            await tracked.wait()
+        return self.suspect is tracked
+
+    def clear(self, tracked: TrackedRequest) -> None:
+        """Ends the trial of the request, or its wait for one: it got on or ended. May be called twice."""
+        was_tried = self.suspect is tracked
+        self._suspects.pop(tracked, None)
+        self._takers.release(tracked)
+        if was_tried and self.suspect is not None:
+            self.suspect.wake()
+
+    def blame_requests_of(self, slot: ReplicaSlot) -> None:
+        """Any of the requests that a lost engine or worker may have computed may have caused the loss. A request
+        fails for it only if it was the only one, or with a replica that does not come back. So the suspect that
+        was tried beside others has the replica for itself from now on."""
+        may_have_done_it = slot.may_have_computed()
+        comes_back = slot.replica.state is not ReplicaState.FAILED
+        is_sure = len(may_have_done_it) == 1 or not comes_back
+        for tracked in may_have_done_it:
+            tracked.blamed_up_to = MAX_CRASHES if is_sure else LONE_CRASHES
+        suspect = self.suspect
+        if suspect in may_have_done_it:
+            if is_sure:
+                self._takers.release(suspect)
+            else:
+                self._takers.hold(slot, suspect)
+
+    def on_worker_lost(self, slot: ReplicaSlot) -> None:
+        """Does the same for an engine that goes on without its worker. A suspect that has the replica for itself
+        stays, and the engine tries by itself whether it kills workers; the others are to move."""
+        self.blame_requests_of(slot)
+        if slot.held_for is not None:
+            slot.held_for.count_crash()

@@ -66,7 +66,7 @@ class PrefillDecodeRouter:
             tracer=tracer,
             no_replica_timeout_s=no_replica_timeout_s,
         )
-        self.prefill.watch(self.dispatcher.update_subscriptions)
+        self.prefill.watch(self.dispatcher.slots.update_subscriptions)
         self._unwatch: dict[Replica, Callable[[], None]] = {}
 
     def _homes(self, replica: Replica) -> list[Dispatcher]:
@@ -87,7 +87,7 @@ class PrefillDecodeRouter:
             self.prefill.add(replica)
         elif not is_prefill:
             self.prefill.remove(replica)
-        self.dispatcher.update_subscriptions()
+        self.dispatcher.slots.update_subscriptions()
 
     def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         """Gives a host that leaves nothing new; its requests go on there."""
@@ -125,7 +125,7 @@ class PrefillOffload:
 
     def needs_prefixes(self, slots: ReplicaSet) -> bool:
         """True if it matters what replicas have cached, which costs a digest over each prompt."""
-        return len(self._prefill.slots) > 0 or slots.num_helpers > 1
+        return len(self._prefill.slots) > 0 or slots.takers.num_helpers > 1
 
     @asynccontextmanager
     async def prepare(
@@ -183,7 +183,7 @@ class PrefillOffload:
         if num_left < self._min_tokens or not slot.role.fetches_kv:
             return None
         pending_here = slot.work.pending_tokens - placement.work.pending_tokens
-        pending_there = self._prefill.slots.least_pending_tokens()
+        pending_there = self._prefill.slots.takers.least_pending_tokens()
         if pending_there is not None and not is_better_here(
             num_left,
             pending_here=pending_here,
@@ -192,10 +192,10 @@ class PrefillOffload:
         ):
             return self._prefill.generate
         most = pending_here + (1 + slot.num_streams) * num_left - self._min_tokens
-        block_size = slots.limits.block_size
+        block_size = slots.sums.total.block_size
         found = [
             (_cost(helper, tracked.num_tokens - num_cached), helper.number, num_cached)
-            for helper in slots.helpers(slot, placement.keys)
+            for helper in slots.takers.helpers(slot, placement.keys)
             if helper.limits is not None and len(helper.requests) < helper.limits.max_num_seqs
             for num_cached in [helper.prefixes.num_told(placement.keys) * block_size]
         ]

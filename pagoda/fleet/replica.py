@@ -30,6 +30,7 @@ from pagoda.messages.frontend import (
     FinishReason,
     FrontendMessage,
     GenerateRequest,
+    HostLeave,
     LoadQuery,
     PrefixCacheUpdate,
     RequestRefused,
@@ -41,7 +42,6 @@ from pagoda.messages.frontend import (
     UnsubscribeCache,
     UnsubscribeSteps,
 )
-from pagoda.messages.hosts import HostLeave
 from pagoda.messages.load import LoadReport
 from pagoda.telemetry.tracer import Tracer
 

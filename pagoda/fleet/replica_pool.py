@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from pagoda.fleet.load_tracker import LeastLoaded
@@ -98,8 +98,6 @@ class RolePool:
         """The fit replicas by their work."""
         self.ring = HashRing()
         """The fit replicas by their names."""
-        self.room = 0
-        """Requests that all replicas of the role can have, running and waiting."""
 
     @property
     def num_takers(self) -> int:
@@ -129,7 +127,7 @@ class Shortlist:
         self,
         pools: Sequence[RolePool],
         refused: Container[int],
-        slots: dict[int, ReplicaSlot],
+        slots: Mapping[int, ReplicaSlot],
         prefix_holders: Iterable[int],
     ) -> None:
         """`slots` has all replicas by number. `prefix_holders` are numbers of replicas with a prefix of the

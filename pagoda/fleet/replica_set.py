@@ -1,72 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas of a dispatcher: which there are, what they can take together, and which takes a request."""
+"""The replicas of a dispatcher: which there are, how they do, and what they have cached."""
 
 from __future__ import annotations
 
-import heapq
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
-from typing import TypeVar
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from typing import Protocol
 
 import msgspec
 
-from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.load_tracker import ReplicaWork
-from pagoda.fleet.outliers import OutlierDetector
-from pagoda.fleet.placement import Fitness, ReplicaSlot, TrackedRequest, has_part_in
-from pagoda.fleet.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
+from pagoda.concurrency.async_utils import cancel_all
+from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
+from pagoda.fleet.limits import LimitSums
+from pagoda.fleet.outliers import Ejection, OutlierDetector
+from pagoda.fleet.placement import ReplicaSlot
+from pagoda.fleet.policies import Policy
 from pagoda.fleet.prefix_index import CacheUnion, PrefixIndex
 from pagoda.fleet.replica import Replica
-from pagoda.fleet.replica_pool import GOLDEN_RATIO, RolePool, Shortlist
+from pagoda.fleet.takers import Takers
 from pagoda.ipc.clock import Clock
 from pagoda.kv.layout import KVLayout
-from pagoda.messages.frontend import MAX_ROUTERS, EngineReady, GenerateRequest
-from pagoda.messages.ranges import MAX_ITEMS, capped
-from pagoda.messages.sampling_params import ALL_LOGPROBS
-from pagoda.messages.worker_config import Role
+from pagoda.messages.frontend import StepStatistics
+from pagoda.messages.load import LoadReport, ReplicaLoad
 
-T = TypeVar("T")
+_NUM_HEALTH_QUERIES = 16
+"""Replicas that are asked for their health at a time."""
+_HEALTH_PATIENCE_S = 0.1
+"""Seconds without an answer after which the next replicas are asked too."""
+_ASKING_S = 0.5
+"""Seconds after which no further replicas are asked; each that was asked has its time to answer."""
+_log = logging.getLogger(__name__)
 
-_NUM_IDLE_HELPERS = 2
-SMALL_FLEET = 16
-"""The largest fleet of which all replicas are looked at for each request; of a larger one it is a shortlist."""
+
+class ReplicaListener(Protocol):
+    """The one who has the requests of replicas, and is told of what concerns these."""
+
+    def on_engine_lost(self, slot: ReplicaSlot) -> None:
+        """The engine is gone, and any request that it may have computed may have killed it."""
+
+    def on_worker_lost(self, slot: ReplicaSlot) -> None:
+        """The engine goes on without its worker, which is being replaced."""
+
+    def on_stuck(self, slot: ReplicaSlot) -> None:
+        """The requests of the replica do not get on; those of others do."""
+
+    def on_end(self) -> None:
+        """No replica will ever take requests again."""
 
 
 class ReplicaSet:
-    """Keeps sums and lists up to date as replicas change, so that nothing looks at all replicas for one
-    request."""
+    """Follows each replica from its start to its end, and tells the `ReplicaListener` what concerns requests."""
 
     def __init__(
         self,
         policy: Policy,
-        cache: CacheUnion,
-        outliers: OutlierDetector,
         clock: Clock,
+        *,
+        keeps_half: bool,
+        needs_prefixes: Callable[[ReplicaSet], bool],
     ) -> None:
-        self.policy = policy
-        self._cache = cache
-        self._outliers = outliers
+        """`keeps_half` is as in `OutlierDetector`. `needs_prefixes` says whether others than the policy must know
+        what replicas have cached. `listener` is to be set before there is a replica."""
+        self.listener: ReplicaListener
         self._clock = clock
-        self.on_room: Callable[[int], None] = lambda _: None
-        """Listener for replicas that begin to take requests, called with how many may find room there."""
+        self._needs_prefixes = needs_prefixes
+        self._cache = CacheUnion()
+        self._outliers = OutlierDetector(clock, keeps_half=keeps_half)
         self._slots: dict[int, ReplicaSlot] = {}
         self._by_replica: dict[Replica, ReplicaSlot] = {}
         self._names: set[str] = set()
         self._num_added = 0
-        self._num_placed = 0
-        self._pools = {role: RolePool(role) for role in Role}
-        self._limits: Counter[EngineReady] = Counter()
-        """The number of replicas with the same limits, apart from the ids in them."""
-        self._routers: Counter[str] = Counter()
-        """Ids of routers, and behind how many replicas they are."""
-        self._sum: EngineReady | None = None
-        """The sum of limits, or the last one of replicas that have gone; None when it has to be made anew."""
-        self._held: dict[TrackedRequest, ReplicaSlot] = {}
-        """The replicas that take no other request than this one."""
-        self._returns: list[tuple[float, int]] = []
-        """A heap of when replicas have room or their full share again, and their numbers."""
+        self.sums = LimitSums()
+        """The limits of the replicas together."""
+        self.takers = Takers(policy, self._slots, self._cache, clock)
+        """The replicas that take requests."""
+        self._watchers: list[Callable[[], None]] = []
+        self._watches: list[asyncio.Task[None]] = []
+        self._num_failed = 0
+        self.failure: EngineDeadError | None = None
+        """The reason that no replica will ever take requests again; None as long as one may."""
+        self._failed = asyncio.Event()
+        self.is_subscribed = False
+        """True while replicas tell what they have cached."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -92,7 +112,9 @@ class ReplicaSet:
             return f"host {slot.name}: "
         return "" if len(self._slots) == 1 else f"replica {slot.name}: "
 
-    def new_slot(self, replica: Replica) -> ReplicaSlot:
+    # ---- replicas come, change and go
+
+    def add(self, replica: Replica) -> ReplicaSlot:
         """A slot for a replica that may not have started yet."""
         number = self._num_added
         self._num_added += 1
@@ -102,299 +124,257 @@ class ReplicaSet:
         slot = ReplicaSlot(number, name, replica, PrefixIndex(0, replica=number, union=self._cache))
         self._slots[number] = self._by_replica[replica] = slot
         self._names.add(name)
+        slot.unwatch = replica.watch(partial(self._on_change, slot))
         return slot
 
-    def remove(self, slot: ReplicaSlot) -> None:
-        if slot.held_for is not None:
-            self.release(slot.held_for)
-        self._list(slot, None)
+    async def start(self) -> None:
+        """Starts all replicas at once; returns when all are ready. Raises what `Replica.start` raises; of several
+        replicas, the error names the one."""
+        starts = [asyncio.create_task(self._start(slot)) for slot in self]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            await cancel_all(starts)
+            raise
+        for slot in self:
+            self._take_in(slot)
+            self._watches.append(asyncio.create_task(self._watch(slot)))
+        self.update_subscriptions()
+
+    async def _start(self, slot: ReplicaSlot) -> None:
+        try:
+            await slot.replica.start()
+        except (ConfigError, EngineDeadError) as error:
+            raise type(error)(f"{self.prefix(slot)}{error}") from error
+
+    def _take_in(self, slot: ReplicaSlot) -> None:
+        """Takes a replica that has started into the sums."""
+        self._take_limits(slot)
+        if self.is_subscribed:
+            self._subscribe(slot)
+
+    def join(self, replica: Replica) -> None:
+        """Takes in a replica that has started. The caller watches whether it fails, and removes it then."""
+        slot = self.add(replica)
+        self._take_in(slot)
+        self.update_subscriptions()
+        self._on_change(slot)
+
+    def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
+        """Gives a replica that leaves no new requests; those that it has go on there."""
+        slot = self[replica]
+        if slot.is_leaving is not is_leaving:
+            slot.is_leaving = is_leaving
+            self.takers.refit(slot)
+            self._notify()
+
+    def remove(self, replica: Replica) -> None:
+        """Forgets a replica, which may have been forgotten already. What it still has goes on elsewhere when its
+        streams end with EngineLostError."""
+        slot = self.get(replica)
+        if slot is None:
+            return
+        slot.unwatch()
+        self._unsubscribe(slot)
+        self.takers.remove(slot)
         del self._slots[slot.number], self._by_replica[slot.replica]
         self._names.discard(slot.name)
         self._outliers.remove(slot.health)
-        self._count(slot.limits, -1)
+        self.sums.count(slot.limits, -1)
+        self.update_subscriptions()
+        self._notify()
 
-    # ---- limits
+    def _on_change(self, slot: ReplicaSlot) -> None:
+        if slot not in self:
+            return  # it was removed by another who was told the same
+        is_ready = slot.replica.state is ReplicaState.READY
+        is_end = self.failure is not None  # of all replicas; none was lost
+        had_engine, slot.had_engine = slot.had_engine, slot.replica.is_open
+        was_ready, slot.was_ready = slot.was_ready, is_ready
+        if had_engine and not slot.replica.is_open and not is_end:
+            slot.num_losses += 1
+            if slot.replica.blames_requests:
+                self.listener.on_engine_lost(slot)
+        if was_ready and not is_ready and not is_end:
+            self._eject(self._outliers.on_loss(slot.health))
+        if is_ready and not was_ready:
+            slot.health.heard_at = self._clock.now()  # it could not get on before
+        if not is_ready:
+            slot.prefixes.clear()
+        if slot.limits is not None:
+            self._take_limits(slot)
+        self.takers.refit(slot)
+        if slot.replica.state is ReplicaState.DEGRADED:
+            self.listener.on_worker_lost(slot)
+        self._notify()
 
-    @property
-    def limits(self) -> EngineReady:
-        """The limits of all replicas together, of requests that each of them can take.
+    def watch(self, watcher: Callable[[], None]) -> Callable[[], None]:
+        """Tells `watcher` of every change, as `Endpoint.watch` does."""
+        self._watchers.append(watcher)
+        return partial(self._watchers.remove, watcher)
 
-        Without any replica the last limits hold: requests wait for another one of the same kind.
+    def _notify(self) -> None:
+        for watcher in list(self._watchers):
+            watcher()
 
-        Raises RuntimeError if no replica has ever started.
-        """
-        if not self.has_limits:
-            raise RuntimeError("The replicas have not started.")
-        if self._sum is None:
-            self._sum = _sum_of(self._limits, self._routers)
-        return self._sum
+    async def _watch(self, slot: ReplicaSlot) -> None:
+        failure = await slot.replica.wait_failed()
+        self._num_failed += 1
+        if self._num_failed >= len(self):
+            self._fail(EngineDeadError(f"{self.prefix(slot)}{failure}"))
+        else:
+            _log.error(
+                "%s%s; %d of %d replicas go on",
+                self.prefix(slot),
+                str(failure).removesuffix("."),
+                len(self) - self._num_failed,
+                len(self),
+            )
 
-    @property
-    def has_limits(self) -> bool:
-        return bool(self._limits) or self._sum is not None
+    async def wait_failed(self) -> EngineDeadError:
+        """Returns when all replicas are given up (or this is closed), with the reason."""
+        await self._failed.wait()
+        return self.failure or EngineDeadError("The engine was closed.")
 
-    def take_limits(self, slot: ReplicaSlot) -> None:
+    def _fail(self, error: EngineDeadError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._failed.set()
+            self.listener.on_end()
+
+    async def close(self) -> None:
+        await cancel_all(self._watches)
+        self._fail(EngineDeadError("The engine was closed."))
+        closes = (slot.replica.close() for slot in self)
+        for end in await asyncio.gather(*closes, return_exceptions=True):
+            if isinstance(end, BaseException):
+                raise end
+
+    def _take_limits(self, slot: ReplicaSlot) -> None:
         """Takes the limits of a replica that has started into the sums, where they are others than before."""
         old, new = slot.limits, slot.replica.limits
         if old == new:
             return
         layout = KVLayout(new.block_size, () if new.kv_group is None else [new.kv_group])
-        self._list(slot, None)
-        self._count(new, 1)
-        self._count(old, -1)
-        slot.limits = new
+        self.takers.move(slot, new)
+        self.sums.count(new, 1)
+        self.sums.count(old, -1)
         self._cache.layout = layout
         slot.prefixes.resize(new.num_blocks)
         if old is None or old.role is not new.role:
             self._outliers.add(slot.health, new.role)
-        self.refit(slot)
+        self.takers.refit(slot)
 
-    def _count(self, limits: EngineReady | None, change: int) -> None:
-        if limits is None:
+    # ---- what replicas have cached, and how they do
+
+    def uses_prefixes(self) -> bool:
+        """True if it matters to requests what replicas have cached."""
+        return (self.takers.policy.uses_prefixes and len(self) > 1) or self._needs_prefixes(self)
+
+    def update_subscriptions(self) -> None:
+        """Subscribes to what replicas have cached as long as that matters: to the choice of a replica, to the
+        offload of prompts, or to listeners."""
+        matters = self.uses_prefixes() or bool(self._cache.listeners)
+        if matters is not self.is_subscribed:
+            self.is_subscribed = matters
+            for slot in self:
+                (self._subscribe if matters else self._unsubscribe)(slot)
+
+    def _subscribe(self, slot: ReplicaSlot) -> None:
+        slot.unsubscribe = slot.replica.subscribe_cache(slot.prefixes.apply)
+
+    def _unsubscribe(self, slot: ReplicaSlot) -> None:
+        if slot.unsubscribe is not None:
+            slot.unsubscribe()
+            slot.unsubscribe = None
+        slot.prefixes.clear()
+
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
+        ends = ExitStack()
+        ends.callback(self.update_subscriptions)
+        ends.callback(self._cache.listen(listener))
+        self.update_subscriptions()
+        return ends.close
+
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
+        """Subscribes to the steps of the replicas that there are. Replicas that come later are hosts, whose steps
+        are told there."""
+
+        def pass_on(replica: str, steps: StepStatistics) -> None:
+            listener(msgspec.structs.replace(steps, replica=replica))
+
+        ends = ExitStack()
+        for slot in self:
+            ends.callback(slot.replica.subscribe_steps(partial(pass_on, slot.name)))
+        return ends.close
+
+    async def loads(self) -> tuple[tuple[ReplicaLoad, ...], list[LoadReport]]:
+        """The load of each replica, and the counters of those that do not answer."""
+        slots = list(self)
+        reports = await asyncio.gather(*(slot.load() for slot in slots))
+        both = zip(slots, reports, strict=True)
+        counted = [slot.replica.counters for slot, report in both if report is None]
+        return tuple(map(self._load_of, slots, reports)), counted
+
+    def _load_of(self, slot: ReplicaSlot, report: LoadReport | None) -> ReplicaLoad:
+        state = slot.replica.state
+        is_ejected = state is ReplicaState.READY and self.takers.share(slot) == 0
+        return ReplicaLoad(
+            name=slot.name,
+            state="ejected" if is_ejected else state,
+            num_requests=len(slot.requests),
+            weighed_tokens=slot.work.pending_tokens,
+            num_losses=slot.num_losses + slot.replica.counters.num_engine_restarts,
+            report=report,
+        )
+
+    async def health(self) -> Health:
+        """Ready as soon as one of the replicas says so, else why none is; those heard last are asked first."""
+        reasons: dict[ReplicaSlot, str] = {}
+        remaining = iter(sorted(self, key=lambda slot: -slot.latest_ns))
+        pending: dict[asyncio.Task[Health], ReplicaSlot] = {}
+        asks_until = asyncio.get_running_loop().time() + _ASKING_S
+        try:
+            while True:
+                if asyncio.get_running_loop().time() < asks_until:
+                    for slot in islice(remaining, _NUM_HEALTH_QUERIES):
+                        pending[asyncio.ensure_future(slot.replica.health())] = slot
+                if not pending:
+                    break
+                # Replicas that hang do not keep the others from being asked.
+                done, _ = await asyncio.wait(
+                    pending, timeout=_HEALTH_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for answer in done:
+                    slot = pending.pop(answer)
+                    if answer.result().ready:
+                        return Health(True)
+                    reasons[slot] = answer.result().reason
+        finally:
+            await cancel_all(list(pending))
+        told = (f"{self.prefix(slot)}{reasons.get(slot, 'it does not answer')}" for slot in self)
+        return Health(False, "; ".join(told) or "there is no replica")
+
+    def judge(self) -> None:
+        """Compares all replicas once. New requests avoid the worst, and requests that hang there are moved."""
+        ejected, stuck = self._outliers.check(lambda number: self._slots[number].waiting())
+        for ejection in ejected:
+            self._eject(ejection)
+        for number in stuck:
+            self.listener.on_stuck(self._slots[number])
+
+    def on_unanswered(self, slot: ReplicaSlot) -> None:
+        """Counts that the replica does not do in time what takes no time."""
+        self._eject(self._outliers.on_failure(slot.health))
+
+    def _eject(self, ejection: Ejection | None) -> None:
+        if ejection is None:
             return
-        self._pools[limits.role].room += change * (limits.max_num_seqs + limits.max_num_waiting)
-        before = self.limits if change < 0 and len(self._limits) == 1 else None
-        _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
-        for router in limits.routers:
-            _add(self._routers, router, change)
-        self._sum = None if self._limits else before
-
-    def room_for(self, request: GenerateRequest) -> int:
-        """Requests of this kind that all replicas meant for them can have, running and waiting."""
-        room = sum(p.room for p in self._pools.values() if has_part_in(p.role, request))
-        return room or self.limits.max_num_seqs + self.limits.max_num_waiting
-
-    @property
-    def max_queued_tokens(self) -> int:
-        """Prompt tokens of requests that have not begun, for all replicas: those that may wait there, and those
-        that begin at once, of which replicas tell after a step."""
-        limits = self.limits
-        return limits.max_num_waiting_tokens + limits.num_blocks * limits.block_size
-
-    # ---- who takes requests
-
-    @property
-    def num_takers(self) -> int:
-        return sum(pool.num_takers for pool in self._pools.values())
-
-    @property
-    def num_ready(self) -> int:
-        return sum(pool.num_ready for pool in self._pools.values())
-
-    def least_pending_tokens(self) -> int | None:
-        """The least work of a replica that takes requests, computes and is not ejected; None if there is none."""
-        self._refit_returned()
-        works: list[ReplicaWork] = []
-        for pool in self._pools.values():
-            works += pool.least.first(1, ())
-            works += [s.work for s in pool.by_fitness[Fitness.RETURNING] if self.share(s) > 0]
-        return min((work.pending_tokens for work in works), default=None)
-
-    def has_other(self, slot: ReplicaSlot, request: GenerateRequest) -> bool:
-        """True if a ready replica besides `slot` is meant for requests like this one."""
-        num_ready = sum(p.num_ready for p in self._pools.values() if has_part_in(p.role, request))
-        is_one = slot.fitness not in (None, Fitness.DEGRADED)
-        return num_ready > (is_one and has_part_in(slot.role, request))
-
-    def others_may_help(self, slot: ReplicaSlot) -> bool:
-        """True if some request of the replica could go on at another one."""
-        return any(self.has_other(slot, tracked.request) for tracked in slot.requests)
-
-    def share(self, slot: ReplicaSlot) -> float:
-        """The share of requests that the replica gets of those that it would get otherwise, from 0 to 1."""
-        return slot.health.share(self._clock.now())
-
-    def on_full(self, slot: ReplicaSlot, for_s: float) -> None:
-        """Spares a replica that had no room further requests for so long, or until one leaves it. In a small
-        fleet each request asks for itself."""
-        if self.num_takers > SMALL_FLEET:
-            slot.full_until = self._clock.now() + for_s
-            self.refit(slot)
-
-    def on_leave(self, slot: ReplicaSlot) -> None:
-        """Takes note that the replica has room for another request."""
-        if slot.full_until:
-            slot.full_until = 0.0
-            self.refit(slot)
-
-    def hold(self, slot: ReplicaSlot, tracked: TrackedRequest) -> None:
-        """Lets the replica take this request alone, and the request no other replica, until `release`."""
-        self.release(tracked)
-        slot.held_for, self._held[tracked] = tracked, slot
-        self.refit(slot)
-
-    def release(self, tracked: TrackedRequest) -> None:
-        """Ends `hold`. May be called twice."""
-        slot = self._held.pop(tracked, None)
-        if slot is not None:
-            slot.held_for = None
-            self.refit(slot)
-
-    def refit(self, slot: ReplicaSlot) -> None:
-        """Puts the replica on the list where it belongs after a change."""
-        was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
-        now, is_known = self._clock.now(), slot.number in self._slots and slot.limits is not None
-        if slot.held_for is not None:
-            slot.held_for.wake()
-        if slot.held_for is not None and slot.replica.state is ReplicaState.FAILED:
-            self.release(slot.held_for)
-        elif (
-            slot.held_for is not None or not is_known or slot.is_leaving or not slot.replica.is_open
-        ):
-            self._list(slot, None)
-        elif slot.replica.state is not ReplicaState.READY:
-            self._list(slot, Fitness.DEGRADED)
-        elif now < slot.full_until:
-            self._list(slot, Fitness.FULL)
-            heapq.heappush(self._returns, (slot.full_until, slot.number))
-        elif now < slot.health.recovered_at:
-            self._list(slot, Fitness.RETURNING)
-            heapq.heappush(self._returns, (slot.health.recovered_at, slot.number))
-        else:
-            self._list(slot, Fitness.FIT)
-        if slot.fitness is not None and slot.limits is not None and not was_taker:
-            room = slot.limits.max_num_seqs + slot.limits.max_num_waiting
-            self.on_room(room if had_takers else sys.maxsize)
-
-    def _list(self, slot: ReplicaSlot, fitness: Fitness | None) -> None:
-        if slot.fitness is fitness:
-            return
-        pool = self._pools[slot.role]
-        if slot.fitness is not None:
-            pool.remove(slot, slot.fitness)
-        if fitness is not None:
-            pool.add(slot, fitness)
-        slot.fitness = fitness
-
-    def _refit_returned(self) -> None:
-        now = self._clock.now()
-        while self._returns and self._returns[0][0] <= now:
-            slot = self._slots.get(heapq.heappop(self._returns)[1])
-            if slot is not None:
-                self.refit(slot)
-
-    # ---- placement
-
-    def choose(
-        self, tracked: TrackedRequest, keys: Sequence[int]
-    ) -> tuple[ReplicaSlot, int] | None:
-        """The replica that takes the request, and how many tokens are believed to be cached there.
-
-        `keys` are short keys of the prompt's blocks, where it matters what is cached. Returns None where no
-        replica takes requests, or all have refused this one.
-        """
-        held = self._held.get(tracked)
-        if held is not None:
-            return (held, 0) if held.replica.is_open else None
-        self._refit_returned()
-        if len(self._slots) == 1 and not keys:
-            [only] = self._slots.values()
-            is_taker = only.fitness is not None and only.number not in tracked.refusals
-            return (only, 0) if is_taker else None
-        named = self._named(tracked)
-        if named is not None:
-            is_full = named.number in tracked.refusals
-            return None if is_full else (named, self._candidate(named, keys).num_cached_tokens)
-        request = RoutingRequest(tracked.request_id, self._num_placed, tracked.request.session)
-        slots = self._candidates(tracked, request, keys)
-        if not slots:
-            return None
-        self._num_placed += 1
-        candidates = [self._candidate(slot, keys) for slot in slots]
-        chosen = self.policy.choose(request, candidates)
-        return slots[chosen], candidates[chosen].num_cached_tokens
-
-    def _named(self, tracked: TrackedRequest) -> ReplicaSlot | None:
-        """The replica that the client names, as long as it computes; what had to leave it goes anywhere."""
-        rank = tracked.request.data_parallel_rank
-        slot = None if rank is None or tracked.returns else self._slots.get(rank)
-        return None if slot is None or slot.fitness in (None, Fitness.DEGRADED) else slot
-
-    @property
-    def num_helpers(self) -> int:
-        """Replicas that may compute prompts for one another, as they answer as well."""
-        return self._pools[Role.BOTH].num_takers
-
-    def helpers(self, slot: ReplicaSlot, keys: Sequence[int]) -> Iterable[ReplicaSlot]:
-        """A few of them beside `slot`: those that have the most of the blocks of `keys`, and the least work."""
-        holders = self._cache.holders(keys, NUM_HOLDERS) if keys else ()
-        fleet = Shortlist([self._pools[Role.BOTH]], (slot.number,), self._slots, holders)
-        return dict.fromkeys([*fleet.with_prefix(), *fleet.least_loaded(_NUM_IDLE_HELPERS)])
-
-    def _candidates(
-        self, tracked: TrackedRequest, request: RoutingRequest, keys: Sequence[int]
-    ) -> list[ReplicaSlot]:
-        """Ready replicas that have not refused the request, else degraded ones.
-
-        Replicas that were ejected for doing worse than others get some of the first requests after that. Replicas
-        not meant for such requests get this one only where no other takes requests, not where others are full.
-        """
-        takers = [pool for pool in self._pools.values() if pool.num_takers]
-        pools = [pool for pool in takers if has_part_in(pool.role, tracked.request)] or takers
-        is_small = sum(pool.num_takers for pool in pools) <= SMALL_FLEET
-        holders = () if is_small or not keys else self._cache.holders(keys, NUM_HOLDERS)
-        fleet = Shortlist(pools, tracked.refusals, self._slots, holders)
-
-        def some(fitness: Fitness) -> list[ReplicaSlot]:
-            """All replicas of a small fleet's list."""
-            positions = range(request.number, request.number + SMALL_FLEET)
-            return list(dict.fromkeys(fleet.at(positions, fitness)))
-
-        chosen = some(Fitness.FIT) if is_small else list(self.policy.shortlist(request, fleet))
-        returning, draw = some(Fitness.RETURNING), request.number * GOLDEN_RATIO % 1
-        chosen += [slot for slot in returning if self.share(slot) > draw]
-        chosen = chosen or returning or some(Fitness.DEGRADED)
-        if not chosen and len(tracked.refusals) < SMALL_FLEET:
-            chosen = some(Fitness.FULL)
-        return sorted(chosen, key=attrgetter("number"))
-
-    def _candidate(self, slot: ReplicaSlot, keys: Sequence[int]) -> Candidate:
-        num_cached = slot.prefixes.num_cached(keys)
-        num_sharing = slot.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
-        num_cached_tokens = num_cached and num_cached * self.limits.block_size
-        return Candidate(slot.name, slot.work.pending_tokens, num_cached_tokens, num_sharing)
-
-
-def _add(counter: Counter[T], item: T, change: int) -> None:
-    counter[item] += change
-    if not counter[item]:
-        del counter[item]
-
-
-def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady:
-    """The limits of replicas together, by how many have which."""
-    num_replicas = limits.total()
-    summaries = dict.fromkeys(limit.summary for limit in limits)
-    prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
-    return EngineReady(
-        max_model_len=min(limit.max_model_len for limit in limits),
-        vocab_size=min(limit.vocab_size for limit in limits),
-        num_blocks=capped(sum(limit.num_blocks * count for limit, count in limits.items())),
-        block_size=next(iter(limits)).block_size,
-        max_num_seqs=capped(sum(limit.max_num_seqs * count for limit, count in limits.items())),
-        max_num_waiting=capped(
-            sum(limit.max_num_waiting * count for limit, count in limits.items())
-        ),
-        max_num_waiting_tokens=capped(
-            sum(limit.max_num_waiting_tokens * count for limit, count in limits.items())
-        ),
-        summary=(prefix + "; ".join(summaries))[:MAX_ITEMS],
-        role=_sum_of_roles({limit.role for limit in limits}),
-        max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
-        routers=tuple(sorted(routers))[:MAX_ROUTERS],
-        kv_group=next(iter(limits)).kv_group,
-    )
-
-
-def _least_logprobs(limits: set[int]) -> int:
-    """The least of the limits, of which -1 is the highest."""
-    return min(limits - {ALL_LOGPROBS}, default=ALL_LOGPROBS)
-
-
-def _sum_of_roles(roles: set[Role]) -> Role:
-    """The role of all replicas together: whatever some of them can do."""
-    holds = any(role.holds_kv for role in roles)
-    fetches = any(role.fetches_kv for role in roles)
-    if holds and fetches:
-        return Role.BOTH
-    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE
+        slot = self._slots[ejection.replica]
+        self.takers.refit(slot)
+        _log.warning(
+            "%sgets no new requests for %g s: %s",
+            self.prefix(slot),
+            ejection.duration_s,
+            ejection.reason,
+        )

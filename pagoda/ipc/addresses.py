@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 
 import zmq
 
+from pagoda.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737): the way there is that to most others."""
 _ANY_PORT = 9
 """The port to which a socket is connected to see its own address; nothing is sent there."""
 
@@ -57,3 +63,64 @@ def own_address(towards: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(where)
         return bracketed(str(probe.getsockname()[0]))
+
+
+def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
+    """`address`, a host and a port, as ZeroMQ takes it behind `tcp://`. Port 0 becomes any free one, or is
+    refused where the port must be `fixed`.
+
+    Raises ConfigError if `address` is not HOST:PORT.
+    """
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not is_port or not is_host(host) or (fixed and int(port) == 0):
+        raise ConfigError(
+            f"{flag} must be HOST:PORT, a name or an address and a port, such as 10.0.0.1:5600 or "
+            f"[fd00::1]:5600, got {address!r}."
+        )
+    return f"{host}:{'*' if int(port) == 0 else int(port)}"
+
+
+@dataclass(frozen=True)
+class Advertised:
+    """The address of this machine at which others reach it."""
+
+    host: str
+    port: int | None
+    """None takes a free one."""
+
+    @classmethod
+    def parse(cls, address: str | None, peer: str | None = None) -> Advertised:
+        """The meaning of `--advertise`. A host that it leaves open, as in `:5601`, is the address from which this
+        machine reaches `peer`, `[SCHEME://]HOST:PORT,...`, or else most others; None is the same, or loopback.
+
+        Raises ConfigError if `address` is neither HOST, HOST:PORT nor :PORT, or the machine's own is not known.
+        """
+        if address is None:
+            return cls(LOOPBACK if peer is None else _own_host(peer), None)
+        if is_ipv6(address):
+            return cls(f"[{address}]", None)
+        if is_host(address):
+            return cls(address, None)
+        whole = f"{LOOPBACK}{address}" if address.startswith(":") else address
+        try:
+            host, _, port = parse_address(whole, "--advertise", fixed=True).rpartition(":")
+        except ConfigError:
+            raise ConfigError(
+                "--advertise must be HOST, HOST:PORT or :PORT, where HOST is a name or an address, such as "
+                f"10.0.0.2, 10.0.0.2:5601 or [fd00::2]:5601, got {address!r}."
+            ) from None
+        return cls(_own_host(peer) if address.startswith(":") else host, int(port))
+
+
+def _own_host(peer: str | None) -> str:
+    """The address from which this machine reaches the first of the addresses of a peer, or else most others."""
+    first = (peer or "").rpartition("://")[2]
+    towards = first.partition("/")[0].partition(",")[0].rpartition(":")[0] or _ELSEWHERE
+    try:
+        return own_address(towards)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"--advertise must name an address of this machine: there is no way from here to {towards} ({reason})."
+        ) from None

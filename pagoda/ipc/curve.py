@@ -11,14 +11,17 @@ import contextlib
 import hashlib
 import secrets
 import threading
+from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
+from pagoda.errors import ConfigError
 from pagoda.ipc.door import Door
 from pagoda.messages.worker_config import CurveKeys
 
+MIN_SECRET_BYTES = 16
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
@@ -38,6 +41,25 @@ def keys_of(secret: bytes) -> CurveKeys:
         secret_key=secret_key.decode(),
         server_secret_key=server_secret_key.decode(),
     )
+
+
+def read_cluster_key(path: Path) -> CurveKeys:
+    """The keys of all hosts and routers that have this file; raises what `read_cluster_secret` does."""
+    return keys_of(read_cluster_secret(path))
+
+
+def read_cluster_secret(path: Path) -> bytes:
+    """Raises ConfigError if the file cannot be read or is too short to be a secret."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--cluster-key-file {path} cannot be read ({error.strerror}).") from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"--cluster-key-file {path} must hold a secret of {MIN_SECRET_BYTES} bytes or more, "
+            f"such as `openssl rand -hex 32` makes; it has {len(secret)}."
+        )
+    return secret
 
 
 def encrypt_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:

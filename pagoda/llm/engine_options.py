@@ -24,12 +24,11 @@ from pagoda.devices import AUTO, check_backend, check_devices_of_host, with_kind
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import plan_of
 from pagoda.fleet.adapters import parse_adapters
-from pagoda.fleet.fleet import read_cluster_secret
 from pagoda.fleet.kv_directory import check_kv_directory
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
-from pagoda.ipc.curve import keys_of
+from pagoda.ipc.curve import keys_of, read_cluster_secret
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.llm.flag_hints import hint
 from pagoda.messages.engine_config import (

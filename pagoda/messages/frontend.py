@@ -403,6 +403,10 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Fault of a request that can never run, in one sentence; empty if the queue is full."""
 
 
+class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
+    """A host takes no new requests from this router; it finishes those that it has. Engines do not say this."""
+
+
 FrontendMessage = (
     Hello
     | GenerateRequest

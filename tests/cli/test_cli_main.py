@@ -32,8 +32,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Collect:
             raise ConfigError("stop here.")
 
         monkeypatch.setattr(owner, method, stop)
-        for name in ("serve", "route"):
-            monkeypatch.setattr(f"pagoda.cli.{name}.hold_lifeline", lambda: None)
+        for name in ("cli.serve", "plugins.router.command"):
+            monkeypatch.setattr(f"pagoda.{name}.hold_lifeline", lambda: None)
         return seen
 
     return stop_at

@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from pagoda.cli.main import build_app
-from pagoda.fleet.discovery.addresses import Advertised, parse_address
-from pagoda.fleet.discovery.flags import registering
 from pagoda.fleet.replica import QUERY_TIMEOUT_S
+from pagoda.ipc.addresses import Advertised, parse_address
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.curve import keys_of
 from pagoda.llm.engine_options import HandoffOptions
 from pagoda.plugins.batches.directory import MAX_TEMPORARY_BYTES
+from pagoda.plugins.router.discovery.choice import registering
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -63,22 +63,23 @@ def test_every_command_is_understood(path: Path, tmp_path: Path) -> None:
     for _, container in workloads(path):
         arguments = [text.replace("$(POD_IP)", "10.0.0.2") for text in container["args"]]
         _, bound, *_ = build_app().parse_args(arguments, exit_on_error=False, print_error=False)
-        join = bound.arguments["join"]
+        cluster = bound.arguments["cluster"]
         ports = {port["containerPort"] for port in container["ports"]}
         if arguments[0] == "serve":
-            assert Advertised.parse(join.advertise).port in ports
-            for router in join.join.split(","):
+            join = bound.arguments["plugins"].router.join
+            assert cluster.port in ports
+            for router in join.split(","):
                 parse_address(router, "--join", fixed=True)
-            registering(join.join, keys_of(b"a secret of all hosts and routers"))
+            registering(join, keys_of(b"a secret of all hosts and routers"))
             handed = bound.arguments.get("handoff", HandoffOptions()).config(
                 cluster_key_file=secret,
-                advertise=Advertised.parse(join.advertise).host,
+                advertise=Advertised.parse(cluster.advertise).host,
                 num_replicas=1,
             )
             assert handed is None or handed.engine.port in {0, *ports}
         assert bound.arguments["server"].port in ports
         [mount] = [it for it in container["volumeMounts"] if it["name"] == "key"]
-        assert str(join.cluster_key_file) == f"{mount['mountPath']}/cluster.key"
+        assert str(cluster.cluster_key_file) == f"{mount['mountPath']}/cluster.key"
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

@@ -72,7 +72,7 @@ def judging(loops, size: int, num_requests: int) -> Callable[[], object]:
             slot.health.progress("r", 1, 0.0, 0.1)
 
     async def judge() -> None:
-        dispatcher.judge()
+        dispatcher.slots.judge()
 
     return lambda: runner.run(judge())
 

@@ -25,8 +25,13 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, SimConfig
-from pagoda.messages.frontend import EngineMessage, GenerateRequest, TokenChunk, TokenChunks
-from pagoda.messages.hosts import HostLeave
+from pagoda.messages.frontend import (
+    EngineMessage,
+    GenerateRequest,
+    HostLeave,
+    TokenChunk,
+    TokenChunks,
+)
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession

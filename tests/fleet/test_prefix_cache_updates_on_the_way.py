@@ -78,11 +78,11 @@ async def test_a_host_stops_telling_a_router_that_is_gone() -> None:
         index = PrefixIndex(100)
         remote.subscribe_cache(index.apply)
         await until(lambda: index.num_updates > 0)
-        assert dispatcher.is_subscribed
+        assert dispatcher.slots.is_subscribed
         await remote.close()
         async with asyncio.timeout(20):
             # It is known to be gone when something cannot be sent to it.
             for token in itertools.count(3):
                 await ask(dispatcher, [token % 50] * 9)
-                if not dispatcher.is_subscribed:
+                if not dispatcher.slots.is_subscribed:
                     return

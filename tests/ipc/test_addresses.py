@@ -6,8 +6,7 @@ import socket
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.fleet.discovery.addresses import Advertised, parse_address
-from pagoda.ipc.addresses import bracketed, is_host, numeric, own_address
+from pagoda.ipc.addresses import Advertised, bracketed, is_host, numeric, own_address, parse_address
 
 
 def test_ipv6_has_brackets_in_front_of_a_port() -> None:

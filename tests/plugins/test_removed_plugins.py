@@ -95,3 +95,25 @@ def test_a_server_without_a_plugin_has_all_other_routes_and_answers(house: str) 
         )
         with urlopen(asked, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("house", ["router"], indirect=True)
+@pytest.mark.usefixtures("house")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("route", "route"),
+        ("serve --executor sim --join 127.0.0.1:5600", "--join"),
+        ("serve --executor sim --advertise :5601", "--advertise with a port needs the plugin"),
+    ],
+)
+def test_several_hosts_are_refused_without_the_router(words: str, sentence: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pagoda", *words.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert sentence in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -26,7 +26,7 @@ def is_refused(answer: Answer) -> bool:
 @virtual
 async def test_prompts_that_wait_are_bounded_by_their_tokens() -> None:
     dispatcher, _ = await start(1, max_num_seqs=1, max_num_waiting_tokens=100, num_blocks=64)
-    most = dispatcher.slots.max_queued_tokens
+    most = dispatcher.slots.sums.max_queued_tokens
     assert most == 100 + 64 * 4
     tasks = [asking(dispatcher, request(f"r{i}", [i] * 50, max_tokens=4)) for i in range(8)]
     answers = await asyncio.gather(*tasks)
@@ -50,7 +50,9 @@ async def test_a_body_that_meets_an_empty_queue_is_taken_however_much_it_is(
 ) -> None:
     dispatcher, _ = await start(1, max_num_seqs=2, max_num_waiting_tokens=num_tokens)
     asked = parts("b", 60)
-    assert sum(len(part.prompt_token_ids) for part in asked) > dispatcher.slots.max_queued_tokens
+    assert (
+        sum(len(part.prompt_token_ids) for part in asked) > dispatcher.slots.sums.max_queued_tokens
+    )
     tasks = [asking(dispatcher, part) for part in asked]
     most = 0
     while not all(task.done() for task in tasks):

@@ -319,7 +319,7 @@ def test_without_the_sdk_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_the_sdk_is_imported_by_those_who_ask_only() -> None:
     code = (
-        "import sys, pagoda.cli.serve, pagoda.cli.route\n"
+        "import sys, pagoda.cli.serve, pagoda.plugins.router.command\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry', 'prometheus_client'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -31,12 +31,12 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.checkpoints.topology import check_shares
 from pagoda.cli.main import build_app
 from pagoda.errors import ConfigError, InvalidRequestError
-from pagoda.fleet.discovery.hosts_file import read_hosts
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.disk_scanner import DiskScanner, ScanEnded
 from pagoda.kv.objects import Manifest, ObjectError, ObjectFiles, open_directory, seal
 from pagoda.messages.transfers import KVDirectory
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.router.discovery.hosts_file import read_hosts
 from pagoda.plugins.trace.report.reporting import report_of
 from pagoda.telemetry.merge.chrome import read_chrome_trace, write_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments

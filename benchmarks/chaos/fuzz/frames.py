@@ -22,11 +22,7 @@ from benchmarks.simulation.workers import NobodyLaunched
 from pagoda.errors import PagodaError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
-from pagoda.fleet.discovery.etcd_client import EtcdClient, EtcdError
 from pagoda.fleet.dispatcher import Dispatcher
-from pagoda.fleet.hosts.host_client import HostClient, Identity
-from pagoda.fleet.hosts.host_server import HostServer
-from pagoda.fleet.hosts.host_sockets import OnDisconnect, OnMessage
 from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.codec import Codec
@@ -36,11 +32,15 @@ from pagoda.messages.frontend import (
     FrontendMessage,
     Hello,
 )
-from pagoda.messages.hosts import HostJoin, HostMessage, JoinAnswer, RouterMessage
 from pagoda.messages.transfers import TransferMessage, Transfers
 from pagoda.messages.worker import StepPlan, WorkerMessage, WorkerOrder, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError
+from pagoda.plugins.router.host_client import HostClient, Identity
+from pagoda.plugins.router.host_server import HostServer
+from pagoda.plugins.router.host_sockets import OnDisconnect, OnMessage
+from pagoda.plugins.router.messages import HostJoin, HostMessage, JoinAnswer, RouterMessage
 
 UNIONS: tuple[Any, ...] = (
     *(FrontendMessage, EngineMessage, WorkerOrder, WorkerMessage, Transfers, TransferMessage),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import msgspec
 
 from pagoda.fleet.policies import POLICIES, PolicyName
-from pagoda.fleet.replica_set import SMALL_FLEET
+from pagoda.fleet.takers import SMALL_FLEET
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams

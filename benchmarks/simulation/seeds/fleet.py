@@ -21,19 +21,19 @@ from benchmarks.simulation.seeds.draw import (
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine, OffsetClock
 from benchmarks.simulation.seeds.sockets import Latency, Network, Process, SimSockets
 from pagoda.concurrency.async_utils import cancel_all
-from pagoda.fleet.discovery.base import Discovery, HostListener, HostTable
 from pagoda.fleet.dispatcher import Dispatcher
-from pagoda.fleet.hosts.host_client import Identity
-from pagoda.fleet.hosts.host_server import HostServer
-from pagoda.fleet.hosts.registry import Registry
 from pagoda.fleet.policies import POLICIES
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
-from pagoda.messages.hosts import HostRecord
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.router.discovery.base import Discovery, HostListener, HostTable
+from pagoda.plugins.router.host_client import Identity
+from pagoda.plugins.router.host_server import HostServer
+from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.tracer import Tracer
 
 _KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key="")

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from pagoda.fleet.hosts.host_sockets import OnDisconnect, OnMessage
 from pagoda.ipc.event_socket import SILENCE_S
+from pagoda.plugins.router.host_sockets import OnDisconnect, OnMessage
 
 T = TypeVar("T")
 Latency = Callable[[], float]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits of several replicas together: what looks like one engine from above."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from pagoda.fleet.placement import has_part_in
+from pagoda.messages.frontend import MAX_ROUTERS, EngineReady, GenerateRequest
+from pagoda.messages.ranges import MAX_ITEMS, capped
+from pagoda.messages.sampling_params import ALL_LOGPROBS
+from pagoda.messages.worker_config import Role
+
+T = TypeVar("T")
+
+
+class LimitSums:
+    """The limits of all replicas, counted as these come, change and go."""
+
+    def __init__(self) -> None:
+        self._limits: Counter[EngineReady] = Counter()
+        """The number of replicas with the same limits, apart from the ids in them."""
+        self._routers: Counter[str] = Counter()
+        """Ids of routers, and behind how many replicas they are."""
+        self._room: Counter[Role] = Counter()
+        """Requests that all replicas of a role can have, running and waiting."""
+        self._total: EngineReady | None = None
+        """The sum of limits, or the last one of replicas that have gone; None when it has to be made anew."""
+
+    @property
+    def are_known(self) -> bool:
+        return bool(self._limits) or self._total is not None
+
+    @property
+    def total(self) -> EngineReady:
+        """The limits of all replicas together, of requests that each of them can take.
+
+        Without any replica the last limits hold: requests wait for another one of the same kind.
+
+        Raises RuntimeError if no replica has ever started.
+        """
+        if not self.are_known:
+            raise RuntimeError("The replicas have not started.")
+        if self._total is None:
+            self._total = _sum_of(self._limits, self._routers)
+        return self._total
+
+    def count(self, limits: EngineReady | None, change: int) -> None:
+        """Counts `change` replicas more with these limits."""
+        if limits is None:
+            return
+        self._room[limits.role] += change * (limits.max_num_seqs + limits.max_num_waiting)
+        before = self.total if change < 0 and len(self._limits) == 1 else None
+        _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
+        for router in limits.routers:
+            _add(self._routers, router, change)
+        self._total = None if self._limits else before
+
+    def room_for(self, request: GenerateRequest) -> int:
+        """Requests of this kind that all replicas meant for them can have, running and waiting."""
+        room = sum(room for role, room in self._room.items() if has_part_in(role, request))
+        return room or self.total.max_num_seqs + self.total.max_num_waiting
+
+    @property
+    def max_queued_tokens(self) -> int:
+        """Prompt tokens of requests that have not begun, for all replicas: those that may wait there, and those
+        that begin at once, of which replicas tell after a step."""
+        limits = self.total
+        return limits.max_num_waiting_tokens + limits.num_blocks * limits.block_size
+
+
+def _add(counter: Counter[T], item: T, change: int) -> None:
+    counter[item] += change
+    if not counter[item]:
+        del counter[item]
+
+
+def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady:
+    """The limits of replicas together, by how many have which."""
+    num_replicas = limits.total()
+    summaries = dict.fromkeys(limit.summary for limit in limits)
+    prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
+    return EngineReady(
+        max_model_len=min(limit.max_model_len for limit in limits),
+        vocab_size=min(limit.vocab_size for limit in limits),
+        num_blocks=capped(sum(limit.num_blocks * count for limit, count in limits.items())),
+        block_size=next(iter(limits)).block_size,
+        max_num_seqs=capped(sum(limit.max_num_seqs * count for limit, count in limits.items())),
+        max_num_waiting=capped(
+            sum(limit.max_num_waiting * count for limit, count in limits.items())
+        ),
+        max_num_waiting_tokens=capped(
+            sum(limit.max_num_waiting_tokens * count for limit, count in limits.items())
+        ),
+        summary=(prefix + "; ".join(summaries))[:MAX_ITEMS],
+        role=_sum_of_roles({limit.role for limit in limits}),
+        max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
+        routers=tuple(sorted(routers))[:MAX_ROUTERS],
+        kv_group=next(iter(limits)).kv_group,
+    )
+
+
+def _least_logprobs(limits: set[int]) -> int:
+    """The least of the limits, of which -1 is the highest."""
+    return min(limits - {ALL_LOGPROBS}, default=ALL_LOGPROBS)
+
+
+def _sum_of_roles(roles: set[Role]) -> Role:
+    """The role of all replicas together: whatever some of them can do."""
+    holds = any(role.holds_kv for role in roles)
+    fetches = any(role.fetches_kv for role in roles)
+    if holds and fetches:
+        return Role.BOTH
+    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire between a router and the hosts that join it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pagoda.messages.frontend import EngineMessage, FrontendMessage, HostLeave
+from pagoda.messages.ranges import Name, Sentence
+from pagoda.messages.tracing import (
+    ClockPing,
+    ClockPong,
+    FetchFragment,
+    FragmentPart,
+    HostTraceStopped,
+)
+
+
+class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as it can be found. All else about it is said over the connection to it."""
+
+    host_id: Name
+    """New at each start; empty where only the address is known."""
+    address: Name
+    """`tcp://host:port`, where it takes `RouterMessage`s."""
+
+
+class HostJoin(msgspec.Struct, frozen=True, tag="join"):
+    """Announcement of a host to a router, repeated as long as the host is there."""
+
+    host: HostRecord
+
+
+class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
+    """Answers every `HostJoin`."""
+
+    ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400.0)]
+    """Seconds without another announcement after which the host counts as gone."""
+    refusal: Sentence = ""
+    """Sentence that says why the host is not used; empty if it is, or may still be."""
+    is_final: bool = False
+    """True if the host need not announce itself again: the router will never use it."""
+
+
+HostMessage = EngineMessage | HostLeave | ClockPing | HostTraceStopped | FragmentPart
+"""Messages from a host to a router."""
+RouterMessage = FrontendMessage | ClockPong | FetchFragment

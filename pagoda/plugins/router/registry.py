@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registry of a router's hosts: hosts that a discovery names, as long as they are alive and do not leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.fleet.endpoint import ReplicaState
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
+from pagoda.fleet.replica import Replica
+from pagoda.messages.load import LoadReport
+from pagoda.messages.tracing import StartTrace
+from pagoda.messages.worker_config import Role
+from pagoda.plugins.router.discovery.base import Discovery
+from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity
+from pagoda.plugins.router.host_sockets import HostSockets
+from pagoda.plugins.router.host_traces import FetchedTrace
+from pagoda.plugins.router.messages import HostRecord
+from pagoda.telemetry.tracer import Tracer
+
+_RETRY_S = 1.0
+_REFUSED_RETRY_S = 10.0
+_DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
+_LEFT = "It has finished, and ends."
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostReport:
+    id: str
+    """Empty while only the address is known."""
+    address: str
+    state: str
+    """`connecting`, `refused`, `leaving` (it gets nothing new), or the `ReplicaState` of one that is used."""
+    reason: str = ""
+    role: Role = Role.NONE
+    since: float | None = None
+    """Unix time from which on the host is used."""
+    num_requests: int = 0
+    load: LoadReport | None = None
+    """None if the host does not answer."""
+
+
+class _Entry:
+    """A host that is named, or that was named and has not finished."""
+
+    def __init__(self, record: HostRecord) -> None:
+        self.record = record
+        self.unnamed = asyncio.Event()
+        """Set while no discovery names the host."""
+        self.client: HostClient | None = None
+        """The latest connection to the host."""
+        self.host: Replica | None = None
+        """The replica at its end; None unless the host is used."""
+        self.since: float | None = None
+        self.problem = ""
+        self.changed = asyncio.Event()
+        """Set when something has changed that decides if the host is used."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class Registry:
+    """Connects to hosts that are named, and takes them in; lets go of those that are not named any
+    more, that leave, and that are lost.
+
+    A host of another model or version is refused, and one that would send requests back to this router.
+    """
+
+    def __init__(
+        self,
+        members: PrefillDecodeRouter,
+        discovery: Discovery,
+        sockets: HostSockets,
+        router: Identity,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._tracer = tracer
+        self._members = members
+        self._discovery = discovery
+        self._sockets = sockets
+        self._router = router
+        self._entries: dict[HostRecord, _Entry] = {}
+        self._dismissed: set[str] = set()
+        self._order: StartTrace | None = None
+        """The trace under way."""
+        self._traces: dict[str, FetchedTrace] = {}
+        """Traces of hosts, by address."""
+        self._first = asyncio.Event()
+        self._is_closed = False
+        self._block_sizes: Counter[int] = Counter()
+        """Hosts in use by the block size of their KV caches."""
+        self._following = asyncio.create_task(
+            keep_going(lambda: discovery.follow(self), "the search for hosts")
+        )
+
+    @property
+    def num_named(self) -> int:
+        return len(self._entries)
+
+    async def first_host(self) -> None:
+        await self._first.wait()
+
+    async def close(self) -> None:
+        self._is_closed = True  # a timer of the discovery may still tell something
+        tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
+        await cancel_all([self._following, *tasks])
+        await self._discovery.close()
+
+    # ---- traces
+
+    def start_trace(self, order: StartTrace) -> None:
+        """All hosts trace from now on, and those that join."""
+        self._order = order
+        for entry in self._entries.values():
+            self._trace(entry)
+
+    def _trace(self, entry: _Entry) -> None:
+        if self._order is not None and entry.host is not None and entry.client is not None:
+            self._traces[entry.record.address] = entry.client.start_trace(self._order)
+
+    async def stop_trace(self) -> list[str]:
+        """Brings the fragments of all hosts here; returns sentences about what is missing."""
+        traces, self._traces, self._order = self._traces, {}, None
+        ends = await asyncio.gather(*(trace.stop() for trace in traces.values()))
+        return [problem for problems in ends for problem in problems]
+
+    # ---- for operators
+
+    async def hosts(self) -> list[HostReport]:
+        return list(await asyncio.gather(*map(self._report, list(self._entries.values()))))
+
+    def dismiss(self, host_id: str) -> bool:
+        """The host gets nothing new, and is let go when it has finished; False if there is none of this id.
+
+        It comes back only when it was started anew.
+        """
+        for entry in self._entries.values():
+            known = {entry.record.host_id, entry.host.limits.host_id if entry.host else ""} - {""}
+            if host_id in known:
+                self._dismissed.add(host_id)
+                self._tell_dismissed(entry, host_id)
+                entry.changed.set()
+                return True
+        return False
+
+    async def _report(self, entry: _Entry) -> HostReport:
+        host, since = entry.host, entry.since
+        if host is None:
+            state = "refused" if entry.problem else "connecting"
+            return HostReport(entry.record.host_id, entry.record.address, state, entry.problem)
+        load = None
+        with contextlib.suppress(TimeoutError, EngineLostError):
+            load = await host.load()
+        return HostReport(
+            host.limits.host_id,
+            entry.record.address,
+            host.state if self._is_wanted(entry, host) else "leaving",
+            role=host.limits.role,
+            since=since,
+            num_requests=0 if entry.host is None else self._members.num_requests(host),
+            load=load,
+        )
+
+    # ---- hosts come and go
+
+    def add(self, host: HostRecord) -> None:
+        if self._is_closed:
+            return
+        entry = self._entries.get(host)
+        if entry is None:
+            entry = self._entries[host] = _Entry(host)
+            entry.task = asyncio.create_task(self._keep(entry))
+        elif entry.unnamed.is_set():
+            entry.unnamed.clear()
+            entry.changed.set()
+
+    def remove(self, host: HostRecord) -> None:
+        entry = self._entries.get(host)
+        if entry is not None:
+            entry.unnamed.set()
+            entry.changed.set()
+
+    async def _keep(self, entry: _Entry) -> None:
+        """Uses the host whenever it can be, from when it is named until it is not any more."""
+        try:
+            while not entry.unnamed.is_set():
+                retry_s = await self._connect(entry)
+                await first_of(asyncio.sleep(retry_s), entry.unnamed.wait())
+        finally:
+            del self._entries[entry.record]
+
+    async def _connect(self, entry: _Entry) -> float:
+        """Returns after how many seconds to try again."""
+        try:
+            client = entry.client = HostClient(
+                self._sockets,
+                entry.record.address,
+                self._router,
+                self._tracer,
+                hello_timeout_s=HELLO_TIMEOUT_S,
+            )
+        except zmq.ZMQError as error:
+            self._set_problem(
+                entry,
+                f"The router has no socket for it ({error.strerror}); let it open more files.",
+            )
+            return _REFUSED_RETRY_S
+        host = client.replica
+        host.watch(entry.changed.set)
+        try:
+            return await self._try(entry, host)
+        except Exception:
+            _log.exception(
+                "the host at %s is lost to a failure of the router", entry.record.address
+            )
+            self._set_problem(entry, "The router failed with it; the router's log says why.")
+            return _REFUSED_RETRY_S
+        finally:
+            await host.close()
+
+    async def _try(self, entry: _Entry, host: Replica) -> float:
+        """Uses the host as long as it can be; returns after how many seconds to try again."""
+        try:
+            if await first_of(host.start(), entry.unnamed.wait()) != 0:
+                return 0  # it may be named again by now
+            self._check(entry, host)
+            self._set_problem(entry, "")
+            await self._use(entry, host)
+        except ConfigError as error:
+            self._set_problem(entry, str(error))
+            return _REFUSED_RETRY_S
+        except EngineDeadError as error:
+            self._set_problem(entry, str(error))
+            return _RETRY_S
+        # It may stay until it ends: only then another one can be at its address.
+        await first_of(host.wait_failed(), entry.unnamed.wait())
+        return _RETRY_S
+
+    def _check(self, entry: _Entry, host: Replica) -> None:
+        """Raises ConfigError, which gives the reason, if the host cannot be used."""
+        limits = host.limits
+        if self._router.id in (limits.host_id, *limits.routers):
+            raise ConfigError(
+                f"At {entry.record.address} is this router itself, or a router that has it among its hosts: "
+                "requests would go round in circles."
+            )
+        if limits.host_id in self._dismissed:
+            self._tell_dismissed(entry, limits.host_id)
+            raise ConfigError(_DISMISSAL)
+        if entry.record.host_id not in ("", limits.host_id):
+            raise ConfigError(f"Another host is at {entry.record.address} now.")
+        for block_size in self._block_sizes:
+            if block_size != limits.block_size:
+                raise ConfigError(
+                    f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this router "
+                    f"{block_size}; give all the same --block-size."
+                )
+
+    async def _use(self, entry: _Entry, host: Replica) -> None:
+        """Uses the host until it is lost, or has finished and gets nothing more.
+
+        Raises ConfigError if the router has got hosts with which this one cannot be used, EngineDeadError if the
+        host is lost.
+        """
+        block_size = host.limits.block_size
+        self._block_sizes[block_size] += 1
+        try:
+            self._members.add(host)
+            entry.host, entry.since = host, time.time()
+            self._first.set()
+            _log.info("the host at %s has joined", entry.record.address)
+            self._trace(entry)
+            while host.state is not ReplicaState.FAILED:
+                entry.changed.clear()
+                if self._is_wanted(entry, host):
+                    self._check(entry, host)
+                    self._members.set_leaving(host, False)
+                    await entry.changed.wait()
+                    continue
+                self._members.set_leaving(host, True)
+                if not self._members.num_requests(host):
+                    is_dismissed = host.limits.host_id in self._dismissed
+                    self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)
+                    return
+                await first_of(self._members.emptied(host), entry.changed.wait())
+            if not host.is_leaving or self._members.num_requests(host):
+                raise await host.wait_failed()
+            self._set_problem(entry, _LEFT)  # it was gone before anybody looked
+        finally:
+            entry.host = entry.since = None
+            self._block_sizes[block_size] -= 1
+            self._block_sizes += Counter()  # drops block sizes that no host has any more
+            self._members.remove(host)
+
+    def _is_wanted(self, entry: _Entry, host: Replica) -> bool:
+        is_dismissed = host.limits.host_id in self._dismissed
+        return not (entry.unnamed.is_set() or host.is_leaving or is_dismissed)
+
+    def _set_problem(self, entry: _Entry, problem: str) -> None:
+        if problem == entry.problem:
+            return
+        entry.problem = problem
+        self._discovery.warn(entry.record, problem)
+        if problem:
+            level = logging.INFO if problem in (_LEFT, _DISMISSAL) else logging.WARNING
+            _log.log(level, "the host at %s is not used: %s", entry.record.address, problem)
+
+    def _tell_dismissed(self, entry: _Entry, host_id: str) -> None:
+        record = msgspec.structs.replace(entry.record, host_id=host_id)
+        self._discovery.dismiss(record, _DISMISSAL)
