@@ -154,8 +154,8 @@ class Change(NamedTuple):
         return any(path.startswith(("csrc/", "CMakeLists.txt")) for path in self.files)
 
     def needs_sanitizers(self) -> bool:
-        """Whether `make test` builds the kernels once more, with sanitizers: it does for changes of theirs, and for
-        one commit of ten."""
+        """Whether `make test` builds the kernels once more, with sanitizers: it does for changes of theirs, and
+        for one commit of ten."""
         return self.touches_kernels() or self.draw("sanitizers") % 10 == 0
 
 

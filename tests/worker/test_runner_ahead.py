@@ -151,8 +151,8 @@ def test_ranks_meet_when_their_devices_have_computed(is_known: bool) -> None:
 
 
 def _with_turnover(engine: Engine, others: SamplingParams) -> Engine:
-    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it. The step
-    behind that one leaves a slot out."""
+    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it. The
+    step behind that one leaves a slot out."""
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, f"request {slot}", prompt, others)
     engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
