@@ -19,6 +19,7 @@ from pagoda.backend.latent_layers import (
     prepare_head_linears,
     rotate_and_cache_latents,
 )
+from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.plugins.backend_check.attention import (
     DTYPES,
     LENGTHS,
@@ -182,7 +183,7 @@ def _check_layout(backend: Backend[Any, Any], kind: LatentKind, what: str) -> No
     cache, other = _cache(backend, kind, new), _cache(backend, kind)
     if not isinstance(backend, KVOnDevice):
         ensure_given(cache, given, f"allocate_latent_cache of {what}")
-    vector = cache.width * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
+    vector = KV_FORMATS[kind.kv_dtype].vector_bytes(cache.width)
     check_moved(
         backend,
         lambda held, shares, blocks: _attend(backend, kind, held, shares, blocks),
