@@ -27,9 +27,10 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.graph import Graph, GraphBuilder, RotaryTable, Value
+from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader

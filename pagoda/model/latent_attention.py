@@ -9,8 +9,9 @@ from typing import Generic
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, LatentCache, LinearT
-from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
+from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import head_linear, latent_attention, rotate_and_cache_latents
+from pagoda.backend.operations import GraphBuilder
 from pagoda.checkpoints.latent_attention import NORM_EPS
 
 

@@ -10,7 +10,8 @@ from typing import Generic
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, LinearT, StateCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
 from pagoda.checkpoints.state_layers import StateUnits
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
+from pagoda.backend.operations import GraphBuilder
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.plugins.backend_check.subject import (

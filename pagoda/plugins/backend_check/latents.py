@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadLinears, LatentCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.latent_layers import (
     head_linear,
@@ -19,6 +19,7 @@ from pagoda.backend.latent_layers import (
     prepare_head_linears,
     rotate_and_cache_latents,
 )
+from pagoda.backend.operations import GraphBuilder
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.plugins.backend_check.attention import (
     DTYPES,
