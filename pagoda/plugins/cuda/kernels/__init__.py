@@ -10,7 +10,7 @@ tensors, in float32 and float16: the interpreter's bfloat16 is not right.
 
 A row's bits depend on the row alone: tiles and places where sums are cut are fixed, whatever the number of rows.
 
-`rows` (x, out [n, d] float32 unless said otherwise): `OPERATIONS` there, with outputs behind inputs and weights, and
+`rows` (x, out [n, d] float32 unless said otherwise): `OPERATIONS` there, outputs behind inputs and weights, and
 
     rms_norm(x, weight[d], out, *, eps, delta, total)     total = x + delta (may be x itself), out = its norm
     select_rows(x[n, d], rows[m] int64, out[m, d])     x of float32 or int64
