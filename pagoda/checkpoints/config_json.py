@@ -13,7 +13,7 @@ from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
 from pagoda.checkpoints.families.shared import score_head
 from pagoda.checkpoints.family import Family
-from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -21,7 +21,6 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of models that Pagoda runs: a module has those of one maker or kind, and is imported when it is needed."""
+"""Families of models that Pagoda runs: a module has those of one maker or kind, imported when a model needs it."""
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.contents import unread_tensors
 from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
-from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
-from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
