@@ -222,13 +222,14 @@ StateSpec = ShortConvSpec | GatedDeltaSpec
 def _maps(spec: StateSpec, names: TensorNames, layer: int, hidden: int) -> AttentionLinears:
     tensors = [names.of_layer(layer, names.state_in)] * 3
     placed = places(tensors, dict(zip(spec.parts, spec.sizes, strict=True)), hidden, None, 0)
-    into = (
+    q, k, v = (
         LinearSpec(name, size, hidden, Role.STATE_IN, rows, grain=grain)
         for (name, rows), size, grain in zip(placed, spec.sizes, spec.grains, strict=True)
     )
     out = names.of_layer(layer, names.state_out)
     grain = spec.grains[2]
-    return AttentionLinears(*into, LinearSpec(out, hidden, spec.inner, Role.STATE_OUT, grain=grain))
+    last = LinearSpec(out, hidden, spec.inner, Role.STATE_OUT, grain=grain)
+    return AttentionLinears(q, k, v, last)
 
 
 def _conv_tensors(spec: StateSpec, names: TensorNames, layer: int) -> list[tuple[str, int]]:
