@@ -18,8 +18,8 @@ from pagoda.backend.sampling import CERTAIN
 from pagoda.backend.sampling_table import COLUMNS, LISTS
 from pagoda.plugins.cuda.kernels.numbers import is_finite, rounded
 
-PACKED = tuple(name for name in COLUMNS if name not in LISTS)
-"""Columns of packed rows, which are those of the table without addresses; numbers of float32 are their bits, and
+PACKED = tuple(name for name in COLUMNS if name not in {*LISTS, "num_biases", "num_seen"})
+"""Columns of packed rows, which are those of the table without lists; numbers of float32 are their bits, and
 `num_stops` stands for what forbids tokens."""
 OUTCOME, TOKEN, RANK, TOTAL, HIGHEST, VALUE, FIXED = range(7)
 """Columns of results; behind them are the ids, then the bits of the logits, of the likeliest tokens."""
