@@ -74,7 +74,7 @@ class LatentSpec:
         return {}
 
     def linears(self, names: TensorNames, layer: int, hidden: int, num_heads: int) -> LatentLinears:
-        """Its linear layers."""
+        """Linear layers of a layer of `num_heads`."""
         turned = head_order(self.rope_dim, self.rope_dim) if names.rotates_neighbours else None
         query_down, inputs = None, hidden
         tensor = names.of_layer(layer, names.query)

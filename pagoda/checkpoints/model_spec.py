@@ -154,7 +154,7 @@ class LayerSpec:
 
     @property
     def kind(self) -> LayerKind | None:
-        """What is in the place of plain attention: its maps, gates and vectors, the operations that it needs."""
+        """Sizes of that which is in the place of plain attention; None of plain attention."""
         return self.attention.latent if self.state is None else self.state
 
 

@@ -78,13 +78,7 @@ class ShortConvSpec:
         """States of a rank that holds so many outputs of each map, one behind the other in a block."""
         return (StateUnits(sizes[0], self.width - 1, maps=(0,)),)
 
-    def linears(
-        self,
-        names: TensorNames,
-        layer: int,
-        hidden: int,
-        num_heads: int,  # noqa: ARG002 - of attention
-    ) -> AttentionLinears:
+    def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
         """The three maps of hidden states, and the one back to them."""
         return _maps(self, names, layer, hidden)
 
@@ -155,13 +149,7 @@ class GatedDeltaSpec:
         conv = StateUnits(sum(sizes), self.width - 1, maps=(0, 1, 2))
         return conv, StateUnits(heads, floats, maps=(2,))
 
-    def linears(
-        self,
-        names: TensorNames,
-        layer: int,
-        hidden: int,
-        num_heads: int,  # noqa: ARG002 - of attention
-    ) -> AttentionLinears:
+    def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
         q, k, v, out = _maps(self, names, layer, hidden)
         if not names.state_output_gate:
             own = self._rows(names, layer, hidden)

@@ -451,4 +451,4 @@ OPERATIONS: Mapping[str, Callable[..., None]] = {
 }
 """Operations of a graph by name: functions of inputs, weights, outputs and those attributes that they name."""
 WRITES_ANY = frozenset({"rms_norm", "silu_and_mul", "gelu_and_mul", "swiglu_oai"})
-"""Those that write their output in any number format."""
+"""Operations whose output is written in any number format."""
