@@ -13,6 +13,7 @@ from pagoda.checkpoints.families.shared import (
     text_sizes,
     unrotated_layers,
     with_attention,
+    with_given_window,
     with_layer_norm,
     without_rotation,
 )
@@ -45,8 +46,7 @@ LLAMA = Family(
 def _adapt_smollm3(spec: ModelSpec, fields: Fields) -> ModelSpec:
     if fields.flag("use_sliding_window", False):
         fields.refuse("use_sliding_window", "must be false in models of SmolLM3")
-    mlp = MlpSpec(fields.positive("intermediate_size"), fields.flag("mlp_bias", False))
-    spec = spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
+    spec = _adapt_llama(spec, fields)
     return without_rotation(spec, unrotated_layers(fields, spec.num_layers))
 
 
@@ -64,10 +64,8 @@ SMOLLM3 = Family(
 
 
 def _adapt_seed_oss(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    mlp = MlpSpec(fields.positive("intermediate_size"), fields.flag("mlp_bias", False))
-    spec = spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
     return with_attention(
-        spec,
+        _adapt_llama(spec, fields),
         qkv_bias=fields.flag("attention_bias", True),
         output_bias=fields.flag("attention_out_bias", False),
     )
@@ -86,18 +84,11 @@ SEED_OSS = Family(
 # ---- Phi-3, Phi-3.5 and Phi-4: Llama with joined maps, and factors of frequencies for long contexts
 
 
-def _adapt_phi3(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    if fields.values.get("sliding_window") is None:
-        return spec
-    window = fields.positive("sliding_window")
-    return with_attention(spec, (window,) * spec.num_layers)
-
-
 _JOINED = "self_attn.qkv_proj"
 PHI3 = Family(
     "Phi3ForCausalLM",
     "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-    _adapt_phi3,
+    with_given_window,
     names=TensorNames(
         query=_JOINED, key=_JOINED, value=_JOINED, gate="mlp.gate_up_proj", up="mlp.gate_up_proj"
     ),

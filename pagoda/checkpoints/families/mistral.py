@@ -12,6 +12,7 @@ from pagoda.checkpoints.families.shared import (
     typed_windows,
     with_attention,
     with_experts,
+    with_given_window,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
@@ -128,12 +129,10 @@ MINISTRAL3 = Family(
 
 
 def _adapt_mixtral(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    has_window = fields.values.get("sliding_window") is not None
-    window = fields.positive("sliding_window") if has_window else None
+    windowed = with_given_window(spec, fields)
     counts = expert_counts(fields, "num_local_experts", (8, 2))
     routing = ExpertRouting(*counts, renormalize=True)
     experts = ExpertsSpec(routing, fields.positive("intermediate_size"))
-    windowed = with_attention(spec, (window,) * spec.num_layers)
     return with_experts(windowed, experts, range(spec.num_layers))
 
 
