@@ -129,7 +129,7 @@ class ExpertsSpec:
 
 
 LayerKind = LatentSpec | StateSpec
-"""Kinds of layers besides plain attention; `pagoda.model.layer_kinds` has what loads and records each."""
+"""Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple
 
@@ -23,14 +23,24 @@ from pagoda.backend.weights import (
     same_order,
     weight_bytes,
 )
+from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
-from pagoda.model.layer_kinds import LayerWeights, load_kind
+from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import Part, Shard, take_part
+from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
+
+KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
+    LatentSpec: load_latent_attention,
+    ShortConvSpec: load_conv,
+    GatedDeltaSpec: load_delta_rule,
+}
+"""Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Layer(Generic[LinearT]):
     Of latent attention, the vector that is kept of a token."""
     gate: LinearT | None
     """Gate of attention's outputs."""
-    of_kind: LayerWeights | None
+    of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
     sinks: Tensor | None
@@ -137,7 +147,7 @@ class WeightLoader(Generic[LinearT]):
             attention_norm=norm(names.attention_norm, has=spec.pre_norm),
             qkv=self.linear(linears.into, bias=attention.qkv_bias),
             gate=self._output_gate(index),
-            of_kind=load_kind(self, index),
+            of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
             if attention.qk_norm is None or spec.kind is not None
             else self._head_norms(index),
