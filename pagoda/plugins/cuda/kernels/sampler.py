@@ -166,6 +166,7 @@ def sample(logits: Tensor, packed: PackedRows, changed: Tensor | None, found: Fo
     if not rows:
         return
     block, width = min(_BLOCK, power_of_two(64, vocab)), found.columns.shape[1]
+    ruled = logits
     if packed.changes_logits:
         if changed is None:
             raise ValueError("Rules that change logits need scratch for them.")
@@ -187,29 +188,18 @@ def sample(logits: Tensor, packed: PackedRows, changed: Tensor | None, found: Fo
                     block=_EDITS,
                     **UNFUSED,
                 )
-        kernels.draw[(rows,)](
-            logits,
-            changed,
-            packed.numbers,
-            found.columns,
-            vocab,
-            width,
-            block=block,
-            num_warps=8,
-            **UNFUSED,
-        )
-    else:
-        kernels.draw[(rows,)](
-            logits,
-            logits,
-            packed.numbers,
-            found.columns,
-            vocab,
-            width,
-            block=block,
-            num_warps=8,
-            **UNFUSED,
-        )
+        ruled = changed
+    kernels.draw[(rows,)](
+        logits,
+        ruled,
+        packed.numbers,
+        found.columns,
+        vocab,
+        width,
+        block=block,
+        num_warps=8,
+        **UNFUSED,
+    )
     if packed.most_reported >= 0:
         _report(logits, found)
 
