@@ -41,7 +41,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_formats: tuple[str, ...] = ("float32",)
     """Formats of weights. A backend with `fp8` keeps 8-bit floats of checkpoints; for others they become dense."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
-    """Number formats of K and V, by the names in `KV_FORMATS`."""
+    """Number formats of K and V; `fp8` is E4M3."""
     lacks_operations: tuple[str, ...] = ()
     """Operations of forward passes that it does not have; models that need one are refused by its name."""
     max_experts: int | None = None
