@@ -258,6 +258,9 @@ class LoweredProgram {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::dict columns;
+    for (const auto& [name, typecode] : SamplingTable::typecodes()) columns[name] = std::string(1, typecode);
+    m.attr("SAMPLING_COLUMNS") = columns;
     m.attr("PANEL_OUTPUTS") = kPanel;
     m.attr("LOW_RANK_BLOCK") = kLowRankBlock;
     m.attr("MAX_HEAD_DIM") = kMaxHeadDim;

@@ -19,28 +19,41 @@ enum class Outcome : int64_t { drawn = 0, not_finite = 1, overflown = 2, nothing
 // A probability in units of 2^-53.
 constexpr uint64_t kCertain = uint64_t{1} << 53;
 
+// The columns of pagoda/backend/sampling_table.py, which says what they mean: NUMBER(type, name) of each that holds
+// a number, LIST(type, name) of each that holds the address of a list, whose length is in another column.
+#define PAGODA_SAMPLING_COLUMNS(NUMBER, LIST) \
+    NUMBER(int8_t, greedy)                    \
+    NUMBER(float, scale)                      \
+    NUMBER(float, lowest_power)               \
+    NUMBER(int64_t, top_k)                    \
+    NUMBER(uint64_t, top_p)                   \
+    NUMBER(uint64_t, typical_p)               \
+    NUMBER(uint64_t, seed)                    \
+    NUMBER(uint64_t, position)                \
+    NUMBER(int64_t, logprobs)                 \
+    NUMBER(int8_t, masked)                    \
+    LIST(int64_t, stops)                      \
+    NUMBER(int64_t, num_stops)                \
+    LIST(int64_t, bias_ids)                   \
+    LIST(float, biases)                       \
+    NUMBER(int64_t, num_biases)               \
+    LIST(int64_t, seen)                       \
+    LIST(float, counts)                       \
+    NUMBER(int64_t, num_seen)                 \
+    NUMBER(float, repetition)                 \
+    NUMBER(float, frequency)                  \
+    NUMBER(float, presence)
+
 // How the token of a row is chosen, and its logits [vocab], which may be overwritten.
 struct SamplingRow {
     float* logits;
-    bool greedy;
-    float scale;         // of logits, to powers of two
-    float lowest_power;  // tokens below this power of two, against the likeliest, are left out
-    int64_t top_k;       // 0 for all
-    uint64_t top_p, typical_p;  // up to kCertain
-    uint64_t seed, position;
-    int64_t logprobs;  // of so many likeliest tokens; -1 for none, not even the token's own
-
     const uint32_t* allowed;  // a bit for each token, or null
-    const int64_t* stops;     // tokens that are held back
-    int64_t num_stops;
-    const int64_t* bias_ids;
-    const float* biases;
-    int64_t num_biases;
-    const int64_t* seen;   // tokens to penalise, each once
-    const float* counts;   // how often each is in the output
-    int64_t num_seen;
-    float repetition, frequency, presence;
-    int64_t given = -1;  // the token, if it is not to be chosen but only reported
+    int64_t given = -1;       // the token, if it is not to be chosen but only reported
+#define PAGODA_NUMBER(type, name) type name;
+#define PAGODA_LIST(type, name) const type* name;
+    PAGODA_SAMPLING_COLUMNS(PAGODA_NUMBER, PAGODA_LIST)
+#undef PAGODA_NUMBER
+#undef PAGODA_LIST
 
     bool changes_logits() const {
         return allowed != nullptr || num_stops > 0 || num_biases > 0 || num_seen > 0;

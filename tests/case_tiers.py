@@ -30,7 +30,11 @@ SEEDS = {"seed", "first"}
 INSTRUCTION_SETS = ("reference", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """Values of parameters that choose kernels, best last."""
 ROTATED = {
-    "tests/plugins/cuda/": ("pagoda/plugins/cuda/", "pagoda/backend/graph.py"),
+    "tests/plugins/cuda/": (
+        "pagoda/plugins/cuda/",
+        "pagoda/backend/graph.py",
+        "pagoda/backend/operations.py",
+    ),
     "tests/fuzz/": ("benchmarks/chaos/fuzz/", "csrc/", "pagoda/checkpoints/", "pagoda/ipc/"),
 }
 """Tests of which a tenth runs unless the sources that they are for have changed."""

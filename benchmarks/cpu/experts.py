@@ -27,7 +27,8 @@ from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import Experts
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import PackedLinear
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import bind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.cli import output

@@ -30,9 +30,10 @@ from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import HeadNorms, KVCache, LatentCache, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import PackedLinear
-from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
+from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.host import rotary_table
 from pagoda.backend.latent_layers import latent_attention
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import bind
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output

@@ -78,7 +78,7 @@ void norm_and_rotate(const float* x, const float* weight, float eps, const float
     });
 }
 
-// ---- operations of a graph that work on every row by itself, by the names in pagoda/backend/graph.py
+// ---- operations of a graph that work on every row by itself, by the names in pagoda/backend/operations.py
 
 // x/2 (1 + tanh(y)) is x / (1 + e^-2y).
 PAGODA_INLINE vec gelu_tanh(vec x) {

@@ -99,11 +99,6 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
     seed: int | None = None
     random_seed: int | None = None
     """Mistral's name of `seed`."""

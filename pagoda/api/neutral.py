@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
-
 from pagoda.api.ignored_fields import Hint
+from pagoda.messages.sampling_params import DrawFields
 
 _No = Annotated[Any, (False,)]
 _Yes = Annotated[Any, (True,)]
@@ -22,8 +21,8 @@ _Null = Annotated[Any, ()]
 _Empty = Annotated[Any, ({}, [])]
 
 
-class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Neutral fields of text and chat completions. Null is neutral for all."""
+class NeutralFields(DrawFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Neutral fields of text and chat completions, beside those of draws. Null is neutral for all."""
 
     # OpenAI
     store: Annotated[Any, Hint((False,))] = None

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+SAMPLING_COLUMNS: dict[str, str]
 LOW_RANK_BLOCK: int
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int

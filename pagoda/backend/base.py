@@ -80,7 +80,7 @@ class KVCache:
     """[num_blocks, num_kv_heads, ...]: block_size tokens of head_dim elements."""
     values: Tensor
     key_scales: Tensor | None = None
-    """[num_blocks, num_kv_heads, block_size] float32, of int8: each token's largest element is 127 of them."""
+    """[num_blocks, num_kv_heads, block_size] float32, of each token, in formats with scales."""
     value_scales: Tensor | None = None
 
     @property
@@ -102,7 +102,7 @@ class LatentCache:
     rank: int
     rope_dim: int
     latent_scales: Tensor | None = None
-    """[num_blocks, 1, block_size] float32, of int8: each token's largest element is 127 of them."""
+    """[num_blocks, 1, block_size] float32, of each token, in formats with scales."""
 
     @property
     def width(self) -> int:
@@ -378,8 +378,7 @@ class Backend(Protocol[LinearT_co, MetadataT]):
     ) -> KVCache:
         """The cache of one layer: `dtype` is the model's, `kv_dtype` that of K and V if it is another.
 
-        With int8, a token's K and its V have one scale per head, symmetric about 0. With float8_e4m3fn, K and V
-        are as `fp8.to_e4m3` rounds them, without scales.
+        In formats with scales, a token's K and its V have one per head; `reference.attention` rounds as all do.
         """
 
     def allocate_latent_cache(
@@ -394,7 +393,7 @@ class Backend(Protocol[LinearT_co, MetadataT]):
     ) -> LatentCache:
         """The cache of one layer with latent attention; dtypes are as for `allocate_kv_cache`.
 
-        With int8, a token has one scale. Raises UnsupportedError: the backend has no latent attention.
+        In formats with scales, a token has one. Raises UnsupportedError: the backend has no latent attention.
         """
 
     def quantize_int8(self, values: Tensor, *, symmetric: bool) -> Int8Weight:

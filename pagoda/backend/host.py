@@ -20,6 +20,7 @@ from pagoda.backend.base import (
 )
 from pagoda.ipc.heap import trim_heap
 from pagoda.ipc.machine import available_memory_bytes, process_memory_bytes
+from pagoda.messages.kv_formats import KV_FORMATS, format_of
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives, HostGroup
 
@@ -54,7 +55,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
             max_model_len=2**20,
             window_multiple=64,
             weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
-            kv_cache_dtypes=("float32", "bfloat16", "float16", "int8"),
+            kv_cache_dtypes=tuple(KV_FORMATS),
         )
 
     def join(self, group: HostGroup) -> None:
@@ -75,7 +76,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
         shapes = self.block_shapes(block_size, head_dim, dtype, kv_dtype)
         keys, values = (new((*blocks, *shape), kv_dtype) for shape in shapes)
         self.advise(keys, values)
-        if kv_dtype != torch.int8:
+        if not format_of(kv_dtype).has_scales:
             return KVCache(keys, values)
         return KVCache(keys, values, *(new((*blocks, block_size), torch.float32) for _ in range(2)))
 
@@ -93,7 +94,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
         _, shape = self.block_shapes(block_size, rank + rope_dim, dtype, kv_dtype)
         latents, scales = new((*blocks, *shape), kv_dtype), None
         self.advise(latents)
-        if kv_dtype == torch.int8:
+        if format_of(kv_dtype).has_scales:
             scales = new((*blocks, block_size), torch.float32)
         return LatentCache(latents, rank, rope_dim, scales)
 

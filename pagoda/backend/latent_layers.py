@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, dtype
 
 from pagoda.backend.base import Backend, HeadLinears, LatentCache, LinearT
-from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
+from pagoda.backend.graph import RotaryTable, Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight
 
 

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of the forward pass by name: what goes in and out of each, and its attributes."""
+"""Operations of the forward pass by name, what goes in and out of each, and the builder that records them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from pagoda.backend.graph import Attribute, Dtype, Graph, LinearShape, Node, RotaryTable, Value
 from pagoda.backend.operation import Kind
+
+if TYPE_CHECKING:
+    from pagoda.backend.base import Experts, HeadNorms, KVCache
+    from pagoda.backend.low_rank import LowRankMaps
+    from pagoda.parallel.collectives import Collectives
 
 
 @dataclass(frozen=True)
@@ -117,3 +124,465 @@ OPERATIONS: Mapping[str, OperationSpec] = {
 
 IN_PLACE = frozenset({"all_reduce", "add_low_rank"})
 """Operations whose output may take the memory of their first input, which nothing else uses."""
+
+
+class GraphBuilder:
+    """Records operations, and checks shapes, once for all backends.
+
+    Methods raise ValueError where values or weights do not fit each other.
+    """
+
+    def __init__(self, group: Collectives, *, batch_invariant: bool = True) -> None:
+        """`group` has the ranks that results are added up or gathered over; see `Graph.batch_invariant`."""
+        self._group = group
+        self._batch_invariant = batch_invariant
+        self._values: list[Value] = []
+        self._nodes: list[Node] = []
+        self._inputs: dict[str, Value] = {}
+        self._metadata: dict[int, Value] = {}
+        self._results: dict[str, Value] = {}
+        self._weights: list[object] = []
+        self._known_weights: dict[int, int] = {}
+        self._used_up: set[int] = set()
+
+    # ---- what goes in and out
+
+    def input(self, name: str, width: int = 0) -> Value:
+        """An input of the graph, declared once: `token_ids`, `token_types`, `positions`, `adapters` [n] int64,
+        `rows` [m] int64; any other name is [n, width] float32.
+        """
+        known = self._inputs.get(name)
+        if known is not None:
+            return known
+        if name in ("token_ids", "token_types", "positions", "adapters", "rows"):
+            value = self._value(1, selected=name == "rows", dtype="int64")
+        else:
+            value = self._value(width)
+        self._inputs[name] = value
+        return value
+
+    def metadata(self, group: int = 0) -> Value:
+        """Metadata of attention of a KV group, an input that is declared once."""
+        if group not in self._metadata:
+            self._metadata[group] = self._value(0, dtype="metadata")
+        return self._metadata[group]
+
+    def result(self, name: str, value: Value) -> None:
+        """Makes a value a result of the graph, under one name."""
+        if value in self._inputs.values():
+            raise ValueError(f"The result {name} is not computed.")
+        if value in self._results.values():
+            raise ValueError(f"The result {name} has another name already.")
+        self._results[name] = value
+
+    def build(self) -> Graph:
+        """The graph of what was recorded. Raises ValueError: a result was used up."""
+        for name, value in self._results.items():
+            if value.index in self._used_up:
+                raise ValueError(f"The result {name} was used up.")
+        return Graph(
+            tuple(self._values),
+            tuple(self._nodes),
+            dict(self._inputs),
+            dict(self._metadata),
+            dict(self._results),
+            tuple(self._weights),
+            self._batch_invariant,
+        )
+
+    # ---- linear layers
+
+    def embedding(
+        self, token_ids: Value, table: LinearShape, first_id: int = 0, vocab_size: int | None = None
+    ) -> Value:
+        """Rows of a weight [outputs, hidden] that is an embedding table, without its bias: [n, hidden].
+
+        The weight has the rows from `first_id` on of a table of `vocab_size`; None means that it ends the table.
+        Rows that it does not have are zeros, so that those of all ranks add up to the table's.
+        Steps raise IndexError: a token id is not from 0 to `vocab_size - 1`."""
+        size = first_id + table.outputs if vocab_size is None else vocab_size
+        return self.record(
+            "embedding",
+            [token_ids],
+            [table],
+            {"first_id": first_id, "vocab_size": size},
+            table.inputs,
+        )
+
+    def linear(self, x: Value, weight: LinearShape) -> Value:
+        """x [n, in] times the weight, plus the bias: [n, out].
+
+        For a weight in bfloat16, x is rounded to bfloat16; for a quantized one, to integers.
+        """
+        _expect(x, weight.inputs)
+        return self.record("linear", [x], [weight], {}, weight.outputs)
+
+    def linear_argmax(self, x: Value, weight: LinearShape, first_id: int = 0) -> Value:
+        """The highest output of `linear` for each row of x, without storing the others: [n, 3] int64.
+
+        Its index plus `first_id`, the lowest of equal ones; the bits of its value in float32; and 1 if all outputs
+        of the row are finite, without which the other two mean nothing.
+        """
+        _expect(x, weight.inputs)
+        (out,) = self._node(
+            "linear_argmax", [x], [weight], {"first_id": first_id}, [3], dtype="int64"
+        )
+        return out
+
+    def add_low_rank(self, out: Value, x: Value, adapters: Value, maps: LowRankMaps) -> Value:
+        """`out` [n, out] plus what each row's adapter makes of x [n, in]; `out` is not used after.
+
+        Rows whose number in `adapters` [n] is below 0, or has no maps here, stay as they are. With maps in
+        bfloat16, x and the scaled product of the first matrix are rounded to bfloat16.
+        """
+        _expect(x, maps.inputs)
+        _expect(out, sum(maps.outputs))
+        return self.record("add_low_rank", [out, x, adapters], [maps], {}, out.width)
+
+    def experts(self, x: Value, logits: Value, experts: Experts[LinearShape]) -> Value:
+        """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].
+
+        Of equal ones the first is taken. Gives [n, hidden], the sum in float32 of what they compute, in the
+        order of their numbers, each times its weight by `ExpertRouting`. Experts that are not held here add
+        nothing.
+        """
+        _expect(x, experts.gate[0].inputs)
+        if logits.width != experts.routing.num_experts:
+            raise ValueError(
+                f"Logits of {logits.width} are not those of {experts.routing.num_experts} experts."
+            )
+        return self.record("experts", [x, logits], [experts], {}, x.width)
+
+    # ---- several ranks
+
+    def all_reduce(self, x: Value) -> Value:
+        """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
+        if self._group.size == 1:
+            return x
+        return self.record("all_reduce", [x], [self._group], {}, x.width)
+
+    def all_gather(self, x: Value, sizes: Sequence[int]) -> Value:
+        """The columns of all ranks side by side, `sizes[rank]` of each: [n, sum(sizes)]."""
+        if self._group.size == 1:
+            return x
+        if len(sizes) != self._group.size or sizes[self._group.rank] != x.width:
+            raise ValueError(f"A share of {x.width} is not that of a rank of {list(sizes)}.")
+        attributes: dict[str, Attribute] = {"sizes": tuple(sizes)}
+        return self.record("all_gather", [x], [self._group], attributes, sum(sizes))
+
+    def all_gather_argmax(self, found: Value) -> Value:
+        """The highest of all ranks' `linear_argmax` [n, 3], of equal ones that of the lowest rank."""
+        if self._group.size == 1:
+            return found
+        (out,) = self._node(
+            "all_gather_argmax", [found], [self._group], {}, [found.width], dtype="int64"
+        )
+        return out
+
+    # ---- rows
+
+    def select_rows(self, x: Value, rows: Value) -> Value:
+        """Rows of x [n, d] by the input `rows` [m], each once, maybe none: [m, d]."""
+        if rows != self._inputs.get("rows"):
+            raise ValueError("Rows are selected by the input `rows` only.")
+        if x.selected:
+            raise ValueError("Rows are selected once.")
+        (out,) = self._node(
+            "select_rows", [x, rows], [], {}, [x.width], selected=True, dtype=x.dtype
+        )
+        return out
+
+    def add(self, x: Value, delta: Value) -> Value:
+        """x + delta [n, d]."""
+        _expect(delta, x.width)
+        return self.record("add", [x, delta], [], {}, x.width)
+
+    def rms_norm(self, x: Value, weight: Sized, eps: float) -> Value:
+        """x [n, d] over the root of its mean square, times weight [d] float32 (Zhang and Sennrich 2019)."""
+        _expect(x, len(weight))
+        return self.record("rms_norm", [x], [weight], {"eps": eps}, x.width)
+
+    def silu_and_mul(self, gate_up: Value) -> Value:
+        """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+        return self._gated("silu_and_mul", gate_up)
+
+    def gelu_and_mul(self, gate_up: Value) -> Value:
+        """gelu(left half) times right half of [n, 2 d]: [n, d] (GEGLU, Shazeer 2020).
+
+        GELU is x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), as in Gemma (Hendrycks and Gimpel 2016).
+        """
+        return self._gated("gelu_and_mul", gate_up)
+
+    def swiglu_oai(self, gate_up: Value, *, alpha: float, limit: float) -> Value:
+        """SwiGLU (up + 1) gate sigmoid(alpha gate) of pairs (gate, up) in rows [n, 2 d]: [n, d] (gpt-oss).
+
+        Gates are at most `limit`; `up` is from -limit to limit.
+        """
+        return self._gated("swiglu_oai", gate_up, {"alpha": alpha, "limit": limit})
+
+    def gelu(self, x: Value) -> Value:
+        """x/2 (1 + erf(x / sqrt(2))) of [n, d] (Hendrycks and Gimpel 2016)."""
+        return self._alike("gelu", x)
+
+    def sigmoid(self, x: Value) -> Value:
+        """1 / (1 + e^-x) of [n, d]."""
+        return self._alike("sigmoid", x)
+
+    def mul(self, x: Value, factor: Value) -> Value:
+        """x times factor [n, d]."""
+        _expect(factor, x.width)
+        return self._alike("mul", x, [], None, factor)
+
+    def scale_rows(self, x: Value, factors: Value) -> Value:
+        """x [n, d] times a factor [n, 1] of each row."""
+        _expect(factors, 1)
+        return self._alike("scale_rows", x, [], None, factors)
+
+    def position_scale(
+        self, positions: Value, *, period: float, factor: float, offset: float
+    ) -> Value:
+        """1 + factor log(1 + floor((position + offset) / period)) of positions [n]: [n, 1].
+
+        Queries are scaled by it (Llama 4 with offset 1, Ministral 3 with 0; Nakanishi 2025).
+        """
+        attributes = {"period": period, "factor": factor, "offset": offset}
+        return self.record("position_scale", [positions], [], attributes, 1)
+
+    def sum_of_squares(self, qkv: Value, *, queries: int, keys: int) -> Value:
+        """Sums of squares of the first `queries` elements of qkv [n, d], and of the `keys` behind them: [n, 2]."""
+        if queries + 2 * keys != qkv.width:
+            raise ValueError(f"{queries} and twice {keys} elements are not rows of {qkv.width}.")
+        own = {"queries": queries, "keys": keys}
+        return self.record("sum_of_squares", [qkv], [], own, 2)
+
+    def norm_by_squares(
+        self, qkv: Value, squares: Value, norms: HeadNorms, *, all_queries: int, all_keys: int
+    ) -> Value:
+        """RMS norms of queries, and of keys, of qkv [n, d] over the heads of all ranks together: [n, d] (OLMo 2).
+
+        `squares` are `sum_of_squares`, added up over the ranks, of `all_queries` and `all_keys` elements; those
+        that several ranks have count for each, all equally often. Norms are of this rank's heads.
+        """
+        queries, keys = len(norms.queries), len(norms.keys)
+        _expect(squares, 2)
+        if queries + 2 * keys != qkv.width:
+            raise ValueError(f"Norms of {queries} and {keys} do not fit rows of {qkv.width}.")
+        attributes: dict[str, Attribute] = {
+            "queries": queries,
+            "keys": keys,
+            "all_queries": all_queries,
+            "all_keys": all_keys,
+            "eps": norms.eps,
+        }
+        weights = [norms.queries, norms.keys]
+        return self._alike("norm_by_squares", qkv, weights, attributes, squares)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """x [n, d] times a number."""
+        return self._alike("scale", x, [], {"factor": factor})
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """cap tanh(x / cap) of [n, d] (Gemma 2)."""
+        return self._alike("softcap", x, [], {"cap": cap})
+
+    def layer_norm(self, x: Value, weight: Sized, bias: Sized, eps: float) -> Value:
+        """x [n, d] less its mean, over the root of its variance, times weight, plus bias [d] (Ba et al. 2016)."""
+        _expect(x, len(weight))
+        _expect(x, len(bias))
+        return self._alike("layer_norm", x, [weight, bias], {"eps": eps})
+
+    def _alike(
+        self,
+        op: str,
+        x: Value,
+        weights: Sequence[object] = (),
+        attributes: Mapping[str, Attribute] | None = None,
+        *others: Value,
+    ) -> Value:
+        """A new value of the shape of x."""
+        return self.record(op, [x, *others], weights, attributes or {}, x.width)
+
+    def _gated(
+        self, op: str, gate_up: Value, attributes: Mapping[str, Attribute] | None = None
+    ) -> Value:
+        if gate_up.width % 2:
+            raise ValueError(f"Rows of {gate_up.width} are not of two halves.")
+        return self.record(op, [gate_up], [], attributes or {}, gate_up.width // 2)
+
+    # ---- attention
+
+    def rotary_table(self, positions: Value, frequencies: Sized, scale: float) -> RotaryTable:
+        """Cosines and sines of positions [n] times frequencies [d/2] float32, times `scale`."""
+        half = len(frequencies)
+        cosines, sines = self._node(
+            "rotary_table", [positions], [frequencies], {"scale": scale}, [half, half]
+        )
+        return RotaryTable(cosines, sines)
+
+    def rotate_and_cache(
+        self,
+        qkv: Value,
+        metadata: Value,
+        table: RotaryTable | None,
+        cache: KVCache,
+        norms: HeadNorms | None,
+        *,
+        num_heads: int,
+        head_dim: int,
+    ) -> Value:
+        """Readies queries, keys and values, one behind the other in qkv [n, (heads + 2 kv_heads) d].
+
+        Queries and keys are normed where there are norms, each of d elements, or all heads of a token together;
+        then the pairs (i, i + r/2) of the first r elements of every head are rotated by a table [n, r/2] (Su et
+        al. 2021, GPT-NeoX order), or none without a table (NoPE, Kazemnejad et al. 2023). Keys and values go to
+        the blocks of their sequences; returns queries [n, heads d].
+        """
+        kv_width, rest = divmod(qkv.width - num_heads * head_dim, 2)
+        if kv_width <= 0 or rest or kv_width % head_dim:
+            raise ValueError(
+                f"Rows of {qkv.width} are not {num_heads} queries, keys and values of {head_dim}."
+            )
+        if table is not None and 2 * table.cosines.width > head_dim:
+            raise ValueError(
+                f"A rotary table of {2 * table.cosines.width} elements does not fit heads of {head_dim}."
+            )
+        weights: list[object] = [cache]
+        norms_all_heads = False
+        if norms is not None:
+            sizes = (len(norms.queries), len(norms.keys))
+            norms_all_heads = sizes == (num_heads * head_dim, kv_width) != (head_dim, head_dim)
+            if not norms_all_heads and sizes != (head_dim, head_dim):
+                raise ValueError(
+                    f"Norms of {sizes} elements fit neither heads of {head_dim} nor all of a token."
+                )
+            weights += [norms.queries, norms.keys]
+        return self.record(
+            "rotate_and_cache",
+            [qkv, metadata, *(table or ())],
+            weights,
+            {
+                "head_dim": head_dim,
+                "eps": 0.0 if norms is None else norms.eps,
+                "norms_all_heads": norms_all_heads,
+            },
+            num_heads * head_dim,
+        )
+
+    def attention(
+        self,
+        queries: Value,
+        metadata: Value,
+        cache: KVCache,
+        *,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Sized | None = None,
+        chunk: int | None = None,
+        causal: bool = True,
+    ) -> Value:
+        """Attention of queries [n, heads d] over cached tokens of their sequences up to themselves: [n, heads d].
+
+        Without `causal`, a token sees all tokens of its sequence, those behind it too, as encoders have it; then
+        all of a sequence is computed in one step.
+        With `window`, a token sees itself and the `window - 1` before it. With `chunk`, it sees those from the
+        last multiple of `chunk` on, itself included (Llama 4). With `softcap` c, scores s become
+        c tanh(s / c) (Gemma 2). Sinks [heads] float32 are one more score of each head, whose value is zero
+        (gpt-oss; Xiao et al. 2023).
+        """
+        if sinks is not None and len(sinks) * head_dim != queries.width:
+            raise ValueError(
+                f"{len(sinks)} sinks are not those of {queries.width // head_dim} heads."
+            )
+        for what, limit in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+            if limit is not None and limit <= 0:
+                raise ValueError(f"A {what} is above 0, not {limit}.")
+        if not causal and (window is not None or chunk is not None):
+            raise ValueError("Windows and chunks are of causal attention.")
+        return self.record(
+            "attention",
+            [queries, metadata],
+            [cache] if sinks is None else [cache, sinks],
+            {
+                "head_dim": head_dim,
+                "scale": scale,
+                "window": window,
+                "softcap": softcap,
+                "chunk": chunk,
+                "causal": causal,
+            },
+            queries.width,
+        )
+
+    # ---- recording
+
+    def record(
+        self,
+        op: str,
+        inputs: Sequence[Value],
+        weights: Sequence[object],
+        attributes: Mapping[str, Attribute],
+        width: int,
+    ) -> Value:
+        """An operation that another module checks (`pagoda.backend.state_layers`): its output, [n, width]."""
+        (out,) = self._node(op, inputs, weights, attributes, [width])
+        return out
+
+    def _value(self, width: int, *, selected: bool = False, dtype: Dtype = "float32") -> Value:
+        value = Value(len(self._values), width, selected, dtype)
+        self._values.append(value)
+        return value
+
+    def _node(
+        self,
+        op: str,
+        inputs: Sequence[Value],
+        weights: Sequence[object],
+        attributes: Mapping[str, Attribute],
+        widths: Sequence[int],
+        *,
+        selected: bool | None = None,
+        dtype: Dtype = "float32",
+    ) -> list[Value]:
+        """Values of a new node, with rows like those of its first input unless `selected` says otherwise."""
+        spec = OPERATIONS[op]
+        spec.check(op, {"inputs": len(inputs), "weights": len(weights)})
+        spec.check_dtypes(op, [value.dtype for value in inputs])
+        if tuple(attributes) != spec.attributes:
+            raise ValueError(f"{op} takes attributes {', '.join(spec.attributes)}.")
+        rows = {value.selected for value in inputs if value.width}
+        if selected is None and len(rows) != 1:
+            raise ValueError(f"The inputs of {op} have rows of the same tokens.")
+        used_up = self._used_up.intersection(value.index for value in inputs)
+        if used_up:
+            raise ValueError(f"{op} reads a value that was used up.")
+        outputs = [
+            self._value(
+                width, selected=inputs[0].selected if selected is None else selected, dtype=dtype
+            )
+            for width in widths
+        ]
+        self._nodes.append(
+            Node(
+                op,
+                tuple(value.index for value in inputs),
+                tuple(value.index for value in outputs),
+                tuple(map(self._weight, weights)),
+                dict(attributes),
+            )
+        )
+        if op in IN_PLACE:
+            self._used_up.add(inputs[0].index)
+        return outputs
+
+    def _weight(self, weight: object) -> int:
+        index = self._known_weights.setdefault(id(weight), len(self._weights))
+        if index == len(self._weights):
+            self._weights.append(weight)
+        return index
+
+
+def _expect(x: Value, width: int) -> None:
+    if x.width != width:
+        raise ValueError(f"Rows of {x.width} do not fit a weight of {width} inputs.")

@@ -8,12 +8,6 @@ over the temperature: 2 to this power is how likely the token is against the lik
 number as a multiple of 2^-`WEIGHT_BITS`, so sums of weights are sums of whole numbers and exact in any order. A
 token is drawn by inversion: the first one, in the order of the vocabulary, up to which weights add up to more
 than the random number times their total.
-
-**Truncation.** In this order: `min_p` leaves out tokens by their power, and none below 2^`LOWEST_POWER` is ever
-drawn; `top_k` keeps all tokens that equal the k-th; `top_p` goes through what is left from the highest logit
-down, of equal ones from the lowest id up, until weights add up to its share; `typical_p` goes through what is
-left from the power nearest to the mean power (Meister et al. 2022; distances in float32), of equally near ones
-from the lowest id up. At least one token is kept.
 """
 
 from __future__ import annotations
@@ -34,6 +28,11 @@ WEIGHT_BITS = 40
 LOWEST_POWER = -40.0
 CERTAIN = 1 << 53
 """A probability of one in the units in which random numbers and shares of weights are given."""
+
+
+def share_of(probability: float) -> int:
+    """A probability in units of 2^-53, up to `CERTAIN`."""
+    return int(math.ldexp(probability, 53))
 
 
 class Outcome(IntEnum):
@@ -70,14 +69,6 @@ class SamplingRules:
     def lowest_power(self) -> float:
         min_p = self.sampling.min_p
         return max(LOWEST_POWER, math.log2(min_p)) if min_p > 0 else LOWEST_POWER
-
-    @cached_property
-    def top_p(self) -> int:
-        return int(math.ldexp(self.sampling.top_p, 53))
-
-    @cached_property
-    def typical_p(self) -> int:
-        return int(math.ldexp(self.sampling.typical_p, 53))
 
 
 @dataclass(frozen=True, eq=False)

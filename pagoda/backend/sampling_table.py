@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.sampling import SamplingRow, check_logits
+from pagoda.backend.sampling import SamplingRow, check_logits, share_of
 
 _SEEDS = 2**64
 COLUMNS: Mapping[str, str] = MappingProxyType(
@@ -43,10 +43,9 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
         "presence": "f",
     }
 )
-"""Typecodes (see `array`) of the columns, which are named after what they hold of a `SamplingRow`.
-
-`stops`, `bias_ids`, `biases`, `seen` and `counts` are addresses of the row's arrays in host memory."""
-
+"""Typecodes (see `array`) of the columns, which are named after what they hold of a `SamplingRow`."""
+LISTS = ("stops", "bias_ids", "biases", "seen", "counts")
+"""Columns of addresses of a row's arrays in host memory."""
 _OF_ALL_LOGITS = ("masked", "num_stops", "num_biases", "num_seen")
 """Columns that are not 0 where logits are changed, any of them, before a token is chosen."""
 
@@ -81,8 +80,8 @@ class SamplingTable:
             "scale": 0.0 if sampling.greedy else rules.scale,
             "lowest_power": rules.lowest_power,
             "top_k": max(sampling.top_k, 0),
-            "top_p": rules.top_p,
-            "typical_p": rules.typical_p,
+            "top_p": share_of(sampling.top_p),
+            "typical_p": share_of(sampling.typical_p),
             "seed": (sampling.seed or 0) % _SEEDS,
             "position": row.position,
             "logprobs": -1 if sampling.logprobs is None else sampling.logprobs,

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, int64
 
 from pagoda.backend.base import Backend, StepInput
-from pagoda.backend.graph import Graph, GraphBuilder, Node, Value
+from pagoda.backend.graph import Graph, Node, Value
+from pagoda.backend.operations import GraphBuilder
 
 
 def compute(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 
 if TYPE_CHECKING:
     from pagoda.backend.base import StateCache

@@ -13,7 +13,7 @@ from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
 from pagoda.checkpoints.families.shared import score_head
 from pagoda.checkpoints.family import Family
-from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -21,7 +21,6 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
@@ -196,18 +195,19 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
         raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
-    others = {alias: family for family in FAMILIES.values() for alias in family.aliases}
-    for name in named:
-        if isinstance(name, str) and name in others | FAMILIES:
-            return (others | FAMILIES)[name], False
-        if isinstance(name, str) and name.endswith(_BARE):
-            whole = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
-            if whole in FAMILIES:
-                return FAMILIES[whole], True
-        if isinstance(name, str) and name.endswith(_SCORES):
-            whole = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
-            if whole in FAMILIES:
-                return FAMILIES[whole], False
+    for name in filter(lambda it: isinstance(it, str), named):
+        bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
+        scores = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
+        if name in FAMILIES:
+            return FAMILIES[name], False
+        if name.endswith(_BARE) and bare in FAMILIES:
+            return FAMILIES[bare], True
+        if name.endswith(_SCORES) and scores in FAMILIES:
+            return FAMILIES[scores], False
+        # Other names are told by the families themselves.
+        others = {alias: family for family in FAMILIES.values() for alias in family.aliases}
+        if name in others:
+            return others[name], False
     if (reason := _REFUSED.get(str(named[0]))) is not None:
         raise ConfigError(f"{fields.source}: {named[0]} {reason}.")
     stems = {_stem(name): name for name in FAMILIES}

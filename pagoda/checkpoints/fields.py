@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -141,3 +142,12 @@ class Fields:
         if not isinstance(value, types) or isinstance(value, bool):
             self.refuse(name, f"must be {kind}")
         return value  # type: ignore[return-value]
+
+
+def nearest(name: str, known: Mapping[str, str]) -> str:
+    """The end of a sentence that names the nearest of `known`, which has what is said by what is compared.
+
+    Empty where none is near.
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.62)
+    return f"; the nearest that is supported is {known[near[0]]}" if near else ""

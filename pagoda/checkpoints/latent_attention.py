@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,27 +12,6 @@ from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of the model's other norms is."""
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Sizes of latent attention."""
-
-    rank: int
-    """Numbers of the vector that keys and values are made of (`kv_lora_rank`)."""
-    rope_dim: int
-    """Part of a key that is rotated; all heads have the same, which is kept behind the vector."""
-    nope_dim: int
-    """Part of a head's queries and keys that is not rotated."""
-    value_dim: int
-    """Elements of a head's values."""
-    query_rank: int | None
-    """Numbers of the vector that queries are made of; None where they are made of hidden states."""
-
-    @property
-    def kept(self) -> int:
-        """Numbers that a layer keeps of a token."""
-        return self.rank + self.rope_dim
 
 
 class LatentLinears(NamedTuple):
@@ -55,47 +35,93 @@ class LatentLinears(NamedTuple):
         return (self.latents,)
 
 
-def latent_linears(
-    names: TensorNames, layer: int, spec: LatentSpec, num_heads: int, hidden_size: int
-) -> LatentLinears:
-    """The linear layers of a layer of `num_heads`."""
-    turned = head_order(spec.rope_dim, spec.rope_dim) if names.rotates_neighbours else None
-    query_down, inputs = None, hidden_size
-    tensor = names.of_layer(layer, names.query)
-    if spec.query_rank is not None:
-        inputs, tensor = spec.query_rank, names.of_layer(layer, names.query_up)
-        down = names.of_layer(layer, names.query_down)
-        query_down = LinearSpec(down, inputs, hidden_size, Role.LATENT_IN)
+@dataclass(frozen=True)
+class LatentSpec:
+    """Sizes of latent attention."""
 
-    def rows(of: str, count: int, first: int, together: int, width: int) -> StoredRows:
-        return StoredRows(of, (count * together, width), first, group=together)
+    rank: int
+    """Numbers of the vector that keys and values are made of (`kv_lora_rank`)."""
+    rope_dim: int
+    """Part of a key that is rotated; all heads have the same, which is kept behind the vector."""
+    nope_dim: int
+    """Part of a head's queries and keys that is not rotated."""
+    value_dim: int
+    """Elements of a head's values."""
+    query_rank: int | None
+    """Numbers of the vector that queries are made of; None where they are made of hidden states."""
 
-    both = spec.nope_dim + spec.rope_dim
-    nope, rope = (rows(tensor, num_heads, first, both, inputs) for first in (0, spec.nope_dim))
-    latents = LinearSpec(
-        names.of_layer(layer, names.latents),
-        spec.kept,
-        hidden_size,
-        Role.LATENT_IN,
-        head_order=None
-        if turned is None
-        else (*range(spec.rank), *(spec.rank + place for place in turned)),
-    )
-    values = num_heads * spec.value_dim
-    return LatentLinears(
-        latents,
-        query_down,
-        LinearSpec(f"{tensor}.nope", num_heads * spec.nope_dim, inputs, Role.QUERY, nope),
-        LinearSpec(f"{tensor}.rope", num_heads * spec.rope_dim, inputs, Role.QUERY, rope, turned),
-        *_heads_of_latents(names, layer, spec, num_heads),
-        LinearSpec(
-            names.of_layer(layer, names.attention_out), hidden_size, values, Role.ATTENTION_OUT
-        ),
-    )
+    @property
+    def kept(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def name(self) -> str:
+        return "latent attention"
+
+    @property
+    def kept_name(self) -> str:
+        return f"a latent vector of {self.kept} numbers a token"
+
+    @property
+    def operations(self) -> frozenset[str]:
+        found = {"head_linear", "rotate_and_cache_latents", "latent_attention"}
+        return frozenset(found if self.query_rank is None else {*found, "rms_norm"})
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Sizes by the limits of `Capabilities` that they have to keep."""
+        return {}
+
+    def linears(self, names: TensorNames, layer: int, hidden: int, num_heads: int) -> LatentLinears:
+        """Linear layers of a layer of `num_heads`."""
+        turned = head_order(self.rope_dim, self.rope_dim) if names.rotates_neighbours else None
+        query_down, inputs = None, hidden
+        tensor = names.of_layer(layer, names.query)
+        if self.query_rank is not None:
+            inputs, tensor = self.query_rank, names.of_layer(layer, names.query_up)
+            down = names.of_layer(layer, names.query_down)
+            query_down = LinearSpec(down, inputs, hidden, Role.LATENT_IN)
+
+        def rows(of: str, count: int, first: int, together: int, width: int) -> StoredRows:
+            return StoredRows(of, (count * together, width), first, group=together)
+
+        both = self.nope_dim + self.rope_dim
+        nope, rope = (rows(tensor, num_heads, first, both, inputs) for first in (0, self.nope_dim))
+        latents = LinearSpec(
+            names.of_layer(layer, names.latents),
+            self.kept,
+            hidden,
+            Role.LATENT_IN,
+            head_order=None
+            if turned is None
+            else (*range(self.rank), *(self.rank + place for place in turned)),
+        )
+        values = num_heads * self.value_dim
+        return LatentLinears(
+            latents,
+            query_down,
+            LinearSpec(f"{tensor}.nope", num_heads * self.nope_dim, inputs, Role.QUERY, nope),
+            LinearSpec(
+                f"{tensor}.rope", num_heads * self.rope_dim, inputs, Role.QUERY, rope, turned
+            ),
+            *_heads_of_latents(self, names, layer, num_heads),
+            LinearSpec(
+                names.of_layer(layer, names.attention_out), hidden, values, Role.ATTENTION_OUT
+            ),
+        )
+
+    def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:  # noqa: ARG002
+        return []
+
+    def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+        """Names and sizes of its tensors besides maps."""
+        sizes = {names.latent_norm: self.rank, names.query_down_norm: self.query_rank}
+        return [(f"{names.of_layer(layer, name)}.weight", it) for name, it in sizes.items() if it]
 
 
 def _heads_of_latents(
-    names: TensorNames, layer: int, spec: LatentSpec, num_heads: int
+    spec: LatentSpec, names: TensorNames, layer: int, num_heads: int
 ) -> tuple[LinearSpec, LinearSpec]:
     """Keys and values of heads, whose rows take turns in one tensor, or which have a tensor each."""
     rank, nope, value = spec.rank, spec.nope_dim, spec.value_dim

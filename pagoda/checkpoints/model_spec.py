@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
-from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec, latent_linears
+from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,
@@ -20,7 +20,7 @@ from pagoda.checkpoints.linears import (
 )
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens, Task
 from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, StateSpec
+from pagoda.checkpoints.state_layers import StateSpec
 from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
 from pagoda.checkpoints.weight_formats import Quantization
 
@@ -128,6 +128,10 @@ class ExpertsSpec:
     """Gates of experts where they are not plain SiLU."""
 
 
+LayerKind = LatentSpec | StateSpec
+"""Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     attention: AttentionSpec
@@ -147,6 +151,11 @@ class LayerSpec:
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:
         """Kind of the layer by what it keeps of a sequence."""
         return self.attention.kind if self.state is None else "state"
+
+    @property
+    def kind(self) -> LayerKind | None:
+        """Sizes of that which is in the place of plain attention; None of plain attention."""
+        return self.attention.latent if self.state is None else self.state
 
 
 @dataclass(frozen=True)
@@ -271,14 +280,10 @@ class ModelSpec:
         return replace(self, layers=tuple(changed))
 
     def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears:
-        spec = self.layers[layer]
-        if spec.state is not None:
-            return self.state_linears(layer, spec.state)
-        if spec.attention.latent is None:
+        kind = self.layers[layer].kind
+        if kind is None:
             return self.plain_linears(layer)
-        return latent_linears(
-            self.names, layer, spec.attention.latent, self.num_heads, self.hidden_size
-        )
+        return kind.linears(self.names, layer, self.hidden_size, self.num_heads)
 
     def plain_linears(self, layer: int) -> AttentionLinears:
         """Linear layers of plain attention."""
@@ -304,64 +309,13 @@ class ModelSpec:
     def gate_linears(self, layer: int) -> list[LinearSpec]:
         """Gates of attention's outputs; of a delta rule its gates of outputs, then those of its state."""
         spec, names, hidden = self.layers[layer], self.names, self.hidden_size
-        if isinstance(spec.state, GatedDeltaSpec):
-            state, grain = spec.state, spec.state.values_per_key
-            heads, order = state.value_heads, self.value_order(state)
-            gates, shape = names.of_layer(layer, names.state_gates), (2 * heads, hidden)
-            rows = self._delta_rows(layer, state)[3]
-            in_turns = [
-                (f"{rows.tensor}.z", rows),
-                (f"{gates}.b", StoredRows(gates, shape, 0, group=2 * grain)),
-                (f"{gates}.a", StoredRows(gates, shape, grain, group=2 * grain)),
-            ]
-            own = (names.state_output_gate, names.state_b, names.state_a)
-            placed = [
-                (names.of_layer(layer, name), None) if name else turn
-                for name, turn in zip(own, in_turns, strict=True)
-            ]
-            kinds = [(state.inner, Role.STATE_IN, state.grains[2])]
-            kinds += [(heads, Role.STATE_GATE, grain)] * 2
-            return [
-                LinearSpec(name, size, hidden, role, stored, value_order=order, grain=together)
-                for (name, stored), (size, role, together) in zip(placed, kinds, strict=True)
-            ]
-        if spec.state is not None or not spec.attention.output_gate:
+        if spec.kind is not None:
+            return spec.kind.gates(names, layer, hidden)
+        if not spec.attention.output_gate:
             return []
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
         rows = self._gated_rows(tensor, self.head_dim)
         return [LinearSpec(f"{tensor}.gate", size, hidden, Role.QUERY, rows)]
-
-    def _delta_rows(self, layer: int, state: GatedDeltaSpec) -> list[StoredRows]:
-        """Rows of queries, keys, values and gates of a delta rule, which take turns by heads of keys."""
-        tensor = self.names.of_layer(layer, self.names.state_in)
-        grains = (*state.grains, state.grains[2])
-        shape, group = (state.key_heads * sum(grains), self.hidden_size), sum(grains)
-        return [StoredRows(tensor, shape, sum(grains[:i]), group=group) for i in range(len(grains))]
-
-    def state_linears(self, layer: int, state: StateSpec) -> AttentionLinears:
-        """Linear layers of a layer that keeps a state."""
-        hidden, sizes = self.hidden_size, dict(zip(state.parts, state.sizes, strict=True))
-        names, roles = (self.names.state_in,) * 3, (Role.STATE_IN,) * 3
-        into = self._linears(layer, names, sizes, hidden, roles)
-        q, k, v = (
-            replace(linear, grain=grain) for linear, grain in zip(into, state.grains, strict=True)
-        )
-        if isinstance(state, GatedDeltaSpec) and not self.names.state_output_gate:
-            own = self._delta_rows(layer, state)
-            q, k, v = (replace(it, rows=rows) for it, rows in zip((q, k, v), own, strict=False))
-        name, grain = self.names.of_layer(layer, self.names.state_out), state.grains[2]
-        out = LinearSpec(name, hidden, state.inner, Role.STATE_OUT, grain=grain)
-        if isinstance(state, GatedDeltaSpec):
-            order = self.value_order(state)
-            v, out = replace(v, value_order=order), replace(out, value_order=order)
-        return AttentionLinears(q, k, v, out)
-
-    def value_order(self, state: GatedDeltaSpec) -> tuple[int, ...] | None:
-        """Stored heads of values in the order in which they are computed, those of one head of keys together."""
-        if not self.names.tiled_values or state.values_per_key == 1:
-            return None
-        keys, turns = range(state.key_heads), range(state.values_per_key)
-        return tuple(turn * state.key_heads + key for key in keys for turn in turns)
 
     def head_order(self, layer: int) -> tuple[int, ...] | None:
         """Stored dimensions of the heads of queries and keys in the order in which they are computed."""
@@ -487,34 +441,17 @@ class ModelSpec:
             for name in before + behind
             for tensor in self._norm_tensors(names.of_layer(layer, name))
         ]
-        if spec.state is not None:
-            found += self._conv_tensors(layer, spec.state)
+        if spec.kind is not None:
+            found += spec.kind.vectors(names, layer)
         elif spec.attention.qk_norm in ("head", "all"):
             of_heads = zip(
                 (names.query_norm, names.key_norm), self.head_norm_sizes(layer), strict=True
             )
             found += [(f"{names.of_layer(layer, name)}.weight", size) for name, size in of_heads]
-        if spec.attention.latent is not None:
-            latent = spec.attention.latent
-            sizes = {names.latent_norm: latent.rank, names.query_down_norm: latent.query_rank}
-            found += [
-                (f"{names.of_layer(layer, name)}.weight", it) for name, it in sizes.items() if it
-            ]
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
             found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
-        return found
-
-    def _conv_tensors(self, layer: int, state: StateSpec) -> list[tuple[str, int]]:
-        name = self.names.of_layer(layer, self.names.state_conv)
-        weight = (f"{name}.weight", state.channels * state.width)
-        found = [weight, (f"{name}.bias", state.channels)] if state.bias else [weight]
-        if isinstance(state, GatedDeltaSpec):
-            names = (self.names.state_decay, self.names.state_bias)
-            found += [(self.names.of_layer(layer, name), state.value_heads) for name in names]
-            norm = self.names.of_layer(layer, self.names.state_norm)
-            found.append((f"{norm}.weight", state.value_dim))
         return found
 
     @property

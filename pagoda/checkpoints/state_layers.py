@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from pagoda.checkpoints.linears import AttentionLinears, LinearSpec, Role
+from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, places
 
 
 class StateUnits(NamedTuple):
@@ -62,9 +65,29 @@ class ShortConvSpec:
         """Outputs of each map that stay on one rank."""
         return 1, 1, 1
 
+    @property
+    def operations(self) -> frozenset[str]:
+        return frozenset({"short_conv"})
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Sizes by the limits of `Capabilities` that they have to keep."""
+        return {"max_conv_width": self.width}
+
     def states(self, sizes: Sequence[int]) -> tuple[StateUnits, ...]:
         """States of a rank that holds so many outputs of each map, one behind the other in a block."""
         return (StateUnits(sizes[0], self.width - 1, maps=(0,)),)
+
+    def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
+        """The three maps of hidden states, and the one back to them."""
+        return _maps(self, names, layer, hidden)
+
+    def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:  # noqa: ARG002
+        return []
+
+    def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+        """Names and sizes of its tensors besides maps."""
+        return _conv_tensors(self, names, layer)
 
 
 @dataclass(frozen=True)
@@ -113,10 +136,91 @@ class GatedDeltaSpec:
     def grains(self) -> tuple[int, int, int]:
         return self.key_dim, self.key_dim, self.values_per_key * self.value_dim
 
+    @property
+    def operations(self) -> frozenset[str]:
+        return frozenset({"short_conv", "gated_delta", "gated_head_norm"})
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        return {"max_conv_width": self.width, "max_delta_key_dim": self.key_dim}
+
     def states(self, sizes: Sequence[int]) -> tuple[StateUnits, ...]:
         heads, floats = sizes[2] // self.value_dim, self.key_dim * self.value_dim
         conv = StateUnits(sum(sizes), self.width - 1, maps=(0, 1, 2))
         return conv, StateUnits(heads, floats, maps=(2,))
 
+    def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
+        q, k, v, out = _maps(self, names, layer, hidden)
+        if not names.state_output_gate:
+            own = self._rows(names, layer, hidden)
+            q, k, v = (replace(it, rows=rows) for it, rows in zip((q, k, v), own, strict=False))
+        order = self.value_order(names)
+        return AttentionLinears(
+            q, k, replace(v, value_order=order), replace(out, value_order=order)
+        )
+
+    def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:
+        """Gates of outputs, then those of states: b and a."""
+        grain, heads, order = self.values_per_key, self.value_heads, self.value_order(names)
+        gates, shape = names.of_layer(layer, names.state_gates), (2 * heads, hidden)
+        rows = self._rows(names, layer, hidden)[3]
+        in_turns = [
+            (f"{rows.tensor}.z", rows),
+            (f"{gates}.b", StoredRows(gates, shape, 0, group=2 * grain)),
+            (f"{gates}.a", StoredRows(gates, shape, grain, group=2 * grain)),
+        ]
+        own = (names.state_output_gate, names.state_b, names.state_a)
+        placed = [
+            (names.of_layer(layer, name), None) if name else turn
+            for name, turn in zip(own, in_turns, strict=True)
+        ]
+        kinds = [(self.inner, Role.STATE_IN, self.grains[2])]
+        kinds += [(heads, Role.STATE_GATE, grain)] * 2
+        return [
+            LinearSpec(name, size, hidden, role, stored, value_order=order, grain=together)
+            for (name, stored), (size, role, together) in zip(placed, kinds, strict=True)
+        ]
+
+    def _rows(self, names: TensorNames, layer: int, hidden: int) -> list[StoredRows]:
+        """Rows of queries, keys, values and gates, which take turns by heads of keys."""
+        tensor = names.of_layer(layer, names.state_in)
+        grains = (*self.grains, self.grains[2])
+        shape, group = (self.key_heads * sum(grains), hidden), sum(grains)
+        return [StoredRows(tensor, shape, sum(grains[:i]), group=group) for i in range(len(grains))]
+
+    def value_order(self, names: TensorNames) -> tuple[int, ...] | None:
+        """Stored heads of values in the order in which they are computed, those of one head of keys together."""
+        if not names.tiled_values or self.values_per_key == 1:
+            return None
+        keys, turns = range(self.key_heads), range(self.values_per_key)
+        return tuple(turn * self.key_heads + key for key in keys for turn in turns)
+
+    def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+        of_heads = [
+            (names.of_layer(layer, name), self.value_heads)
+            for name in (names.state_decay, names.state_bias)
+        ]
+        norm = (f"{names.of_layer(layer, names.state_norm)}.weight", self.value_dim)
+        return [*_conv_tensors(self, names, layer), *of_heads, norm]
+
 
 StateSpec = ShortConvSpec | GatedDeltaSpec
+
+
+def _maps(spec: StateSpec, names: TensorNames, layer: int, hidden: int) -> AttentionLinears:
+    tensors = [names.of_layer(layer, names.state_in)] * 3
+    placed = places(tensors, dict(zip(spec.parts, spec.sizes, strict=True)), hidden, None, 0)
+    q, k, v = (
+        LinearSpec(name, size, hidden, Role.STATE_IN, rows, grain=grain)
+        for (name, rows), size, grain in zip(placed, spec.sizes, spec.grains, strict=True)
+    )
+    out = names.of_layer(layer, names.state_out)
+    grain = spec.grains[2]
+    last = LinearSpec(out, hidden, spec.inner, Role.STATE_OUT, grain=grain)
+    return AttentionLinears(q, k, v, last)
+
+
+def _conv_tensors(spec: StateSpec, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+    name = names.of_layer(layer, names.state_conv)
+    weight = (f"{name}.weight", spec.channels * spec.width)
+    return [weight, (f"{name}.bias", spec.channels)] if spec.bias else [weight]

@@ -125,7 +125,7 @@ def _layers(spec: ModelSpec) -> Iterator[str]:
     yield f"{spec.num_layers} of {spec.hidden_size} channels"
     kept = f"{spec.num_kv_heads} of keys and values"
     if spec.latent is not None:
-        kept = f"a latent vector of {spec.latent.kept} numbers a token"
+        kept = spec.latent.kept_name
     yield f"{spec.num_heads} heads of {spec.head_dim} over {kept}"
     kinds = Counter(_kind(layer) for layer in spec.layers)
     yield " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
@@ -136,14 +136,12 @@ def _layers(spec: ModelSpec) -> Iterator[str]:
 
 
 def _kind(layer: LayerSpec) -> str:
-    if layer.state is not None:
-        return layer.state.name
+    if layer.kind is not None:
+        return layer.kind.name
     if not layer.attention.causal:
         return "attention both ways"
     if layer.attention.chunk is not None:
         return f"chunks of {layer.attention.chunk} tokens"
-    if layer.attention.latent is not None:
-        return "latent attention"
     if layer.attention.window is None:
         return "full attention"
     return f"a window of {layer.attention.window} tokens"

@@ -17,6 +17,7 @@ from pagoda.files import read_file
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.tls import TlsFiles, client_context
+from pagoda.messages.sampling_params import DrawOptions
 from pagoda.telemetry.logging import (
     LOG_FORMAT_ENV,
     LOG_LEVEL_ENV,
@@ -111,20 +112,9 @@ def tls_files(flags: SslFlags) -> TlsFiles:
 
 @Parameter(name="*", group=Group("Sampling", sort_key=30))
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """Parameters by which tokens are drawn."""
+class SamplingOptions(DrawOptions):
+    """Parameters by which tokens are chosen."""
 
-    temperature: float | None = None
-    """0 takes the most likely token, as benchmarks do by default."""
-    top_p: float | None = None
-    """Sample from the smallest set of tokens, of those that min-p and top-k leave, whose probabilities add up to
-    this."""
-    top_k: int | None = None
-    """Sample from this many most likely tokens."""
-    min_p: float | None = None
-    """Leave out tokens less likely than this times the most likely one, before top-k and top-p."""
-    typical_p: float | None = None
-    """Sample from the tokens of the most typical information whose probabilities add up to this."""
     presence_penalty: float | None = None
     """A number to subtract from the logits of tokens that were generated."""
     frequency_penalty: float | None = None

@@ -38,6 +38,7 @@ from pagoda.messages.engine_config import (
     KVTiersConfig,
     SimConfig,
 )
+from pagoda.messages.kv_formats import KVDtype
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -46,7 +47,6 @@ from pagoda.registry import EXECUTORS, registered
 from pagoda.text.text_files import calibration_windows
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["none", "int8", "int4", "fp8"]
 GroupSize = Literal[32, 64, 128]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]

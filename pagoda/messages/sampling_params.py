@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -35,6 +35,47 @@ class Range(NamedTuple):
         if not (self.low <= value <= self.high) or (self.excludes_low and value == self.low):
             bracket = "(" if self.excludes_low else "["
             _refuse(name, f"must be in {bracket}{self.low}, {self.high}]", value)
+
+    def within(self, *shares: float) -> list[float]:
+        """Values at these shares of the way from the low end to the high one."""
+        return [self.low + share * (self.high - self.low) for share in shares]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOptions:
+    """Parameters that count only where a token is drawn.
+
+    Bodies of all APIs and flags have them by these names; a field's docstring is the help text of its flag.
+    """
+
+    temperature: float | None = None
+    """0 takes the most likely token, as benchmarks do by default."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens, of those that min-p and top-k leave, whose probabilities add up to
+    this."""
+    top_k: int | None = None
+    """Sample from this many most likely tokens."""
+    min_p: float | None = None
+    """Leave out tokens less likely than this times the most likely one, before top-k and top-p."""
+    typical_p: float | None = None
+    """Sample from the tokens of the most typical information whose probabilities add up to this."""
+
+
+DRAWS = tuple(field.name for field in fields(DrawOptions))
+if TYPE_CHECKING:
+
+    class DrawFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        """The fields of `DrawOptions` in the body of a request."""
+
+else:
+    DrawFields = msgspec.defstruct(
+        "DrawFields",
+        [(name, kind, None) for name, kind in get_type_hints(DrawOptions).items()],
+        module=__name__,
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -120,7 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return params
 
     def _check_ranges(self) -> None:
-        for name, allowed in _ranges().items():
+        for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None:
                 allowed.check(name, value)
@@ -150,6 +191,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+    def without_draws(self) -> SamplingParams:
+        """The same parameters where the most likely token is taken, whatever `DRAWS` were."""
+        neutral = {name: getattr(SamplingParams(), name) for name in DRAWS}
+        return msgspec.structs.replace(self, **{**neutral, "temperature": 0.0})
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError when a token id is not below `vocab_size`."""
@@ -192,8 +238,10 @@ def _refuse(name: str, rule: str, value: object) -> None:
     raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
 
 
-@cache
 def _ranges() -> dict[str, Range]:
     hints = get_type_hints(SamplingParams, include_extras=True)
     notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
     return {name: note for name, note in notes.items() if isinstance(note, Range)}
+
+
+RANGES = _ranges()

@@ -27,9 +27,10 @@ from pagoda.backend.base import (
     MetadataT,
     TokenBatch,
 )
-from pagoda.backend.graph import Graph, GraphBuilder, Node, Value
+from pagoda.backend.graph import Graph, Node, Value
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.experts import routed
 from pagoda.backend.single import compute, compute_node
 from pagoda.backend.weights import DenseWeight, LinearWeight

@@ -27,9 +27,10 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.graph import Graph, GraphBuilder, RotaryTable, Value
+from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
@@ -268,8 +269,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             of_shared = {} if shared is None else vars(shared)
             own = vars(layer) | vars(layer.mlp)
             own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
-            for others in (layer.state, layer.latent):
-                own |= {} if others is None else vars(others)
+            own |= {} if layer.of_kind is None else vars(layer.of_kind)
             for name, weight in own.items():
                 named[f"layers.{index}.{name}"] = weight
         return {
@@ -397,10 +397,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         qkv = _adapted(
             ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
         )
-        if layer.state is not None:
-            return layer.state.record(ops, h, qkv, metadata, states)
-        if layer.latent is not None and isinstance(cache, LatentCache):
-            return layer.latent.record(ops, h, qkv, metadata, table, cache)
+        if layer.of_kind is not None:
+            return layer.of_kind.record(ops, h, qkv, metadata, table, states or [cache])
         if not isinstance(cache, KVCache):
             raise TypeError("The cache of plain attention holds keys and values.")
         spec, head_dim, norms = layer.spec.attention, self._shard.config.head_dim, layer.head_norms

@@ -3,15 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, LatentCache, LinearT
-from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
-from pagoda.backend.latent_layers import head_linear, latent_attention, rotate_and_cache_latents
-from pagoda.checkpoints.latent_attention import NORM_EPS
+from pagoda.backend.graph import RotaryTable, Value
+from pagoda.backend.latent_layers import (
+    head_linear,
+    latent_attention,
+    prepare_head_linears,
+    rotate_and_cache_latents,
+)
+from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.weights import DenseWeight, dequantize
+from pagoda.checkpoints.latent_attention import NORM_EPS, LatentSpec
+from pagoda.checkpoints.linears import LinearSpec
+
+if TYPE_CHECKING:
+    from pagoda.model.loader import WeightLoader
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,10 @@ class LatentAttention(Generic[LinearT]):
         latents: Value,
         metadata: Value,
         table: RotaryTable | None,
-        cache: LatentCache,
+        caches: Sequence[Any],
     ) -> Value:
         """Inputs of the map back to hidden states, of hidden states h and the latents made of them."""
+        cache: LatentCache = caches[0]
         if self.query_down is not None and self.query_norm is not None:
             h = ops.rms_norm(ops.linear(h, self.query_down), self.query_norm, NORM_EPS)
         rotated = rotate_and_cache_latents(
@@ -60,3 +73,37 @@ class LatentAttention(Generic[LinearT]):
         queries = head_linear(ops, ops.linear(h, self.query_nope), self.key_up)
         attended = latent_attention(ops, queries, rotated, metadata, cache, scale=self.scale)
         return head_linear(ops, attended, self.value_up)
+
+
+def load_latent_attention(
+    loader: WeightLoader[LinearT], index: int, spec: LatentSpec
+) -> LatentAttention[LinearT]:
+    """Weights of a layer besides the map to what is kept of a token."""
+    config = loader.shard.config
+    names = config.names
+    linears = spec.linears(names, index, config.hidden_size, config.num_heads)
+    down, down_norm = linears.query_down, names.of_layer(index, names.query_down_norm)
+    latent_norm = names.of_layer(index, names.latent_norm)
+    return LatentAttention(
+        loader.norm_weight(latent_norm, linears.value_up.inputs),
+        None if down is None else loader.linear([down]),
+        None if down is None else loader.norm_weight(down_norm, down.outputs),
+        loader.linear([linears.query_nope]),
+        loader.linear([linears.query_rope]),
+        _head_linears(loader, linears.key_up, is_transposed=not names.key_up),
+        _head_linears(loader, linears.value_up, is_transposed=False),
+        config.layers[index].attention.scale,
+    )
+
+
+def _head_linears(
+    loader: WeightLoader[LinearT], linear: LinearSpec, *, is_transposed: bool
+) -> HeadLinears[LinearT]:
+    """The maps of this rank's heads, of a weight [heads out, in], or [heads in, out]."""
+    weight = loader.weight(linear)
+    values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
+    heads = values.to(loader.dtype).view(len(loader.shard.heads), -1, values.shape[1])
+    if is_transposed:
+        heads = heads.transpose(1, 2)
+    loader.on_loaded(heads.nbytes)
+    return prepare_head_linears(loader.backend, heads.contiguous(), loader.dtype)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple
 
@@ -14,30 +14,33 @@ from pagoda.backend.base import (
     Backend,
     ExpertActivation,
     Experts,
-    HeadLinears,
     HeadNorms,
     LinearT,
 )
-from pagoda.backend.latent_layers import prepare_head_linears
 from pagoda.backend.weights import (
-    DenseWeight,
     GroupedWeight,
     LinearWeight,
-    dequantize,
     same_order,
     weight_bytes,
 )
-from pagoda.checkpoints.latent_attention import LatentLinears
+from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec
-from pagoda.checkpoints.state_layers import ShortConvSpec, StateSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
-from pagoda.model.latent_attention import LatentAttention
+from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import Part, Shard, take_part
-from pagoda.model.state_layers import DeltaRule, GatedConv, StateLayer
-from pagoda.model.weights import WeightSource, in_head_order, in_value_order, own_rows
+from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
+from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
+
+KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
+    LatentSpec: load_latent_attention,
+    ShortConvSpec: load_conv,
+    GatedDeltaSpec: load_delta_rule,
+}
+"""Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,8 @@ class Layer(Generic[LinearT]):
     Of latent attention, the vector that is kept of a token."""
     gate: LinearT | None
     """Gate of attention's outputs."""
-    state: StateLayer[LinearT] | None
-    """Other weights of a layer with a state."""
-    latent: LatentAttention[LinearT] | None
-    """Other weights of latent attention."""
+    of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
+    """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
     sinks: Tensor | None
     """[heads] float32."""
@@ -123,9 +124,9 @@ class WeightLoader(Generic[LinearT]):
         self.backend = backend
         self.dtype = dtype
         self.tracer = tracer
-        self._source = source
+        self.source = source
         self._quantization = quantization
-        self._on_loaded = on_loaded
+        self.on_loaded = on_loaded
         experts = shard.config.experts
         self.expert_counts = torch.zeros(
             0 if experts is None else experts.routing.num_experts,
@@ -146,10 +147,9 @@ class WeightLoader(Generic[LinearT]):
             attention_norm=norm(names.attention_norm, has=spec.pre_norm),
             qkv=self.linear(linears.into, bias=attention.qkv_bias),
             gate=self._output_gate(index),
-            state=None if spec.state is None else self._state(index, spec.state),
-            latent=self._latent(index, linears) if isinstance(linears, LatentLinears) else None,
+            of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
-            if attention.qk_norm is None or spec.state is not None
+            if attention.qk_norm is None or spec.kind is not None
             else self._head_norms(index),
             sinks=self._sinks(index) if attention.sinks else None,
             attention_out=self.linear([linears.out], bias=attention.output_bias),
@@ -180,32 +180,32 @@ class WeightLoader(Generic[LinearT]):
     def norm(self, name: str) -> Norm:
         """The norm `name` of hidden states."""
         size, norm = self.shard.config.hidden_size, self.shard.config.norm
-        weight = self._norm_weight(name, size)
+        weight = self.norm_weight(name, size)
         if norm.kind == "rms":
             return Norm(weight, None)
         if not norm.bias:
             return Norm(weight, torch.zeros_like(weight))
         return Norm(weight, self._tensor(f"{name}.bias", size, torch.float32))
 
-    def _norm_weight(self, name: str, size: int) -> Tensor:
+    def norm_weight(self, name: str, size: int) -> Tensor:
         """Weight [size] float32 of a norm."""
         weight = self._tensor(f"{name}.weight", size, torch.float32)
         offset = self.shard.config.names.norm_offset
         return weight + offset if offset else weight
 
-    def _vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Tensor:
         """The tensor `name` [size] in float32."""
         return self._tensor(name, size, torch.float32)
 
     def _tensor(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(size, dtype=dtype, device=self.backend.device)
-        self._source.read_into(name, out)
+        self.source.read_into(name, out)
         return out
 
     def linear(self, linears: Sequence[LinearSpec], *, bias: bool = False) -> LinearT:
         """This rank's parts of linear layers of the same input, as one."""
         began = self.tracer.e2e()
-        weights = [self._weight(linear) for linear in linears]
+        weights = [self.weight(linear) for linear in linears]
         _check_act_orders(linears, weights)
         biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
         loaded = self.tracer.e2e()
@@ -214,12 +214,12 @@ class WeightLoader(Generic[LinearT]):
         said = {"first": linears[0].name, "bytes": num_bytes}
         self.tracer.span("load weights", began, said, ended=loaded)
         self.tracer.span("pack weights", loaded, said)
-        self._on_loaded(num_bytes)
+        self.on_loaded(num_bytes)
         return prepared
 
-    def _weight(self, linear: LinearSpec) -> LinearWeight:
+    def weight(self, linear: LinearSpec) -> LinearWeight:
         part = self.shard.part_of(linear)
-        weight = self._source.linear(linear, self.dtype)
+        weight = self.source.linear(linear, self.dtype)
         if self._quantization is not None:
             # Outputs are rounded whole, so that ranks which share their inputs have the codes of one alone.
             rows = Part(part.outputs, range(linear.inputs))
@@ -231,7 +231,7 @@ class WeightLoader(Generic[LinearT]):
     def _bias(self, linear: LinearSpec) -> Tensor:
         stored, part = linear.stored, self.shard.part_of(linear)
         whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
-        self._source.read_into(stored.bias, whole)
+        self.source.read_into(stored.bias, whole)
         values = own_rows(whole.flatten(), linear)
         if len(part.inputs) < linear.inputs and self.shard.tp_rank > 0:
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
@@ -256,7 +256,7 @@ class WeightLoader(Generic[LinearT]):
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
-            correction = self._vector(name, spec.routing.num_experts)
+            correction = self.vector(name, spec.routing.num_experts)
         experts = Experts(
             spec.routing,
             held.start,
@@ -280,86 +280,14 @@ class WeightLoader(Generic[LinearT]):
 
     def _output_gate(self, index: int) -> LinearT | None:
         config = self.shard.config
-        if config.layers[index].state is not None:
+        if config.layers[index].kind is not None:
             return None
         gates = config.gate_linears(index)
         return self.linear(gates, bias=config.layers[index].attention.qkv_bias) if gates else None
 
-    def _latent(self, index: int, linears: LatentLinears) -> LatentAttention[LinearT]:
-        config = self.shard.config
-        names, attention = config.names, config.layers[index].attention
-        down, down_norm = linears.query_down, names.of_layer(index, names.query_down_norm)
-        latent_norm = names.of_layer(index, names.latent_norm)
-        return LatentAttention(
-            self._norm_weight(latent_norm, linears.value_up.inputs),
-            None if down is None else self.linear([down]),
-            None if down is None else self._norm_weight(down_norm, down.outputs),
-            self.linear([linears.query_nope]),
-            self.linear([linears.query_rope]),
-            self._head_linears(linears.key_up, is_transposed=not names.key_up),
-            self._head_linears(linears.value_up, is_transposed=False),
-            attention.scale,
-        )
-
-    def _head_linears(self, linear: LinearSpec, *, is_transposed: bool) -> HeadLinears[LinearT]:
-        """The maps of this rank's heads, of a weight [heads out, in], or [heads in, out]."""
-        weight = self._weight(linear)
-        values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
-        heads = values.to(self.dtype).view(len(self.shard.heads), -1, values.shape[1])
-        if is_transposed:
-            heads = heads.transpose(1, 2)
-        self._on_loaded(heads.nbytes)
-        return prepare_head_linears(self.backend, heads.contiguous(), self.dtype)
-
-    def _state(self, index: int, spec: StateSpec) -> StateLayer[LinearT]:
-        """Weights of a layer with a state besides its maps, of this rank's channels or heads."""
-        config = self.shard.config
-        names, linears = config.names, config.state_linears(index, spec)
-        parts = [self.shard.part_of(linear).outputs for linear in linears[:3]]
-        if isinstance(spec, ShortConvSpec):
-            return GatedConv(*self._conv(index, spec, [*parts[0]]))
-        firsts = (0, spec.sizes[0], 2 * spec.sizes[0])
-        rows = [first + row for first, part in zip(firsts, parts, strict=True) for row in part]
-        order = config.value_order(spec)
-        channels = torch.arange(spec.channels)
-        channels[firsts[2] :] = in_value_order(channels[firsts[2] :], order)
-        weight, _ = self._conv(index, spec, channels[rows].tolist())
-        output_gate, *gates = config.gate_linears(index)
-        heads = self.shard.part_of(gates[0]).outputs
-        decay, bias = (
-            in_value_order(self._vector(names.of_layer(index, name), spec.value_heads), order)[
-                heads.start : heads.stop
-            ].clone()
-            for name in (names.state_decay, names.state_bias)
-        )
-        norm = f"{names.of_layer(index, names.state_norm)}.weight"
-        return DeltaRule(
-            weight,
-            self.linear(gates),
-            -decay.exp() if names.log_decay else decay,
-            bias,
-            self.linear([output_gate]),
-            self._vector(norm, spec.value_dim),
-            config.norm.eps,
-            spec.key_dim,
-            len(parts[0]) // spec.key_dim,
-        )
-
-    def _conv(
-        self, index: int, spec: StateSpec, own: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weight [width, own] and bias [own] of some channels of a layer's convolution."""
-        names, channels = self.shard.config.names, spec.channels
-        name = names.of_layer(index, names.state_conv)
-        shape = (channels, spec.width) if names.flat_convolutions else (channels, 1, spec.width)
-        weight = torch.empty(shape, dtype=torch.float32, device=self.backend.device)
-        self._source.read_into(f"{name}.weight", weight)
-        weight = weight.view(channels, spec.width)[own].t().contiguous()
-        return weight, self._vector(f"{name}.bias", channels)[own] if spec.bias else None
-
     def _sinks(self, index: int) -> Tensor:
         names, heads = self.shard.config.names, self.shard.heads
-        whole = self._vector(names.of_layer(index, names.sinks), self.shard.config.num_heads)
+        whole = self.vector(names.of_layer(index, names.sinks), self.shard.config.num_heads)
         return whole[heads.start : heads.stop].clone()
 
     def _head_norms(self, index: int) -> HeadNorms:
@@ -370,7 +298,7 @@ class WeightLoader(Generic[LinearT]):
             ones = torch.ones(config.head_dim, device=self.backend.device)
             return HeadNorms(ones, ones, config.norm.eps)
         queries, keys = (
-            in_head_order(self._norm_weight(names.of_layer(index, name), size), order)
+            in_head_order(self.norm_weight(names.of_layer(index, name), size), order)
             for name, size in zip((names.query_norm, names.key_norm), sizes, strict=True)
         )
         if config.layers[index].attention.qk_norm == "all":

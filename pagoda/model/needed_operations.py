@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec
 
 _ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu"}
 
@@ -28,15 +27,9 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 
 
 def _of_attention(layer: LayerSpec) -> set[str]:
-    if isinstance(layer.state, GatedDeltaSpec):
-        return {"short_conv", "gated_delta", "gated_head_norm"}
-    if layer.state is not None:
-        return {"short_conv"}
-    attention = layer.attention
-    if attention.latent is not None:
-        found = {"head_linear", "rotate_and_cache_latents", "latent_attention"}
-        return found if attention.latent.query_rank is None else {*found, "rms_norm"}
-    found = {"rotate_and_cache", "attention"}
+    if layer.kind is not None:
+        return {*layer.kind.operations}
+    attention, found = layer.attention, {"rotate_and_cache", "attention"}
     if attention.temperature is not None:
         found |= {"position_scale", "scale_rows"}
     if attention.output_gate:

@@ -139,13 +139,12 @@ class Shard:
         state = self.config.layers[layer].state
         if state is None:
             return ()
-        linears = self.config.state_linears(layer, state)[:3]
+        linears = self.config.attention_linears(layer).into
         return state.states([len(self.part_of(linear).outputs) for linear in linears])
 
     def state_units(self, layer: int) -> list[list[range]]:
         """This rank's units of each state of a layer, by their numbers in the whole layer."""
-        kept = self.config.layers[layer].state
-        linears = () if kept is None else self.config.state_linears(layer, kept)[:3]
+        linears = self.config.attention_linears(layer).into
         numbers: list[list[range]] = []
         for state in self.states(layer):
             held = [self.part_of(linears[index]).outputs for index in state.maps]

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Any, Generic
 
+import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, LinearT, StateCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import RotaryTable, Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
-from pagoda.checkpoints.state_layers import StateUnits
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec, StateSpec, StateUnits
+from pagoda.model.weights import in_value_order
+
+if TYPE_CHECKING:
+    from pagoda.model.loader import WeightLoader
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class GatedConv:
         h: Value,  # noqa: ARG002 - other layers need more of it
         into: Value,
         metadata: Value,
-        caches: Sequence[StateCache],
+        table: RotaryTable | None,  # noqa: ARG002
+        caches: Sequence[Any],
     ) -> Value:
         """Inputs [n, channels] of the map back to hidden states, of b, c and x [n, 3 channels]."""
         (cache,) = caches
@@ -62,7 +69,8 @@ class DeltaRule(Generic[LinearT]):
         h: Value,
         into: Value,
         metadata: Value,
-        caches: Sequence[StateCache],
+        table: RotaryTable | None,  # noqa: ARG002 - of attention
+        caches: Sequence[Any],
     ) -> Value:
         """Inputs of the map back to hidden states, of hidden states h and queries, keys and values of them."""
         of_conv, of_heads = caches
@@ -82,9 +90,6 @@ class DeltaRule(Generic[LinearT]):
         return gated_head_norm(ops, out, ops.linear(h, self.output_gate), self.norm, self.eps)
 
 
-StateLayer = GatedConv | DeltaRule[LinearT]
-
-
 def state_caches(
     memory: KVCache, block_size: int, states: Sequence[StateUnits]
 ) -> list[StateCache]:
@@ -95,3 +100,57 @@ def state_caches(
         caches.append(StateCache(memory, block_size, state.units, state.floats, offset))
         offset += caches[-1].room
     return caches
+
+
+def load_conv(loader: WeightLoader[Any], index: int, spec: ShortConvSpec) -> GatedConv:
+    """Weights of a layer besides its maps, of this rank's channels."""
+    channels, *_ = loader.shard.config.attention_linears(index).into
+    return GatedConv(*_conv(loader, index, spec, [*loader.shard.part_of(channels).outputs]))
+
+
+def load_delta_rule(
+    loader: WeightLoader[LinearT], index: int, spec: GatedDeltaSpec
+) -> DeltaRule[LinearT]:
+    """Weights of a layer besides its maps of queries, keys and values, of this rank's heads."""
+    config = loader.shard.config
+    names = config.names
+    parts = [loader.shard.part_of(it).outputs for it in config.attention_linears(index).into]
+    firsts = (0, spec.sizes[0], 2 * spec.sizes[0])
+    rows = [first + row for first, part in zip(firsts, parts, strict=True) for row in part]
+    order = spec.value_order(names)
+    channels = torch.arange(spec.channels)
+    channels[firsts[2] :] = in_value_order(channels[firsts[2] :], order)
+    weight, _ = _conv(loader, index, spec, channels[rows].tolist())
+    output_gate, *gates = config.gate_linears(index)
+    heads = loader.shard.part_of(gates[0]).outputs
+    decay, bias = (
+        in_value_order(loader.vector(names.of_layer(index, name), spec.value_heads), order)[
+            heads.start : heads.stop
+        ].clone()
+        for name in (names.state_decay, names.state_bias)
+    )
+    norm = f"{names.of_layer(index, names.state_norm)}.weight"
+    return DeltaRule(
+        weight,
+        loader.linear(gates),
+        -decay.exp() if names.log_decay else decay,
+        bias,
+        loader.linear([output_gate]),
+        loader.vector(norm, spec.value_dim),
+        config.norm.eps,
+        spec.key_dim,
+        len(parts[0]) // spec.key_dim,
+    )
+
+
+def _conv(
+    loader: WeightLoader[Any], index: int, spec: StateSpec, own: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Weight [width, own] and bias [own] of some channels of a layer's convolution."""
+    names, channels = loader.shard.config.names, spec.channels
+    name = names.of_layer(index, names.state_conv)
+    shape = (channels, spec.width) if names.flat_convolutions else (channels, 1, spec.width)
+    weight = torch.empty(shape, dtype=torch.float32, device=loader.backend.device)
+    loader.source.read_into(f"{name}.weight", weight)
+    weight = weight.view(channels, spec.width)[own].t().contiguous()
+    return weight, loader.vector(f"{name}.bias", channels)[own] if spec.bias else None

@@ -42,9 +42,7 @@ def token_conditions(
         skip_special_tokens=True,
     )
     if sampling.greedy:  # whatever is cut off, the most likely token stays
-        shaping = msgspec.structs.replace(
-            shaping, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0
-        )
+        shaping = shaping.without_draws()
     biases = sorted((sampling.logit_bias or {}).items())
     shaping = msgspec.structs.replace(shaping, logit_bias=None)
     return hashlib.sha256(msgspec.msgpack.encode((shaping, biases, grammar))).digest()

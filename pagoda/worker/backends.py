@@ -17,7 +17,6 @@ import torch
 
 from pagoda.backend.base import Backend, UnsupportedError, check_operations
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec
 from pagoda.devices import (
     AUTO,
     AUTO_ORDER,
@@ -97,10 +96,8 @@ def _sizes(spec: ModelSpec) -> Iterator[tuple[str, int]]:
     """Sizes of a model by the limits that they have to keep."""
     if spec.experts is not None:
         yield "max_experts", spec.experts.routing.num_experts
-    for state in {layer.state for layer in spec.layers if layer.state is not None}:
-        yield "max_conv_width", state.width
-        if isinstance(state, GatedDeltaSpec):
-            yield "max_delta_key_dim", state.key_dim
+    for kind in {layer.kind for layer in spec.layers if layer.kind is not None}:
+        yield from kind.limits.items()
 
 
 def main(arguments: Sequence[str]) -> None:

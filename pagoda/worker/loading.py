@@ -30,6 +30,7 @@ from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
+from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -196,10 +197,7 @@ class WorkerPlan:
     def _layer_bytes(self) -> int:
         """Bytes that one layer keeps of a token."""
         vectors, numbers = self.shard.kv_vectors
-        vector = numbers * self.kv_dtype.itemsize
-        if self.kv_dtype == torch.int8:
-            vector += torch.float32.itemsize  # its scale
-        return vectors * vector
+        return vectors * KV_FORMATS[self.kv_dtype_name].vector_bytes(numbers)
 
     @property
     def sampling_bytes(self) -> int:
@@ -468,7 +466,7 @@ def _block_size(
 ) -> int:
     """Tokens of a block, whose memory has room for the state of a layer that keeps one."""
     wanted, sizes = config.block_size, capabilities.block_sizes
-    least = least_block_size(shape, torch_dtype(kv_dtype_name).itemsize)
+    least = least_block_size(shape, KV_FORMATS[kv_dtype_name].element_bytes)
     fitting = [size for size in sizes if size >= least]
     if not fitting:
         raise ConfigError(

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from pagoda.backend.fp8 import E4M3
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
+from pagoda.messages.kv_formats import KV_FORMATS, OTHER_NAMES
 from pagoda.messages.worker import Capabilities
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.quantization import QUANTIZATIONS, quantization_on_load
@@ -21,7 +21,7 @@ from pagoda.model.quantization import QUANTIZATIONS, quantization_on_load
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a number format by the name that capabilities have for it."""
-    dtype: torch.dtype = E4M3 if name == "fp8" else getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, KV_FORMATS[name].dtype)
     return dtype
 
 
@@ -71,7 +71,7 @@ def choose_quantization(
 def choose_kv_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
     """Number format of K and V, `dtype` being that of activations. Raises ConfigError: the backend lacks it."""
     known = capabilities.kv_cache_dtypes
-    wanted = "fp8" if wanted == "fp8_e4m3" else wanted
+    wanted = OTHER_NAMES.get(wanted, wanted)
     _check_choice("--kv-cache-dtype", wanted, ("auto", *known), " on this backend")
     chosen = dtype if wanted == "auto" else wanted
     if chosen not in known:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Experts, HeadNorms, KVCache, StepInput
-from pagoda.backend.graph import Graph, GraphBuilder, Value
+from pagoda.backend.graph import Graph, Value
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.low_rank import LowRankMaps
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import compute, compute_node
 
 

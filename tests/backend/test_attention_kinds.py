@@ -12,7 +12,8 @@ from cpu_cases import random_tensor
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import compute
 from pagoda.plugins.backend_check.subject import batch_of_spans
 

@@ -32,7 +32,8 @@ from pagoda.backend.base import StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.backend.cpu.weights import AttentionMetadata
-from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.graph import Graph
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 from pagoda.parallel.collectives import Alone, Collectives

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation, Experts, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.graph import Graph
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES

@@ -24,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.backend.base import LatentCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
 from pagoda.backend.latent_layers import latent_attention, rotate_and_cache_latents
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import compute
 from pagoda.plugins.backend_check.subject import batch_of_spans
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from pagoda.backend.base import HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
-from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.graph import Graph
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_head_norm
 from pagoda.plugins.backend_check.subject import batch_of_spans
 from pagoda.telemetry.tracer import Tracer

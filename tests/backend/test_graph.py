@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.backend import latent_layers, state_layers
-from pagoda.backend.graph import Graph, GraphBuilder, Node, Value
-from pagoda.backend.operations import OPERATIONS
+from pagoda.backend.graph import Graph, Node, Value
+from pagoda.backend.operations import OPERATIONS, GraphBuilder
 from pagoda.backend.reference import backend as reference
 from pagoda.parallel.collectives import Alone
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, LatentCache, TokenBatch
-from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
+from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import (
     head_linear,
     latent_attention,
     prepare_head_linears,
     rotate_and_cache_latents,
 )
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.single import compute
 

@@ -12,9 +12,9 @@ from cpu_cases import SETS, needs_kernels, random_tensor
 
 from pagoda.backend.base import HeadLinears, KVCache, StateCache, StepInput, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.graph import GraphBuilder
 from pagoda.backend.latent_layers import head_linear, latent_attention
 from pagoda.backend.low_rank import LowRank, LowRankMaps
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import short_conv
 from pagoda.backend.weights import DenseWeight
 from pagoda.errors import ConfigError

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadNorms
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.single import compute
 from pagoda.parallel.collectives import Alone

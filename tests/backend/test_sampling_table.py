@@ -8,36 +8,39 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.backend.sampling_table import COLUMNS
+from pagoda.backend.cpu import native
+from pagoda.backend.sampling_table import COLUMNS, LISTS
+from pagoda.devices import BackendUnavailableError
 
 CSRC = Path(__file__).parents[2] / "csrc"
 CPP_TYPES = {"b": "int8_t", "f": "float", "q": "int64_t", "Q": "uint64_t"}
-LISTS = {"stops", "bias_ids", "biases", "num_biases", "seen", "counts", "num_seen"}
-"""Columns of lists in host memory, which the device gets one by one with their rows."""
 
 
 def test_the_native_kernels_have_the_same_columns_of_the_same_types() -> None:
-    source = (CSRC / "sampling_table.h").read_text(encoding="utf-8")
-    bound = dict(re.findall(r'bind\((\w+)_, "(\w+)"\);', source))
-    assert bound == {name: name for name in [*COLUMNS, "mask"]}
-    declared = {
-        name.strip(" *").removesuffix("_"): kind
-        for kind, names in re.findall(r"^ +const (\w+) ?(\*[^;(]+);", source, re.MULTILINE)
-        for name in names.split(",")
-    }
-    wanted = {name: CPP_TYPES[typecode] for name, typecode in COLUMNS.items()}
-    assert declared == wanted | {"mask": "uint32_t"}
-    read = set(re.findall(r"(\w+)_\[slot\]", source))
-    assert read == COLUMNS.keys()
+    source = (CSRC / "sampler.h").read_text(encoding="utf-8")
+    declared = re.findall(r"^ +(NUMBER|LIST)\((\w+), (\w+)\)", source, re.MULTILINE)
+    assert {name for kind, _, name in declared if kind == "LIST"} == {*LISTS}
+    numbers = {name: kind for list_or_number, kind, name in declared if list_or_number == "NUMBER"}
+    wanted = {name: CPP_TYPES[code] for name, code in COLUMNS.items() if name not in LISTS}
+    assert numbers == wanted
 
 
-def test_the_kernels_for_gpus_have_the_same_columns() -> None:
+def test_native_kernels_of_other_columns_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.load_native()
+    monkeypatch.setattr(native, "COLUMNS", {**COLUMNS, "smoothing": "f"})
+    with pytest.raises(BackendUnavailableError, match="other columns of sampling"):
+        native.load_native()
+
+
+def test_the_kernels_for_gpus_read_every_column_that_they_are_given() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from pagoda.plugins.cuda.kernels import sampler, sampling
+    from pagoda.plugins.cuda.kernels import sampling
 
-    assert {*sampler.PACKED} | LISTS == COLUMNS.keys()
-    assert not {*sampler.PACKED} & LISTS
-    assert len(sampler.PACKED) == sampling.COLUMNS
-    places = {"lowest_power": "LOWEST", "num_stops": "FORBIDS"}
-    for place, name in enumerate(sampler.PACKED):
-        assert getattr(sampling, places.get(name, name.upper())) == place
+    source = Path(sampling.__file__).read_text(encoding="utf-8")
+    read = dict(
+        re.findall(r'^(_\w+) = tl.constexpr\(PACKED.index\("(\w+)"\)\)', source, re.MULTILINE)
+    )
+    # How many likeliest tokens a row reports is read where rows are packed.
+    assert {*read.values()} == {*sampling.PACKED} - {"logprobs"}
+    assert COLUMNS.keys() - {*sampling.PACKED} == {*LISTS, "num_biases", "num_seen"}
+    assert all(len(re.findall(rf"\b{name}\b", source)) > 1 for name in read)

@@ -12,7 +12,8 @@ from cpu_cases import random_tensor
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, StateCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import compute
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
 from pagoda.parallel.collectives import Alone

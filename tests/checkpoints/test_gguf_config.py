@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import add_values, finish
 
-from pagoda.checkpoints.families import GGUF_FAMILIES
+from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.gguf.config import config_values
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.errors import ConfigError
@@ -106,7 +106,7 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
     [
         (
             {"general.architecture": "mamba"},
-            f"general.architecture must be one of {', '.join(GGUF_FAMILIES)}, got 'mamba'.",
+            f"general.architecture must be one of {', '.join(gguf_families())}, got 'mamba'.",
         ),
         (
             {"general.architecture": "deepseek3"},

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pagoda.errors import InvalidRequestError
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.sampling_params import DRAWS, RANGES, DrawFields, SamplingParams
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-38, 0.009, 100.1])
@@ -48,3 +48,10 @@ def test_decoding_a_message_checks_types_only() -> None:
     assert msgspec.msgpack.decode(encoded, type=SamplingParams) == out_of_range
     with pytest.raises(InvalidRequestError, match="temperature must be in"):
         out_of_range.checked()
+
+
+def test_parameters_of_draws_are_fields_of_bodies_and_change_nothing_for_greedy_sampling() -> None:
+    assert DrawFields.__struct_fields__ == DRAWS
+    assert {*DRAWS} <= {*SamplingParams.__struct_fields__} & {*RANGES}
+    drawn = SamplingParams(temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, typical_p=0.9, seed=4)
+    assert drawn.without_draws() == SamplingParams(temperature=0.0, seed=4)

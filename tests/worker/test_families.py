@@ -28,7 +28,7 @@ _BY_ALIAS = {alias: family for family in KNOWN.values() for alias in family.alia
 IN_GGUF = [
     name
     for name, (kind, _) in FAMILIES.items()
-    if (_BY_ALIAS | KNOWN)[kind].gguf is not None
+    if {**_BY_ALIAS, **KNOWN}[kind].gguf is not None
     and not name.endswith(
         ("-scale", "-mixed", "-groups", "-bias", "-chunked", "-unnormed", "next-dense")
     )

@@ -63,6 +63,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.weight_formats import CODEBOOKS, BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
+from pagoda.messages.kv_formats import format_of
 from pagoda.parallel.collectives import Collectives
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._native = native = load_native()
         self.capabilities = msgspec.structs.replace(
             self.capabilities,
+            kv_cache_dtypes=tuple(format_of(dtype).name for dtype in KV_DTYPES),
             max_experts=native.MAX_EXPERTS,
             max_conv_width=native.MAX_CONV_WIDTH,
             max_delta_key_dim=native.MAX_DELTA_KEY,

@@ -7,6 +7,7 @@ import importlib
 import os
 from types import ModuleType
 
+from pagoda.backend.sampling_table import COLUMNS
 from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 
@@ -46,7 +47,7 @@ def load_native() -> ModuleType:
     """Loads the kernels in a process that has loaded torch first, so that both share one OpenMP library.
     Raises BackendUnavailableError: it is not installed, or cannot be loaded."""
     try:
-        return importlib.import_module("pagoda.backend._native")
+        native = importlib.import_module("pagoda.backend._native")
     except ModuleNotFoundError:
         raise BackendUnavailableError(
             "the kernels were not built when Pagoda was installed; "
@@ -54,3 +55,6 @@ def load_native() -> ModuleType:
         ) from None
     except ImportError as error:
         raise BackendUnavailableError(f"the kernels cannot be loaded: {error}") from None
+    if native.SAMPLING_COLUMNS != COLUMNS:
+        raise BackendUnavailableError("the kernels were built for other columns of sampling")
+    return native

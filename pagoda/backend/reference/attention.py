@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, TokenBatch
-from pagoda.backend.fp8 import E4M3, to_e4m3
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.reference.rows import rms_norm
 from pagoda.backend.reference.tiles import ROWS
@@ -163,10 +162,9 @@ def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetada
         (cache.keys, cache.key_scales, keys),
         (cache.values, cache.value_scales, values),
     ):
-        if scales is None:
-            stored[place] = to_e4m3(new) if stored.dtype == E4M3 else new.to(stored.dtype)
-        else:
-            stored[place], scales[place] = _quantize(new)
+        stored[place], own_scales = as_kept(new, stored.dtype)
+        if scales is not None:
+            scales[place] = own_scales
 
 
 def attention(
@@ -296,8 +294,18 @@ def _first_seen(positions: Tensor, reach: tuple[int | None, int | None]) -> Tens
     return first if chunk is None else first.maximum(positions // chunk * chunk)
 
 
+def as_kept(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """x [..., d] float32 as a cache of `dtype` keeps it, and the scales [...] float32 of formats with scales."""
+    if dtype == torch.int8:
+        return _quantize(x)
+    if dtype.itemsize == 1:  # floats beyond the range become the highest, as in `fp8.to_e4m3`
+        highest = torch.finfo(dtype).max
+        x = x.clamp(-highest, highest)
+    return x.to(dtype), None
+
+
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., d] as int8 and the scales [...] float32 that bring it back; the largest of d elements is 127."""
+    """x as int8 and the scales that bring it back; the largest of d elements is 127."""
     scales = x.abs().amax(-1) / 127
     divisors = scales.masked_fill(scales == 0, 1)
     return (x / divisors[..., None]).round().to(torch.int8), scales

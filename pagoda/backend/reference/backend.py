@@ -72,9 +72,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
         super().__init__("reference on cpu", group)
         own = self.capabilities
         self.capabilities = msgspec.structs.replace(
-            own,
-            weight_formats=(*own.weight_formats, "fp8"),
-            kv_cache_dtypes=(*own.kv_cache_dtypes, "fp8"),
+            own, weight_formats=(*own.weight_formats, "fp8")
         )
 
     def block_shapes(

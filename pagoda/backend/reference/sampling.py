@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling in plain PyTorch, row by row: the specification of `Backend.sample`; see `pagoda.backend.sampling`.
 
+**Truncation.** In this order: `min_p` leaves out tokens by their power, and none below 2^`LOWEST_POWER` is ever
+drawn; `top_k` keeps all tokens that equal the k-th; `top_p` goes through what is left from the highest logit
+down, of equal ones from the lowest id up, until weights add up to its share; `typical_p` goes through what is
+left from the power nearest to the mean power (Meister et al. 2022; distances in float32), of equally near ones
+from the lowest id up. At least one token is kept.
+
 All that is rounded is rounded by single operations on float32 or float64, which every backend can repeat; sums
 are of whole numbers. Random numbers are a pure function of (seed, position), by Philox4x32-10 (Salmon et al.
 2011, "Parallel random numbers: as easy as 1, 2, 3"): nothing has to be stored, replayed or carried along.
@@ -24,6 +30,7 @@ from pagoda.backend.sampling import (
     SamplingRow,
     ScoredRows,
     check_logits,
+    share_of,
 )
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.frontend import TokenLogprobs
@@ -169,21 +176,22 @@ def kept_weights(logits: Tensor, row: SamplingRow) -> Tensor:
     if 0 < sampling.top_k < int((weights > 0).sum()):
         weights[logits < logits.topk(sampling.top_k).values[-1]] = 0
     if sampling.top_p < 1:
-        weights = _first(weights, logits.sort(descending=True, stable=True).indices, rules.top_p)
+        order = logits.sort(descending=True, stable=True).indices
+        weights = _first(weights, order, sampling.top_p)
     if sampling.typical_p < 1:
         products = (exact * powers.clamp(min=_BELOW_ALL)).round().long()
         products[weights == 0] = 0
         mean = torch.tensor(float(int(products.sum())) / float(int(weights.sum())))
         distances = (powers - mean).abs()
-        weights = _first(weights, distances.sort(stable=True).indices, rules.typical_p)
+        weights = _first(weights, distances.sort(stable=True).indices, sampling.typical_p)
     return weights
 
 
-def _first(weights: Tensor, order: Tensor, share: int) -> Tensor:
-    """The weights of the first tokens in an order, until they have a share, in units of 2^-53, of the total."""
+def _first(weights: Tensor, order: Tensor, probability: float) -> Tensor:
+    """The weights of the first tokens in an order, until they have this share of the total."""
     ordered = weights[order]
     before = ordered.cumsum(0) - ordered
-    goal = max(1, -(-(int(weights.sum()) * share) >> 53))
+    goal = max(1, -(-(int(weights.sum()) * share_of(probability)) >> 53))
     kept = torch.zeros_like(weights)
     chosen = order[before < goal]
     kept[chosen] = weights[chosen]

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite 3: Llama with four multipliers."""
+"""Granite 3 and 4, dense and with experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.shared import with_attention, without_rotation
+from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.families.shared import (
+    expert_counts,
+    with_attention,
+    with_experts,
+    without_rotation,
+)
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec, Multipliers
-from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec, Multipliers
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
+
+# ---- Granite 3: Llama with four multipliers
 
 
 def adapt_granite(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -60,4 +68,78 @@ GRANITE = Family(
         "granite", names=GGUF_NEIGHBOURS, keys=GGUF_KEYS, values=gguf_positions, read=GGUF_STATES
     ),
     own_keys=MULTIPLIERS | {"mlp_bias"},
+)
+
+
+# ---- Granite 3 with experts, and Granite 4 without state layers, with experts or without
+
+
+def _adapt_third(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    num_shared = fields.count("shared_intermediate_size", 0)
+    return _with_experts(adapt_granite(spec, fields), fields, num_shared)
+
+
+def _adapt_fourth(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    kinds = fields.texts("layer_types", ["mamba"])
+    if kinds != ["attention"] * spec.num_layers and kinds != ["full_attention"] * spec.num_layers:
+        fields.refuse(
+            "layer_types", "must name attention only; layers with a state are not supported"
+        )
+    told = fields.text("position_embedding_type", "nope")
+    spec = adapt_granite(spec, fields.updated({"position_embedding_type": told}))
+    num_shared = fields.positive("shared_intermediate_size", 1024)
+    if fields.count("num_local_experts", 8):
+        return _with_experts(spec, fields, num_shared)
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=MlpSpec(num_shared)))
+
+
+def _with_experts(spec: ModelSpec, fields: Fields, num_shared: int) -> ModelSpec:
+    """Experts weighed by a softmax over those chosen, which is that over all of them, renormalized."""
+    counts = expert_counts(fields, "num_local_experts", (8, 2))
+    routing = ExpertRouting(*counts, renormalize=True)
+    inner = fields.positive("intermediate_size")
+    experts = ExpertsSpec(routing, inner, shared_size=num_shared)
+    return with_experts(spec, experts, range(spec.num_layers))
+
+
+_NAMES = TensorNames(
+    router="block_sparse_moe.router.layer",
+    expert_gate="block_sparse_moe.input_linear",
+    expert_up="block_sparse_moe.input_linear",
+    expert_down="block_sparse_moe.output_linear",
+    shared_gate="shared_mlp.input_linear",
+    shared_up="shared_mlp.input_linear",
+    shared_down="shared_mlp.output_linear",
+)
+GRANITE_MOE = Family(
+    "GraniteMoeForCausalLM",
+    "Granite 3 with experts: 1B-A400M, 3B-A800M",
+    _adapt_third,
+    names=_NAMES,
+    gguf=GgufFormat(
+        "granitemoe",
+        names=GGUF_NEIGHBOURS,
+        keys={
+            **GGUF_KEYS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        values=gguf_positions,
+        read=GGUF_STATES,
+    ),
+    aliases=frozenset({"GraniteMoeSharedForCausalLM"}),
+    own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
+)
+GRANITE4 = Family(
+    "GraniteMoeHybridForCausalLM",
+    "Granite 4 without Mamba layers: Micro, 350M, 1B",
+    _adapt_fourth,
+    names=replace(
+        _NAMES,
+        gate="shared_mlp.input_linear",
+        up="shared_mlp.input_linear",
+        down="shared_mlp.output_linear",
+    ),
+    own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others (Liquid AI 2025)."""
+"""LFM2, dense and with experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     conv_width,
+    expert_counts,
     layer_kinds,
     with_attention,
+    with_experts,
     with_state,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
+
+# ---- LFM2: gated short convolutions in most layers, attention with norms of heads in the others (Liquid AI 2025)
 
 _ATTENTION, _CONV = "full_attention", "conv"
 _MAX_FACTOR = 1024
@@ -103,4 +108,64 @@ LFM2 = Family(
     renamed={"block_ff_dim": "intermediate_size", **RENAMED},
     defaults=DEFAULTS,
     own_keys=frozenset({"full_attn_idxs"}),
+)
+
+
+# ---- LFM2 with experts, which are scored by sigmoids, behind some dense layers (Liquid AI 2025)
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    spec = adapt_lfm2(spec, fields)
+    routing = ExpertRouting(
+        *expert_counts(fields, "num_experts", (32, 4)),
+        fields.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    experts = ExpertsSpec(
+        routing,
+        fields.positive("moe_intermediate_size", 1792),
+        correction=fields.flag("use_expert_bias", True),
+    )
+    first = fields.count("num_dense_layers", 2)
+    return with_experts(spec, experts, range(first, spec.num_layers))
+
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    fields.require("expert_gating_func", 2)  # a sigmoid
+    return gguf_kinds(fields)
+
+
+LFM2_MOE = Family(
+    "Lfm2MoeForCausalLM",
+    "LFM2-8B-A1B",
+    _adapt,
+    gguf=GgufFormat(
+        "lfm2moe",
+        names=GGUF_LFM2,
+        keys={
+            GGUF_WIDTH: "conv_L_cache",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        values=_gguf_values,
+        required=frozenset({GGUF_WIDTH}),
+        read=frozenset({"expert_gating_func"}),
+    ),
+    names=replace(
+        NAMES,
+        router="feed_forward.gate",
+        correction="feed_forward.expert_bias",
+        expert_gate="feed_forward.experts.{expert}.w1",
+        expert_up="feed_forward.experts.{expert}.w3",
+        expert_down="feed_forward.experts.{expert}.w2",
+    ),
+    renamed=RENAMED,
+    defaults={**DEFAULTS, "block_auto_adjust_ff_dim": False},
+    own_keys=frozenset(
+        {"num_dense_layers", "num_experts", "routed_scaling_factor", "use_expert_bias"}
+    ),
 )

@@ -57,6 +57,13 @@ def with_attention(
     )
 
 
+def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with the window that the file gives, if it does, for all its layers."""
+    if fields.values.get("sliding_window") is None:
+        return spec
+    return with_attention(spec, (fields.positive("sliding_window"),) * spec.num_layers)
+
+
 def with_experts(spec: ModelSpec, experts: ExpertsSpec, layers: Collection[int]) -> ModelSpec:
     """The model with experts in some layers instead of one MLP."""
     return spec.with_layers(

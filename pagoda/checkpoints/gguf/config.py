@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.contents import unread_tensors
-from pagoda.checkpoints.families import GGUF_FAMILIES
+from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
-from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
-from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
@@ -308,7 +307,7 @@ def _family(file: GgufFile) -> tuple[Family, GgufFormat]:
     fields = _fields(file)
     architecture = file.metadata.text("general.architecture")
     asked = {name for name in fields.values if name not in _COMMON and _is_set(fields, name)}
-    candidates = [(it, it.gguf) for it in GGUF_FAMILIES[architecture] if it.gguf is not None]
+    candidates = [(it, it.gguf) for it in gguf_families()[architecture] if it.gguf is not None]
     fits = [
         (family, form)
         for family, form in candidates
@@ -326,9 +325,10 @@ def _family(file: GgufFile) -> tuple[Family, GgufFormat]:
 def _fields(file: GgufFile) -> Fields:
     """Metadata of the file's architecture, by the names behind it."""
     architecture = file.metadata.text("general.architecture")
-    if architecture not in GGUF_FAMILIES:
-        near = nearest(architecture, {it: it for it in GGUF_FAMILIES})
-        known = ", ".join(GGUF_FAMILIES)
+    families = gguf_families()
+    if architecture not in families:
+        near = nearest(architecture, {it: it for it in families})
+        known = ", ".join(families)
         file.metadata.refuse("general.architecture", f"must be one of {known}{near}")
     return file.metadata.below(f"{architecture}.")
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
-from pagoda.backend.fp8 import E4M3
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
+from pagoda.backend.operations import GraphBuilder
+from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.plugins.backend_check.subject import (
     Check,
@@ -33,13 +34,9 @@ LENGTHS = (150, 1, 70)
 LONG = 1100
 """Tokens of a long context, which backends may read in parts."""
 SPARE_BLOCKS = 3
-TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3, "int8": 3e-2, "fp8": 3e-2}
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-    "fp8": E4M3,
+TOLERANCE = dict.fromkeys(KV_FORMATS, 3e-2) | {"float32": 5e-5, "float16": 5e-3}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, row.dtype) for name, row in KV_FORMATS.items()
 }
 """Dtypes of K and V by the names that capabilities have for them."""
 Share = tuple[int, int, int]
@@ -321,7 +318,7 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
             tensor.shape[:2] == (kind.num_blocks, kind.kv_heads),
             f"{name} of {what} are {list(tensor.shape)}, which do not begin with blocks and heads",
         )
-    head = kind.head_dim * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
+    head = KV_FORMATS[kind.kv_dtype].vector_bytes(kind.head_dim)
     wanted = 2 * kind.kv_heads * kind.block_size * head
     spoil(backend, cache)
     other = cache_of(backend, kind)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, StepInput, UnsupportedError
-from pagoda.backend.graph import Graph, GraphBuilder, Value
+from pagoda.backend.graph import Graph, Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight
 from pagoda.devices import BackendUnavailableError
 from pagoda.parallel.collectives import HostGroup

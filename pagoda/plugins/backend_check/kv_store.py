@@ -11,7 +11,8 @@ from random import Random
 from pagoda.backend.kv_store import DONE, Event, KVStore, ReachedByNetworks, block_extents
 from pagoda.errors import TransportError
 from pagoda.kv.memory import Extent, Region
-from pagoda.plugins.backend_check.attention import DTYPES, Kind, cache_of, fitted, spoil
+from pagoda.messages.kv_formats import KV_FORMATS
+from pagoda.plugins.backend_check.attention import Kind, cache_of, fitted, spoil
 from pagoda.plugins.backend_check.subject import Check, FailedError, Subject, ensure
 from pagoda.worker.kv.store import store_of
 
@@ -46,8 +47,8 @@ def _check_shape(store: KVStore, kind: Kind, what: str) -> None:
         store.num_blocks == kind.num_blocks,
         f"a store of {what} has {store.num_blocks} blocks of {kind.num_blocks}",
     )
-    itemsize, scales = DTYPES[kind.kv_dtype].itemsize, 4 * (kind.kv_dtype == "int8")
-    wanted = 4 * kind.kv_heads * kind.block_size * (kind.head_dim * itemsize + scales)
+    head = KV_FORMATS[kind.kv_dtype].vector_bytes(kind.head_dim)
+    wanted = 4 * kind.kv_heads * kind.block_size * head
     told = sum(tensor.block_bytes for tensor in store.tensors)
     ensure(
         store.block_bytes == told == wanted,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadLinears, LatentCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.latent_layers import (
     head_linear,
@@ -19,6 +19,8 @@ from pagoda.backend.latent_layers import (
     prepare_head_linears,
     rotate_and_cache_latents,
 )
+from pagoda.backend.operations import GraphBuilder
+from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.plugins.backend_check.attention import (
     DTYPES,
     LENGTHS,
@@ -182,7 +184,7 @@ def _check_layout(backend: Backend[Any, Any], kind: LatentKind, what: str) -> No
     cache, other = _cache(backend, kind, new), _cache(backend, kind)
     if not isinstance(backend, KVOnDevice):
         ensure_given(cache, given, f"allocate_latent_cache of {what}")
-    vector = cache.width * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
+    vector = KV_FORMATS[kind.kv_dtype].vector_bytes(cache.width)
     check_moved(
         backend,
         lambda held, shares, blocks: _attend(backend, kind, held, shares, blocks),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pagoda.backend.base import Backend, StepInput
-from pagoda.backend.graph import GraphBuilder
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight
 from pagoda.plugins.backend_check.subject import Check, Subject, ensure, ensure_same
 

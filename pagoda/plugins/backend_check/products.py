@@ -17,8 +17,9 @@ from pagoda.backend.base import (
     UnsupportedError,
 )
 from pagoda.backend.fp8 import to_e4m3
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     BlockWeight,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.plugins.backend_check.subject import (
     ROWS,
     Check,

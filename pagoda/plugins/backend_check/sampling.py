@@ -14,7 +14,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend
 from pagoda.backend.sampling import Outcome, SampledRow, SampledRows, SamplingRow, SamplingRules
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.sampling_params import DRAWS, RANGES, SamplingParams
 from pagoda.plugins.backend_check.subject import Check, Subject, ensure, random_tensor
 
 VOCABULARIES = (1, 31, 130, 1000, 8193)
@@ -99,6 +99,14 @@ def logits_like(kind: str, vocab: int, seed: int) -> Tensor:
     return normal
 
 
+_OTHER_DRAWS = {
+    name: (getattr(SamplingParams(), name),) * 2 + tuple(RANGES[name].within(0.9, 0.3, 1e-9))
+    for name in DRAWS
+    if name not in ("temperature", "top_p", "top_k", "min_p")
+}
+"""Values of parameters that need none of their own: the neutral one, and some over the range."""
+
+
 def random_row(vocab: int, rng: random.Random) -> SamplingRow:
     def one(*choices: Any) -> Any:
         return rng.choice(choices)
@@ -115,7 +123,6 @@ def random_row(vocab: int, rng: random.Random) -> SamplingRow:
         temperature=one(0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0),
         top_k=one(0, 0, -1, 1, 2, 5, 40, 300, vocab),
         top_p=one(1.0, 1.0, 0.95, 0.5, 0.1, 1e-30),
-        typical_p=one(1.0, 1.0, 0.9, 0.3, 1e-9),
         min_p=one(0.0, 0.0, 0.05, 0.5, 1.0),
         repetition_penalty=one(1.0, 1.3, 0.01),
         presence_penalty=one(0.0, 0.7),
@@ -123,6 +130,7 @@ def random_row(vocab: int, rng: random.Random) -> SamplingRow:
         logit_bias=one(None, {3: 4.0, 5: -100.0}),
         logprobs=one(None, 0, 1, 20),
         seed=rng.randrange(-(2**63), 2**64),
+        **{name: one(*values) for name, values in _OTHER_DRAWS.items()},
     )
 
 

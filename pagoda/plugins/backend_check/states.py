@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, KVCache, StateCache
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
 from pagoda.plugins.backend_check.attention import Kind, Share, spoil, token_batch
 from pagoda.plugins.backend_check.subject import (

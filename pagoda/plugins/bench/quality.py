@@ -26,10 +26,10 @@ from pagoda.llm.engine_options import (
     Dtype,
     EngineOptions,
     GroupSize,
-    KVDtype,
     QuantizationName,
 )
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
+from pagoda.messages.kv_formats import KVDtype
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.text.model_text import load_text
 from pagoda.text.text_files import Tokenized, read_text, tokenize

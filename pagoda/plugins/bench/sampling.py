@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 
 from pagoda.cli.options import SamplingOptions
 from pagoda.errors import ConfigError, InvalidRequestError
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.sampling_params import DRAWS, SamplingParams
 from pagoda.plugins.bench.datasets import Endpoint, Sample
 
 _NEUTRAL: Mapping[str, object] = {
@@ -22,7 +22,6 @@ _NEUTRAL: Mapping[str, object] = {
     "repetition_penalty": 1.0,
 }
 """Values that change nothing, of the parameters for which servers have defaults of their own."""
-_NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "typical_p")
 _GROUP = Group("Sampling", sort_key=30)
 
 
@@ -47,8 +46,8 @@ class BenchSampling:
         except InvalidRequestError as error:
             raise ConfigError(f"--{_spelled(str(error), 1)}") from None
         if params.greedy:
-            for name in _NEED_TEMPERATURE:
-                if name in given:
+            for name in DRAWS:
+                if name in given and name != "temperature":
                     raise ConfigError(
                         f"--{_spelled(name)} needs --temperature above 0, such as 0.8: without it the most likely "
                         "token is taken."

@@ -34,10 +34,12 @@ from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.messages.kv_formats import format_of
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives, HostGroup
 from pagoda.plugins.cuda.adapters import AdapterTables
 from pagoda.plugins.cuda.kernels import attention, latents, states
+from pagoda.plugins.cuda.kernels.numbers import KV_NARROW
 from pagoda.plugins.cuda.kv_store import DeviceKVStore
 from pagoda.plugins.cuda.lost import device_errors
 from pagoda.plugins.cuda.lowering import LOWERED
@@ -72,7 +74,7 @@ class GpuBackend:
             window_multiple=1,
             varies_with_batch=runtime.has_library,
             weight_formats=(*formats, "int8", "int4", "fp8"),
-            kv_cache_dtypes=(*formats, "int8", "fp8"),
+            kv_cache_dtypes=(*formats, *KV_NARROW),
             lacks_operations=tuple(name for name in OPERATIONS if name not in LOWERED),
             max_conv_width=states.MAX_CONV_WIDTH,
         )
@@ -96,7 +98,7 @@ class GpuBackend:
         empty = self._runtime.empty
         keys, values = (empty((*blocks, head_dim), kv_dtype) for _ in range(2))
         scales: tuple[Tensor, ...] = ()
-        if kv_dtype == torch.int8:
+        if format_of(kv_dtype).has_scales:
             scales = (empty(blocks, torch.float32), empty(blocks, torch.float32))
         cache = KVCache(keys, values, *scales)
         self._products[cache] = dtype
@@ -114,7 +116,7 @@ class GpuBackend:
     ) -> LatentCache:
         kv_dtype, blocks = kv_dtype or dtype, (num_blocks, 1, block_size)
         latents, scales = self._runtime.empty((*blocks, rank + rope_dim), kv_dtype), None
-        if kv_dtype == torch.int8:
+        if format_of(kv_dtype).has_scales:
             scales = self._runtime.empty(blocks, torch.float32)
         cache = LatentCache(latents, rank, rope_dim, scales)
         self._products[cache] = dtype

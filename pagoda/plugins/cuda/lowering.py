@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 
 from torch import Tensor
 
@@ -45,12 +46,14 @@ def fused(graph: Graph, needed: Sequence[int]) -> list[Node]:
 # ---- operations on rows
 
 
-def _rows(function: Callable[..., None], *names: str) -> Callable[[Lowering, Node], Launch]:
-    """A kernel that takes inputs, weights and outputs, and the attributes of these names."""
+def _rows(function: Callable[..., None]) -> Callable[[Lowering, Node], Launch]:
+    """A kernel that takes inputs, weights and outputs, and those attributes that it names."""
+    names = signature(function).parameters
 
     def lower(lowering: Lowering, node: Node) -> Launch:
         weights, inputs, outputs = lowering.weights(node), node.inputs, node.outputs
-        numbers = {name: lowering.attributes(node)[name] for name in names}
+        attributes = lowering.attributes(node)
+        numbers = {name: attributes[name] for name in attributes if name in names}
 
         def launch(v: Values) -> None:
             function(*[v[i] for i in inputs], *weights, *[v[i] for i in outputs], **numbers)
@@ -171,24 +174,8 @@ LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
     **sparse_nodes.LOWERED,
     **state_nodes.LOWERED,
     "select_rows": _select_rows,
-    "add": _rows(rows.add),
-    "rms_norm": _rows(rows.rms_norm, "eps"),
+    **{name: _rows(function) for name, function in rows.OPERATIONS.items()},
     FUSED: _add_and_rms_norm,
-    "silu_and_mul": _rows(rows.silu_and_mul),
-    "gelu_and_mul": _rows(rows.gelu_and_mul),
-    "swiglu_oai": _rows(rows.swiglu_oai, "alpha", "limit"),
-    "gelu": _rows(rows.gelu),
-    "sigmoid": _rows(rows.sigmoid),
-    "mul": _rows(rows.mul),
-    "scale": _rows(rows.scale, "factor"),
-    "softcap": _rows(rows.softcap, "cap"),
-    "scale_rows": _rows(rows.scale_rows),
-    "position_scale": _rows(rows.position_scale, "period", "factor", "offset"),
-    "sum_of_squares": _rows(rows.sum_of_squares, "queries", "keys"),
-    "norm_by_squares": _rows(rows.norm_by_squares, "all_queries", "all_keys", "eps"),
-    "layer_norm": _rows(rows.layer_norm, "eps"),
-    "gated_head_norm": _rows(rows.gated_head_norm, "eps"),
-    "rotary_table": _rows(rows.rotary_table, "scale"),
     "rotate_and_cache": _rotate_and_cache,
     "attention": _attention,
     "all_reduce": _exchange(collectives.all_reduce),

@@ -11,10 +11,11 @@ from collections.abc import Collection, Sequence
 import torch
 
 from pagoda.backend.graph import Graph, Node
+from pagoda.plugins.cuda.kernels.rows import WRITES_ANY
 from pagoda.plugins.cuda.lowering import FUSED
 from pagoda.plugins.cuda.weights import Dense, DeviceLinear
 
-_WRITERS = frozenset({"rms_norm", FUSED, "silu_and_mul", "gelu_and_mul", "swiglu_oai", "attention"})
+_WRITERS = WRITES_ANY | {FUSED, "attention"}
 """Operations whose kernels write their last output in any number format."""
 
 

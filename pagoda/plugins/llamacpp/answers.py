@@ -12,7 +12,7 @@ from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entr
 from pagoda.api.sse import event
 from pagoda.api.timing import AnswerTimes, progress_of, times_of, timings
 from pagoda.messages.frontend import FinishReason
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.sampling_params import DRAWS, SamplingParams
 from pagoda.plugins.llamacpp.bodies import SamplingFields
 from pagoda.text.text_generator import TextDelta, joined_deltas
 
@@ -32,7 +32,7 @@ def generation_settings(sampling: SamplingParams, asked: Asked) -> dict[str, Any
     body = asked.body
     banned = asked.eos_token_ids if sampling.ignore_eos else ()
     bias = [{"token": token, "bias": value} for token, value in (sampling.logit_bias or {}).items()]
-    return {
+    settings = {
         "n_predict": sampling.max_tokens,
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
@@ -74,6 +74,7 @@ def generation_settings(sampling: SamplingParams, asked: Asked) -> dict[str, Any
         "post_sampling_probs": False,
         "lora": [],
     }
+    return settings | {name: getattr(sampling, name) for name in DRAWS}
 
 
 class LlamaAnswer:

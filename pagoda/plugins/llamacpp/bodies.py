@@ -14,7 +14,13 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
 from pagoda.api.ignored_fields import Ignored
 from pagoda.errors import refuse
-from pagoda.messages.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_LIST, TokenId
+from pagoda.messages.sampling_params import (
+    DRAWS,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_LIST,
+    DrawFields,
+    TokenId,
+)
 from pagoda.text.text_generator import TextGenerator
 
 MAX_RESPONSE_FIELDS = 64
@@ -38,7 +44,7 @@ Prompt = (
 )
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(DrawFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that completion and infill have in common."""
 
     model: str | None = None
@@ -47,11 +53,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     n_predict: int | None = None
     max_tokens: int | None = None
     """OpenAI's name of `n_predict`."""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
     seed: int | None = None
     stop: Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | str | None = None
     repeat_penalty: float | None = None
@@ -142,8 +143,7 @@ NAMES = {
 """Names in llama.cpp's API of fields of OpenAI's that have another name there."""
 
 _SAME = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "model", "stream"),
+    *(*DRAWS, "stop", "ignore_eos", "presence_penalty", "frequency_penalty", "model", "stream"),
 )
 
 

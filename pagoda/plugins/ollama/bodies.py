@@ -12,7 +12,7 @@ from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
 from pagoda.api.ignored_fields import Hint, Ignored
 from pagoda.errors import refuse
-from pagoda.messages.sampling_params import MAX_STOP_STRINGS
+from pagoda.messages.sampling_params import DRAWS, MAX_STOP_STRINGS, DrawFields
 from pagoda.text.model_text import ModelText
 from pagoda.text.templates.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
@@ -20,17 +20,12 @@ Strings = Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)]
 Anything = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(DrawFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`options`: sampling, and settings of Ollama's own engine."""
 
     num_predict: int | None = None
     num_ctx: int | None = None
     seed: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
     stop: Strings | str | None = None
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
@@ -138,10 +133,7 @@ NAMES = {
 }
 """Names in Ollama's API of fields of OpenAI's that have another name or place there."""
 
-_SAME = (
-    *("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
-    *("presence_penalty", "frequency_penalty"),
-)
+_SAME = ("seed", *DRAWS, "stop", "presence_penalty", "frequency_penalty")
 _EFFORTS = ("low", "medium", "high")
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from pagoda.backend.base import Backend, ExpertActivation, Experts, UnsupportedError
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.fp8 import to_e4m3
-from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.graph import Value
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight

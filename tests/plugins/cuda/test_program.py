@@ -21,7 +21,8 @@ from pagoda.backend.base import (
     StepInput,
     TokenBatch,
 )
-from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.graph import Graph
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor

@@ -13,7 +13,7 @@ from counting import CountingDevice
 from torch import Tensor
 
 from pagoda.backend.base import Backend, KVCache, StateCache, StepInput, TokenBatch
-from pagoda.backend.graph import GraphBuilder
+from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.state_layers import gated_delta, short_conv
 from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pagoda.backend.base import HeadNorms, KVCache
-from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.graph import Graph
+from pagoda.backend.operations import GraphBuilder
 from pagoda.parallel.collectives import Alone
 from pagoda.plugins.pypto.pool import stand_in
 from pagoda.plugins.pypto.weights import HostLinear

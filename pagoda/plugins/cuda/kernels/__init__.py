@@ -10,19 +10,9 @@ tensors, in float32 and float16: the interpreter's bfloat16 is not right.
 
 A row's bits depend on the row alone: tiles and places where sums are cut are fixed, whatever the number of rows.
 
-`rows` (x, out [n, d] float32 unless said otherwise):
+`rows` (x, out [n, d] float32 unless said otherwise): `OPERATIONS` there, outputs behind inputs and weights, and
 
-    add(x, delta, out); mul(x, factor, out); scale_rows(x, factors[n, 1], out)
-    scale(x, out, *, factor); softcap(x, out, *, cap); gelu(x, out); sigmoid(x, out)
-    silu_and_mul(gate_up[n, 2 d], out); gelu_and_mul(gate_up, out); swiglu_oai(gate_up, out, *, alpha, limit)
-    rms_norm(x, weight[d], out, *, eps, delta=None, total=None)
-        with `delta`: total = x + delta (may be x itself), out = its norm
-    layer_norm(x, weight[d], bias[d], out, *, eps)
-    gated_head_norm(x, gate, weight[head_dim], out, *, eps)
-    sum_of_squares(qkv, out[n, 2], *, queries, keys)
-    norm_by_squares(qkv, squares[n, 2], query_norm, key_norm, out, *, all_queries, all_keys, eps)
-    position_scale(positions[n] int64, out[n, 1], *, period, factor, offset)
-    rotary_table(positions[n] int64, frequencies[h], cosines[n, h], sines[n, h], *, scale)
+    rms_norm(x, weight[d], out, *, eps, delta, total)     total = x + delta (may be x itself), out = its norm
     select_rows(x[n, d], rows[m] int64, out[m, d])     x of float32 or int64
     embedding(token_ids[n] int64, table[v, d], out, *, first_id)     table of any float dtype; foreign rows are 0
     argmax(logits[n, v], out[n, 3] int64, *, first_id)     what `linear_argmax` gives of the outputs of `linear`

@@ -124,6 +124,10 @@ def blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
+KV_NARROW = ("int8", "fp8")
+"""Formats of K and V besides those that products are in."""
+
+
 def as_stored(held: Tensor) -> Tensor:
     """A cache or a weight as kernels take it: E4M3 as bytes, whatever of it Triton knows on a GPU."""
     return held.view(torch.uint8) if held.dtype == E4M3 else held

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -423,3 +425,30 @@ def argmax(logits: Tensor, out: Tensor, *, first_id: int) -> None:
             block=block,
             num_warps=warps_of(block),
         )
+
+
+OPERATIONS: Mapping[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (
+        add,
+        rms_norm,
+        silu_and_mul,
+        gelu_and_mul,
+        swiglu_oai,
+        gelu,
+        sigmoid,
+        mul,
+        scale,
+        softcap,
+        scale_rows,
+        position_scale,
+        sum_of_squares,
+        norm_by_squares,
+        layer_norm,
+        gated_head_norm,
+        rotary_table,
+    )
+}
+"""Operations of a graph by name: functions of inputs, weights, outputs and those attributes that they name."""
+WRITES_ANY = frozenset({"rms_norm", "silu_and_mul", "gelu_and_mul", "swiglu_oai"})
+"""Operations whose output is written in any number format."""

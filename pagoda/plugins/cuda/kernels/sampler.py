@@ -18,11 +18,6 @@ from pagoda.plugins.cuda.kernels.numbers import UNFUSED, blocks, power_of_two
 
 _DTYPES = {"b": torch.int8, "f": torch.int32, "q": torch.int64, "Q": torch.int64}
 """Dtypes that columns are read as, by typecode: floats as their bits."""
-PACKED = (
-    "greedy", "scale", "lowest_power", "top_k", "top_p", "typical_p", "seed", "position", "masked",
-    "num_stops", "repetition", "frequency", "presence", "logprobs",
-)  # fmt: skip
-"""Columns of the table in the order of the kernels'; `num_stops` stands for what forbids tokens."""
 _BLOCK, _EDITS = 4096, 256
 
 
@@ -31,7 +26,7 @@ class PackedRows:
     """Parameters of some slots of a table, as they are now."""
 
     numbers: Tensor
-    """[r, `sampling.COLUMNS`] int64."""
+    """[r, columns of `sampling.PACKED`] int64."""
     masks: Tensor | None
     """[r, words] int32; None where no row has one."""
     stops: Tensor
@@ -126,13 +121,13 @@ def pack_rows(table: SamplingTable, slots: Sequence[int]) -> PackedRows:
     """
     chosen = torch.tensor(slots, dtype=torch.int64)
     rows = [table.row(slot) for slot in slots]
-    numbers = torch.stack([_column(table, name)[chosen].long() for name in PACKED], dim=1)
-    masked = numbers[:, kernels.MASKED] > 0
-    numbers[:, kernels.FORBIDS] = ((numbers[:, kernels.FORBIDS] > 0) | masked).long()
+    packed = {name: _column(table, name)[chosen].long() for name in kernels.PACKED}
+    masked = packed["masked"] > 0
+    packed["num_stops"] = ((packed["num_stops"] > 0) | masked).long()
     held = [(i, row.rules.stops) for i, row in enumerate(rows) if row.holds_back_stops]
-    reported = numbers[:, kernels.LOGPROBS]
+    reported = packed["logprobs"]
     return PackedRows(
-        numbers=numbers,
+        numbers=torch.stack(list(packed.values()), dim=1),
         masks=table.masks[chosen] if bool(masked.any()) else None,
         stops=_edits([(i, stops, None) for i, stops in held]),
         biases=_edits([(i, row.rules.bias_ids, row.rules.biases) for i, row in enumerate(rows)]),
@@ -171,6 +166,7 @@ def sample(logits: Tensor, packed: PackedRows, changed: Tensor | None, found: Fo
     if not rows:
         return
     block, width = min(_BLOCK, power_of_two(64, vocab)), found.columns.shape[1]
+    ruled = logits
     if packed.changes_logits:
         if changed is None:
             raise ValueError("Rules that change logits need scratch for them.")
@@ -192,29 +188,18 @@ def sample(logits: Tensor, packed: PackedRows, changed: Tensor | None, found: Fo
                     block=_EDITS,
                     **UNFUSED,
                 )
-        kernels.draw[(rows,)](
-            logits,
-            changed,
-            packed.numbers,
-            found.columns,
-            vocab,
-            width,
-            block=block,
-            num_warps=8,
-            **UNFUSED,
-        )
-    else:
-        kernels.draw[(rows,)](
-            logits,
-            logits,
-            packed.numbers,
-            found.columns,
-            vocab,
-            width,
-            block=block,
-            num_warps=8,
-            **UNFUSED,
-        )
+        ruled = changed
+    kernels.draw[(rows,)](
+        logits,
+        ruled,
+        packed.numbers,
+        found.columns,
+        vocab,
+        width,
+        block=block,
+        num_warps=8,
+        **UNFUSED,
+    )
     if packed.most_reported >= 0:
         _report(logits, found)
 

@@ -14,22 +14,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagoda.backend.sampling import CERTAIN
+from pagoda.backend.sampling_table import COLUMNS, LISTS
 from pagoda.plugins.cuda.kernels.numbers import is_finite, rounded
 
-GREEDY, SCALE, LOWEST, TOP_K, TOP_P, TYPICAL_P, SEED, POSITION = range(8)
-MASKED, FORBIDS, REPETITION, FREQUENCY, PRESENCE, LOGPROBS, COLUMNS = range(8, 15)
-"""Columns of packed rows; numbers of float32 are their bits."""
+PACKED = tuple(name for name in COLUMNS if name not in {*LISTS, "num_biases", "num_seen"})
+"""Columns of packed rows, which are those of the table without lists; numbers of float32 are their bits, and
+`num_stops` stands for what forbids tokens."""
 OUTCOME, TOKEN, RANK, TOTAL, HIGHEST, VALUE, FIXED = range(7)
 """Columns of results; behind them are the ids, then the bits of the logits, of the likeliest tokens."""
 _ROUND = 8388608.0
 _ROUND_TO_WHOLE = tl.constexpr(_ROUND)
-_COLUMNS = tl.constexpr(COLUMNS)
+_COLUMNS = tl.constexpr(len(PACKED))
+_GREEDY = tl.constexpr(PACKED.index("greedy"))
+_SCALE = tl.constexpr(PACKED.index("scale"))
+_LOWEST = tl.constexpr(PACKED.index("lowest_power"))
+_TOP_K = tl.constexpr(PACKED.index("top_k"))
+_TOP_P = tl.constexpr(PACKED.index("top_p"))
+_TYPICAL_P = tl.constexpr(PACKED.index("typical_p"))
+_SEED = tl.constexpr(PACKED.index("seed"))
+_POSITION = tl.constexpr(PACKED.index("position"))
+_MASKED = tl.constexpr(PACKED.index("masked"))
+_FORBIDS = tl.constexpr(PACKED.index("num_stops"))
+_REPETITION = tl.constexpr(PACKED.index("repetition"))
+_FREQUENCY = tl.constexpr(PACKED.index("frequency"))
+_PRESENCE = tl.constexpr(PACKED.index("presence"))
+_CERTAIN = tl.constexpr(CERTAIN)
 _FIXED = tl.constexpr(FIXED)
 
 
 @triton.jit
-def _float(packed_ptr, column: tl.constexpr):
-    return tl.load(packed_ptr + column).to(tl.int32).to(tl.float32, bitcast=True)
+def _float(packed_ptr, column: tl.constexpr, there=True):
+    return tl.load(packed_ptr + column, there, 0).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -213,10 +229,11 @@ def _mean_power(logits_ptr, vocab, limits, block: tl.constexpr):
 
 
 @triton.jit
-def _drawn(
-    logits_ptr, vocab, highest, scale, lowest, top_k, top_p, typical_p, seed, position, block: tl.constexpr,
-):  # fmt: skip
+def _drawn(logits_ptr, packed_ptr, vocab, highest, block: tl.constexpr):
     """The token that is drawn of logits whose highest is finite."""
+    scale, lowest = _float(packed_ptr, _SCALE), _float(packed_ptr, _LOWEST)
+    top_k, top_p = tl.load(packed_ptr + _TOP_K), tl.load(packed_ptr + _TOP_P)
+    typical_p = tl.load(packed_ptr + _TYPICAL_P)
     kth, nucleus, nucleus_end = top_k * 0, top_k * 0 - 1, -1
     mean = highest * 0.0
     limits = (highest, scale, lowest, kth, nucleus, nucleus_end)
@@ -226,14 +243,14 @@ def _drawn(
         of_first = (highest, scale, lowest, kth, nucleus, nucleus_end)
         total, _positive = _kept_in_all(logits_ptr, vocab, of_first, block)
     limits = (highest, scale, lowest, kth, nucleus, nucleus_end)
-    if top_p < 9007199254740992:
+    if top_p < _CERTAIN:
         goal = _goal(total, top_p)
         found = _threshold(logits_ptr, vocab, goal, limits, mean, False, False, block)
         nucleus_end = _last_kept(logits_ptr, vocab, goal, found, limits, mean, False, block)
         nucleus = found
     limits = (highest, scale, lowest, kth, nucleus, nucleus_end)
     nearest, nearest_end = top_k * 0 - 1, -1
-    if typical_p < 9007199254740992:
+    if typical_p < _CERTAIN:
         mean, total = _mean_power(logits_ptr, vocab, limits, block)
         goal = _goal(total, typical_p)
         nearest = _threshold(logits_ptr, vocab, goal, limits, mean, False, True, block)
@@ -243,6 +260,7 @@ def _drawn(
         columns = start + tl.arange(0, block)
         weight = _near(logits_ptr, columns, vocab, limits, mean, nearest, nearest_end)
         total += tl.sum(weight)
+    seed, position = tl.load(packed_ptr + _SEED), tl.load(packed_ptr + _POSITION)
     target, _rest = _part_of(total, _uniform_bits(seed, position))
     token, below = vocab, top_k * 0
     for start in range(0, vocab, block):
@@ -276,17 +294,13 @@ def draw(raw_ptr, logits_ptr, packed_ptr, found_ptr, vocab, width, block: tl.con
     outcome = tl.where(overflown > 0, 2, 0)
     if outcome == 0:
         if highest == float("-inf"):
-            outcome = tl.where(tl.load(packed_ptr + 9) > 0, 3, 2)
+            outcome = tl.where(tl.load(packed_ptr + _FORBIDS) > 0, 3, 2)
         elif highest == float("inf"):
             outcome = 2
     if broken > 0:
         outcome = 1
-    if (outcome == 0) & (tl.load(packed_ptr) == 0):
-        winner = _drawn(
-            logits_ptr, vocab, highest, _float(packed_ptr, 1), _float(packed_ptr, 2),
-            tl.load(packed_ptr + 3), tl.load(packed_ptr + 4), tl.load(packed_ptr + 5),
-            tl.load(packed_ptr + 6), tl.load(packed_ptr + 7), block,
-        )  # fmt: skip
+    if (outcome == 0) & (tl.load(packed_ptr + _GREEDY) == 0):
+        winner = _drawn(logits_ptr, packed_ptr, vocab, highest, block)
     tl.store(found_ptr, outcome.to(tl.int64))
     tl.store(found_ptr + 1, tl.where(outcome == 0, winner, -1).to(tl.int64))
 
@@ -299,7 +313,7 @@ def mask(logits_ptr, masks_ptr, packed_ptr, changed_ptr, vocab, words, block: tl
     """Copies logits, with minus infinity for tokens that a row's mask does not allow."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     x = tl.load(logits_ptr + row * vocab + columns, columns < vocab, 0.0)
-    known = tl.where(tl.load(packed_ptr + row * _COLUMNS + 8) > 0, vocab, 0)
+    known = tl.where(tl.load(packed_ptr + row * _COLUMNS + _MASKED) > 0, vocab, 0)
     bits = tl.load(masks_ptr + row * words + columns // 32, columns < known, -1)
     x = tl.where((bits >> (columns % 32)) & 1 != 0, x, float("-inf"))
     tl.store(changed_ptr + row * vocab + columns, x, columns < vocab)
@@ -320,9 +334,9 @@ def edit(changed_ptr, packed_ptr, edits_ptr, count, vocab, kind: tl.constexpr, b
         x = x + number
     else:
         rules = packed_ptr + row * _COLUMNS
-        repetition = tl.load(rules + 10, there, 0).to(tl.int32).to(tl.float32, bitcast=True)
-        frequency = tl.load(rules + 11, there, 0).to(tl.int32).to(tl.float32, bitcast=True)
-        presence = tl.load(rules + 12, there, 0).to(tl.int32).to(tl.float32, bitcast=True)
+        repetition = _float(rules, _REPETITION, there)
+        frequency = _float(rules, _FREQUENCY, there)
+        presence = _float(rules, _PRESENCE, there)
         penalised = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where(repetition == 1.0, x, penalised)
         x = x - number * frequency

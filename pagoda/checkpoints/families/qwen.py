@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2 and Qwen3, dense and with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.families.shared import (
+    expert_counts,
+    layer_windows,
+    sparse_layers,
+    text_sizes,
+    with_attention,
+    with_experts,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.tensor_names import TensorNames
+
+# ---- Qwen2 and Qwen2.5: Llama with biases of queries, keys and values
+
+
+def _adapt_qwen2(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    windows = layer_windows(fields, spec.num_layers)
+    return with_attention(spec, windows, qkv_bias=True, output_bias=False)
+
+
+_QWEN2_VL = {
+    **text_sizes(152_064, 8192, 29_568, 80, 64, 8, 32_768),
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    "Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
+    _adapt_qwen2,
+    gguf=GgufFormat("qwen2"),
+    model_types={
+        "qwen2": text_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768),
+        "qwen2_vl_text": _QWEN2_VL,
+        "qwen2_5_vl_text": _QWEN2_VL,
+    },
+    aliases=frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}),
+    defaults={"num_key_value_heads": 32},
+)
+
+
+# ---- Qwen2-MoE: Qwen2 with experts, and one more that every token goes through by a score of its own
+
+
+def _adapt_qwen2_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    windows = layer_windows(fields, spec.num_layers)
+    bias = fields.flag("qkv_bias", True)
+    spec = with_attention(spec, windows, qkv_bias=bias, output_bias=False)
+    return with_shared_expert(
+        spec, fields, counts=(60, 4), inner=1408, shared=5632, renormalize=False
+    )
+
+
+def with_shared_expert(
+    spec: ModelSpec,
+    fields: Fields,
+    *,
+    counts: tuple[int, int],
+    inner: int,
+    shared: int,
+    renormalize: bool,
+) -> ModelSpec:
+    """The model with experts and one that every token goes through by a score; values are for silent files."""
+    if fields.values.get("num_experts") == 0:
+        return spec  # all layers are dense
+    own = expert_counts(fields, "num_experts", counts)
+    experts = ExpertsSpec(
+        ExpertRouting(*own, fields.flag("norm_topk_prob", renormalize)),
+        fields.positive("moe_intermediate_size", inner),
+        shared_size=fields.positive("shared_expert_intermediate_size", shared),
+        scores_shared=True,
+    )
+    return with_experts(spec, experts, sparse_layers(fields, spec.num_layers))
+
+
+SHARED_NAMES: Mapping[str, Any] = {
+    "shared_gate": "mlp.shared_expert.gate_proj",
+    "shared_up": "mlp.shared_expert.up_proj",
+    "shared_down": "mlp.shared_expert.down_proj",
+}
+"""Names of the linear layers of the expert that every token goes through."""
+GGUF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Metadata of experts, with the keys of config.json that say the same."""
+QWEN2_MOE = Family(
+    "Qwen2MoeForCausalLM",
+    "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    _adapt_qwen2_moe,
+    names=TensorNames(**SHARED_NAMES),
+    gguf=GgufFormat(
+        "qwen2moe",
+        keys=GGUF_EXPERTS,
+        # Files do not say so: llama.cpp never renormalizes in models of this architecture.
+        values=lambda _: {"norm_topk_prob": False},
+    ),
+    own_keys=frozenset({"num_experts", "qkv_bias", "shared_expert_intermediate_size"}),
+    defaults={"num_key_value_heads": 16},
+)
+
+
+# ---- Qwen3: Llama with norms of queries and keys
+
+
+def _adapt_qwen3(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("use_qk_norm", True)
+    return with_attention(spec, layer_windows(fields, spec.num_layers), qk_norm="head")
+
+
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    "Qwen3, text of Qwen3-VL",
+    _adapt_qwen3,
+    gguf=GgufFormat("qwen3"),
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    model_types={
+        "qwen3": text_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768),
+        "qwen3_vl_text": {
+            **text_sizes(151_936, 4096, 22_016, 32, 32, 32, 128_000),
+            "rope_theta": 500_000.0,
+        },
+    },
+    own_keys=frozenset({"use_qk_norm"}),
+)
+
+
+# ---- Qwen3-MoE: Qwen3 with experts in some or all layers
+
+
+def _adapt_qwen3_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("use_qk_norm", True)
+    windowed = fields.flag("use_sliding_window", False)
+    window = fields.positive("sliding_window", 4096) if windowed else None
+    spec = with_attention(spec, (window,) * spec.num_layers, qk_norm="head")
+    # New files spell the field as Mixtral does.
+    name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    if fields.values.get(name) == 0:
+        return spec  # all layers are dense
+    counts = expert_counts(fields, name, (128, 8))
+    routing = ExpertRouting(*counts, fields.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing, fields.positive("moe_intermediate_size", 768))
+    return with_experts(spec, experts, sparse_layers(fields, spec.num_layers))
+
+
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    _adapt_qwen3_moe,
+    gguf=GgufFormat(
+        "qwen3moe",
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        # Files do not say so: llama.cpp renormalizes in all models of this architecture.
+        values=lambda _: {"norm_topk_prob": True},
+    ),
+    own_keys=frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
+    defaults={"num_key_value_heads": 4},
+)
