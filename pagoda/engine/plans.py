@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.request import Request
 from pagoda.kv.manager import UNLIMITED_RUN
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
@@ -89,7 +90,12 @@ class PlanBuilder:
     """Collects the parts of one step within the token budget."""
 
     def __init__(
-        self, step: int, limits: SchedulerLimits, decodes: bool | None, max_decodes: int
+        self,
+        step: int,
+        limits: SchedulerLimits,
+        decodes: bool | None,
+        max_decodes: int,
+        turns: GrammarTurns,
     ) -> None:
         """`decodes` is True for single tokens only, False for chunks only, None for both together."""
         self.step = step
@@ -100,14 +106,11 @@ class PlanBuilder:
         self.new_tokens: list[tuple[int, int]] = []
         self.forced_tokens: list[tuple[int, list[int]]] = []
         self.masked_slots: list[int] = []
-        self.dear_s = 0.0
-        """Processor time of the masks of all running requests with dear grammars."""
-        self.masks_s = 0.0
-        """The part of it that the step takes."""
-        self.gives_way = False
-        """True if a request has given way because of its grammar."""
-        self.starts_dear = False
-        """True if a request with a dear grammar begins in the step."""
+        self.turns = turns
+        self.first: Request | None = None
+        """The first in line of those that the step has not looked at; None once nobody may be admitted."""
+        self.wishes: Wishes | None = None
+        """Wishes of running requests, once they were needed."""
         self.decodes_left = max_decodes
         self.has_decodes = False
         self.is_mixed = decodes is None

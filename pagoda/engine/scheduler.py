@@ -70,7 +70,7 @@ class Scheduler:
 
     def attach(self, hooks: KVHooks) -> None:
         """`hooks` are told of requests and KV from now on."""
-        self.hooks = self.batcher.hooks = hooks
+        self.hooks = self.batcher.candidates.hooks = hooks
 
     def trace(self, rows: RequestRows | None) -> None:
         """Tells `rows` what becomes of requests from now on, first where they are; None for nobody."""
@@ -180,7 +180,7 @@ class Scheduler:
         self.hooks.on_finished(request)
         self.batcher.leaders.leave(request)
         self.batcher.free_blocks(request)
-        self.batcher.forget_blocked()
+        self.batcher.candidates.forget_blocked()
         self.places.enter(request, RequestState.FINISHED)
         if self.places.rows is not None:
             self.places.rows.ended(request, reason)
@@ -426,7 +426,7 @@ class Scheduler:
             request.num_saved = request.num_saved_tail = 0
         self.kv.pool.clear_cache()
         self.places.drain_freed_slots()
-        self.batcher.forget_blocked()
+        self.batcher.candidates.forget_blocked()
         return [
             self.fail(request, "The worker died whenever this request was computed.")
             for request in failing
