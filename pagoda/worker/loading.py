@@ -67,9 +67,10 @@ from pagoda.worker.number_formats import (
 )
 from pagoda.worker.profiling import profile_steps
 from pagoda.worker.progress import loading_weights
-from pagoda.worker.prompt_outputs import ROWS_AT_A_TIME, PromptReader
+from pagoda.worker.prompt_outputs import PromptReader
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.step_rows import most_sampled
 
 _log = logging.getLogger("pagoda.worker")
 
@@ -207,7 +208,7 @@ class WorkerPlan:
         if not (self.shard.is_last and self.shard.config.gives_logits):
             return 0
         vocab_size, ranks = self.shard.config.vocab_size, self.config.parallel.tensor_parallel_size
-        rows = max(self.config.max_num_seqs, ROWS_AT_A_TIME)
+        rows = most_sampled(self.config.max_num_seqs)
         return sampling_bytes(rows, vocab_size, ranks, torch.get_num_threads())
 
 
