@@ -95,8 +95,9 @@ def check_sums(scheduler: Scheduler) -> None:
         num_computed, num_scheduled = request.num_computed_tokens, request.num_scheduled_tokens
         numbers[state] += 1
         num_pending += num_tokens - num_computed
-        # A token that a step in flight samples may be scheduled before it is known.
-        in_order = 0 <= num_computed <= num_scheduled <= num_tokens + request.num_pending_samples
+        # A token that a step in flight samples may be scheduled before it is known, and drafts before it.
+        num_expected = num_tokens + request.num_pending_samples + request.num_drafted
+        in_order = 0 <= num_computed <= num_scheduled <= num_expected
         if not in_order or not num_computed <= num_tokens <= max_model_len:
             raise BrokenInvariantError(f"Tokens of {request.request_id} are counted wrongly.")
         if state in (RequestState.RUNNING, RequestState.LOADING):

@@ -25,7 +25,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.kv_groups import KVKind
-from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady
+from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady, most_sampled
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,9 +241,12 @@ class Batcher:
                 return
             plan.decodes_left -= 1
             plan.has_decodes = True
+        drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
         num_tokens = request.num_scheduled_tokens + count
-        if not self._kv.has_room_for(request.table, num_tokens):
-            new_blocks = self._kv.grow(request.table, num_tokens)
+        if not self._kv.has_room_for(request.table, num_tokens + len(drafts)):
+            new_blocks = self._kv.grow(request.table, num_tokens + len(drafts))
+            if new_blocks is None and drafts:  # for which nobody makes way
+                drafts, new_blocks = [], self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
                 if not self.candidates.hooks.make_room():
                     victim = self._precedence.victim_for(request)
@@ -263,7 +266,19 @@ class Batcher:
             forced = request.token_ids[request.num_worker_tokens - num_expected :]
             plan.forced_tokens.append((slot, forced))
             request.num_worker_tokens = num_expected
-        plan.add(request, slot, count, available)
+        plan.add(request, slot, count, available, drafts)
+
+    def _drafts(self, request: Request, plan: PlanBuilder) -> list[int]:
+        """Drafts of a request for which there is room besides the tokens of all others that run or are in line.
+
+        A state would have moved on behind drafts that are wrong.
+        """
+        num_running, most_seqs = len(self._running), self._limits.max_num_seqs
+        num_coming = min(len(self._places.waiting), most_seqs - num_running)
+        rows = most_sampled(most_seqs) - num_running - num_coming - plan.num_drafts
+        most = min(rows, plan.budget - num_running, self._most(request) - 1)
+        has_states = any(group.kind is KVKind.STATE for group in self._kv.groups)
+        return request.take_drafts(most if plan.is_mixed and not has_states else 0)
 
     def _most(self, request: Request) -> int:
         """The most tokens that the next step may compute of the request, where windows free blocks behind them.

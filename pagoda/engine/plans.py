@@ -26,6 +26,8 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_tokens: int
     samples: bool
+    drafts: Sequence[int] = ()
+    """The last ones of these tokens, behind each of which the request samples too."""
 
 
 class InFlightStep(NamedTuple):
@@ -105,6 +107,9 @@ class PlanBuilder:
         self.new_blocks: list[NewBlocks] = []
         self.new_tokens: list[tuple[int, int]] = []
         self.forced_tokens: list[tuple[int, list[int]]] = []
+        self.drafts: list[tuple[int, list[int]]] = []
+        self.num_drafts = 0
+        """Tokens of these."""
         self.masked_slots: list[int] = []
         self.turns = turns
         self.first: Request | None = None
@@ -143,15 +148,28 @@ class PlanBuilder:
             count -= count % self._multiple
         return count
 
-    def add(self, request: Request, slot: int, count: int, available: int) -> None:
+    def add(
+        self,
+        request: Request,
+        slot: int,
+        count: int,
+        available: int,
+        drafts: Sequence[int] = (),
+    ) -> None:
+        """Gives `count` of its `available` tokens to a request, and besides these `drafts`, if these are all."""
         samples = count == available
+        count += len(drafts)
         request.num_scheduled_tokens += count
+        if drafts:
+            request.num_drafted = len(drafts)
+            self.num_drafts += len(drafts)
+            self.drafts.append((slot, list(drafts)))
         if samples:
             request.num_pending_samples += 1
             request.num_worker_tokens += 1
             if request.constraint is not None:
                 self.masked_slots.append(slot)
-        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
+        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples, drafts))
         self.budget -= count
 
     def plan(self, freed_slots: list[int]) -> StepPlan:
@@ -164,5 +182,6 @@ class PlanBuilder:
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
+            self.drafts,
             self.masked_slots,
         )

@@ -131,6 +131,14 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
     is_user_error: bool
 
 
+MIN_SAMPLED_ROWS = 64
+
+
+def most_sampled(max_num_seqs: int) -> int:
+    """The most rows that a step samples from."""
+    return max(max_num_seqs, MIN_SAMPLED_ROWS)
+
+
 class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request new to the worker, in full. It keeps its slot until a later plan lists it in `freed_slots`."""
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
-from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
 from pagoda.worker.block_table import BlockTable
-from pagoda.worker.step_rows import Draft, SlotRows, most_sampled
+from pagoda.worker.step_rows import Draft, SlotRows
 
 
 def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> int:

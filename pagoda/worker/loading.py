@@ -31,7 +31,7 @@ from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
-from pagoda.messages.worker import Capabilities, WorkerReady
+from pagoda.messages.worker import Capabilities, WorkerReady, most_sampled
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import adapter_bytes
 from pagoda.model.caches import allocate_cache
@@ -70,7 +70,6 @@ from pagoda.worker.progress import loading_weights
 from pagoda.worker.prompt_outputs import PromptReader
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
-from pagoda.worker.step_rows import most_sampled
 
 _log = logging.getLogger("pagoda.worker")
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pagoda.backend.sampling import ScoredRows
 from pagoda.messages.frontend import Pooling, PromptLogprobs
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import MIN_SAMPLED_ROWS, SlotStart
 from pagoda.model.decoder import Decoder
-from pagoda.worker.step_rows import ROWS_AT_A_TIME, SlotRows
+from pagoda.worker.step_rows import SlotRows
 
 ScoreRows = Callable[[Tensor, Tensor, int], ScoredRows]
 """`Backend.score`."""
@@ -154,8 +154,8 @@ class PromptReader:
     ) -> PromptLogprobs | None:
         parts: list[ScoredRows] = []
         num_top = prompt.num_top or 0
-        for begin in range(0, len(rows), ROWS_AT_A_TIME):
-            some = rows[begin : begin + ROWS_AT_A_TIME]
+        for begin in range(0, len(rows), MIN_SAMPLED_ROWS):
+            some = rows[begin : begin + MIN_SAMPLED_ROWS]
             logits = model.logits(hidden[some])
             if self._leads:
                 position = chunk.scored.start + begin

@@ -16,10 +16,10 @@ from torch import Tensor
 from pagoda.backend.sampling import Outcome, SampledRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.frontend import TokenLogprobs
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import SlotStart, most_sampled
 from pagoda.worker.prompt_outputs import PromptOutputs
 from pagoda.worker.sampling_state import SamplingState
-from pagoda.worker.step_rows import Draft, most_sampled
+from pagoda.worker.step_rows import Draft
 
 NOT_FINITE = "the model produced NaN or infinite logits"
 OVERFLOWN = "the penalties drove the logits to infinity; repetition_penalty must be closer to 1"

@@ -10,14 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROWS_AT_A_TIME = 64
-"""Rows of logits that exist at once, unless there are more slots."""
-
-
-def most_sampled(num_slots: int) -> int:
-    """The most rows that a step samples from."""
-    return max(num_slots, ROWS_AT_A_TIME)
-
 
 class SlotRows(NamedTuple):
     """Rows of tokens of one slot, one behind the other."""
