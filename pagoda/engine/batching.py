@@ -332,7 +332,7 @@ class Batcher:
         plan.starts.append(request.slot_start(slot))
         self.leaders.advance(request)
         self.candidates.hooks.on_admitted(request)
-        plan.add(request, slot, count, available)
+        plan.add(request, slot, count, available, [])
         return True
 
     def _note_first_admission(self, request: Request, num_hits: int) -> None:

@@ -26,7 +26,7 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_tokens: int
     samples: bool
-    drafts: Sequence[int] = ()
+    drafts: list[int]
     """The last ones of these tokens, behind each of which the request samples too."""
 
 
@@ -154,7 +154,7 @@ class PlanBuilder:
         slot: int,
         count: int,
         available: int,
-        drafts: Sequence[int] = (),
+        drafts: list[int],
     ) -> None:
         """Gives `count` of its `available` tokens to a request, and besides these `drafts`, if these are all."""
         samples = count == available
@@ -163,7 +163,7 @@ class PlanBuilder:
         if drafts:
             request.num_drafted = len(drafts)
             self.num_drafts += len(drafts)
-            self.drafts.append((slot, list(drafts)))
+            self.drafts.append((slot, drafts))
         if samples:
             request.num_pending_samples += 1
             request.num_worker_tokens += 1

@@ -206,11 +206,11 @@ class Scheduler:
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
         lacking = due.difference(result.slots, result.embeddings, result.errors)
-        sampled = dict(zip(result.slots, result.token_ids, strict=True))
-        for part in scheduled:
-            right = sampled.get(part.slot, [])[:-1] if part.drafts else ()
-            if right != part.drafts[: len(right)]:
-                return f"the result of step {result.step} leaves the drafts of slot {part.slot}"
+        drafts = {part.slot: part.drafts for part in scheduled if part.drafts}
+        for slot, token_ids in zip(result.slots, result.token_ids, strict=True) if drafts else ():
+            right = token_ids[:-1]
+            if slot in drafts and right != drafts[slot][: len(right)]:
+                return f"the result of step {result.step} leaves the drafts of slot {slot}"
         return f"the result of step {result.step} lacks slot {min(lacking)}" if lacking else None
 
     def update(self, result: StepResult) -> list[TokenChunk]:

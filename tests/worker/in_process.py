@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.grammars import Grammars
+from pagoda.engine.request import Request
 from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
@@ -168,6 +169,8 @@ class InProcessEngine:
             ),
         )
         self._core.step()
+        self.drafter: Callable[[Request], list[int]] | None = None
+        """Says what may follow a request's tokens, all of which it awaits."""
 
     def answer(self, requests: list[GenerateRequest]) -> list[list[int]]:
         """The output tokens of requests that arrive together.
@@ -195,7 +198,11 @@ class InProcessEngine:
             if isinstance(refused, list) and any(chunk.error is not None for chunk in refused):
                 raise RuntimeError(refused[0].error)
         running = {request.request_id for request in requests}
+        assert self._core.scheduler is not None
         while running:
+            if self.drafter is not None:
+                for one in self._core.scheduler.running:
+                    one.runs_ahead, one.drafts = False, self.drafter(one)
             for chunk in self._core.step():
                 if chunk.error is not None:
                     raise RuntimeError(chunk.error)

@@ -6,13 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from driver import GREEDY, Driver, load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_process import engine
 from tiny_models import save_model
 
-from pagoda.messages.frontend import TokenLogprobs
+from pagoda.engine.request import Request
+from pagoda.messages.frontend import GenerateRequest, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.runner import Runner
@@ -112,6 +115,40 @@ def test_rows_of_a_slot_are_sampled_as_if_each_were_alone(runner: Runner, name: 
         assert our_reports == reports[: len(our_reports)]
 
     check()
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("blocks", [512, 10])
+def test_drafts_change_no_answer(
+    backend: str, tp: int, pp: int, blocks: int, tmp_path: Path
+) -> None:
+    """Few blocks make requests preempt each other; the prompts are computed in chunks, and begin alike."""
+    save_model("qwen3", tmp_path)
+    options = {"num_blocks": blocks, "max_num_batched_tokens": 23, "enable_prefix_caching": True}
+    requests = [
+        GenerateRequest(
+            request_id=name,
+            prompt_token_ids=PROMPT * 3 + [place],
+            sampling=msgspec.structs.replace(sampling_of(name), max_tokens=40),
+            eos_token_ids=EOS,
+        )
+        for place, name in enumerate(SAMPLING)
+    ]
+    plain, drafting = (engine(tmp_path, backend, tp, pp, **options) for _ in range(2))
+    expected = plain.answer(requests)
+    answers = dict(zip(SAMPLING, expected, strict=True))
+
+    def draft(request: Request) -> list[int]:
+        """Three tokens, of which one in five is wrong."""
+        answer, begin = answers[request.request_id], request.num_output_tokens
+        return [(it + ((it + begin) % 5 == 0)) % 320 for it in answer[begin : begin + 3]]
+
+    drafting.drafter = draft
+    assert drafting.answer(requests) == expected
+    if blocks > 10 and pp == 1:
+        assert drafting.load().num_steps < 0.7 * plain.load().num_steps
+    if blocks == 10:
+        assert drafting.load().num_preemptions > 0
 
 
 def test_drafts_that_a_slot_has_no_room_for_are_refused(runner: Runner) -> None:
