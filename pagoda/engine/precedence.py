@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes first: priorities that age, tenants that have more or less than their shares, and who makes way."""
+"""Precedence of requests: priorities that age, shares of tenants, and the requests that make way for others."""
 
 from __future__ import annotations
 

@@ -358,10 +358,8 @@ class SimWorker:
         embeddings: dict[int, bytes] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
-            if (
-                self._num_stages > 1
-                and slot.num_computed_tokens + count > slot.num_told_tokens + len(slot.draft)
-            ):
+            num_told = slot.num_told_tokens + len(slot.draft)
+            if self._num_stages > 1 and slot.num_computed_tokens + count > num_told:
                 raise ValueError(
                     f"Slot {slot_id} is to compute a token that the first stage does not know."
                 )
@@ -383,18 +381,12 @@ class SimWorker:
                     embeddings[slot_id] = sim_embedding(slot.token_ids)
                 if slot.sampling.max_tokens == 0:
                     continue
-                if slot_id in masks.tokens:
-                    slot.token_ids.append(masks.tokens[slot_id])
-                    said = [masks.tokens[slot_id]]
-                else:
-                    said = slot.say(self._config.vocab_size, masks.masks.get(slot_id))
+                vocab_size, certain = self._config.vocab_size, masks.tokens.get(slot_id)
+                said = slot.say(vocab_size, masks.masks.get(slot_id), certain)
                 sampled.append(slot_id)
                 token_ids.append(said)
                 if (num_top := slot.sampling.logprobs) is not None:
-                    logprobs[slot_id] = [
-                        _token_logprobs(token_id, num_top, self._config.vocab_size)
-                        for token_id in said
-                    ]
+                    logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
             plan.step,
             sampled,
@@ -581,13 +573,13 @@ class _Slot:
         self.draft = draft
         self.token_ids += draft
 
-    def say(self, vocab_size: int, mask: bytes | None) -> list[int]:
+    def say(self, vocab_size: int, mask: bytes | None, certain: int | None) -> list[int]:
         """Appends the next token in place of the drafts, and further ones as long as these are right."""
         draft, self.draft = self.draft, []
         begin = len(self.token_ids) - len(draft)
         del self.token_ids[begin:]
         for guess in [*draft, None]:
-            self.token_ids.append(self.choose(vocab_size, mask))
+            self.token_ids.append(self.choose(vocab_size, mask) if certain is None else certain)
             if self.token_ids[-1] != guess:
                 break
         self.num_computed_tokens = len(self.token_ids) - 1

@@ -103,7 +103,7 @@ class PromptReader:
         return len(self._prompts) > 0
 
     def chunks(self, step: Iterable[SlotRows]) -> list[_Chunk]:
-        """What is wanted of the rows of a step."""
+        """Rows of a step from which something of prompts is made."""
         wanted = []
         for part in step:
             slot, first, rows = part

@@ -169,8 +169,19 @@ class InProcessEngine:
             ),
         )
         self._core.step()
-        self.drafter: Callable[[Request], list[int]] | None = None
-        """Says what may follow a request's tokens, all of which it awaits."""
+
+    def draft_with(self, drafter: Callable[[Request], list[int]]) -> None:
+        """Asks before each plan what may follow the tokens of requests; all of these are awaited."""
+        scheduler = self._core.scheduler
+        assert scheduler is not None
+        schedule, running = scheduler.schedule, scheduler.running
+
+        def schedule_drafts() -> StepPlan | None:
+            for request in running:
+                request.runs_ahead, request.drafts = False, drafter(request)
+            return schedule()
+
+        scheduler.schedule = schedule_drafts
 
     def answer(self, requests: list[GenerateRequest]) -> list[list[int]]:
         """The output tokens of requests that arrive together.
@@ -198,11 +209,7 @@ class InProcessEngine:
             if isinstance(refused, list) and any(chunk.error is not None for chunk in refused):
                 raise RuntimeError(refused[0].error)
         running = {request.request_id for request in requests}
-        assert self._core.scheduler is not None
         while running:
-            if self.drafter is not None:
-                for one in self._core.scheduler.running:
-                    one.runs_ahead, one.drafts = False, self.drafter(one)
             for chunk in self._core.step():
                 if chunk.error is not None:
                     raise RuntimeError(chunk.error)

@@ -143,10 +143,10 @@ def test_drafts_change_no_answer(
         answer, begin = answers[request.request_id], request.num_output_tokens
         return [(it + ((it + begin) % 5 == 0)) % 320 for it in answer[begin : begin + 3]]
 
-    drafting.drafter = draft
+    drafting.draft_with(draft)
     assert drafting.answer(requests) == expected
     if blocks > 10 and pp == 1:
-        assert drafting.load().num_steps < 0.7 * plain.load().num_steps
+        assert drafting.load().num_steps < plain.load().num_steps
     if blocks == 10:
         assert drafting.load().num_preemptions > 0
 
