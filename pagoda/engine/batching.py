@@ -145,7 +145,7 @@ class Batcher:
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self.next_step += 1
-                step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes)
+                step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes, plan.drafts)
                 self.in_flight.append(step)
                 self._precedence.count_overtaking(plan)
                 if plan.masked_slots:
@@ -187,13 +187,15 @@ class Batcher:
         self.leaders.begin_step()
         plan.first = self.candidates.first()
         for request in list(self._running):  # decode, or a further chunk of the prompt
-            self._admit_in_line(plan, above=request.order_key[0])
+            if plan.first is not None:
+                self._admit_in_line(plan, above=request.order_key[0])
             if plan.budget == 0:
                 return
-            if request.slot is not None:  # else it was preempted for one in front of it
-                is_chunk = request.num_schedulable_tokens > 1
-                behind = self._precedence.behind(request, plan) if is_chunk else None
-                self._extend(request, plan, behind)
+            if request.slot is None:  # it was preempted for one in front of it
+                continue
+            available = request.num_schedulable_tokens
+            behind = self._precedence.behind(request, plan) if available > 1 else None
+            self._extend(request, plan, available, behind)
         self._admit_in_line(plan)  # the first chunk of the prompt
 
     def _admit_in_line(self, plan: PlanBuilder, above: int | None = None) -> None:
@@ -221,7 +223,7 @@ class Batcher:
 
     def _fill_alone(self, request: Request, plan: PlanBuilder) -> None:
         if request.state is RequestState.RUNNING:
-            self._extend(request, plan)
+            self._extend(request, plan, request.num_schedulable_tokens)
             return
         hit = self.candidates.fitting_prefix(request)
         while hit is None and self._running:
@@ -230,10 +232,11 @@ class Batcher:
         if hit is not None:
             self._admit(request, hit, plan)
 
-    def _extend(self, request: Request, plan: PlanBuilder, behind: Behind | None = None) -> None:
+    def _extend(
+        self, request: Request, plan: PlanBuilder, available: int, behind: Behind | None = None
+    ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
-        slot, available = request.slot, request.num_schedulable_tokens
-        count = plan.count_for(available, behind, self._most(request))
+        slot, count = request.slot, plan.count_for(available, behind, self._most(request))
         if count == 0 or slot is None or plan.turns.gives_way(request):
             return
         if available == 1:
@@ -241,10 +244,11 @@ class Batcher:
                 return
             plan.decodes_left -= 1
             plan.has_decodes = True
-        drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
         num_tokens = request.num_scheduled_tokens + count
-        if not self._kv.has_room_for(request.table, num_tokens + len(drafts)):
-            new_blocks = self._kv.grow(request.table, num_tokens + len(drafts))
+        drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
+        num_wanted = num_tokens + len(drafts) if drafts else num_tokens
+        if not self._kv.has_room_for(request.table, num_wanted):
+            new_blocks = self._kv.grow(request.table, num_wanted)
             if new_blocks is None and drafts:  # for which nobody makes way
                 drafts, new_blocks = [], self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
@@ -257,7 +261,7 @@ class Batcher:
                 new_blocks = self._kv.grow(request.table, num_tokens)
             plan.new_blocks += [NewBlocks(slot, *blocks) for blocks in new_blocks]
             self._places.update(request)
-        if not request.runs_ahead:
+        if self._limits.num_stages > 1:
             new_tokens = request.token_ids[request.num_sent_tokens : request.num_worker_tokens]
             plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
             request.num_sent_tokens = request.num_tokens
@@ -266,7 +270,9 @@ class Batcher:
             forced = request.token_ids[request.num_worker_tokens - num_expected :]
             plan.forced_tokens.append((slot, forced))
             request.num_worker_tokens = num_expected
-        plan.add(request, slot, count, available, drafts)
+        plan.add(request, slot, count, available)
+        if drafts:
+            plan.add_drafts(request, slot, drafts)
 
     def _drafts(self, request: Request, plan: PlanBuilder) -> list[int]:
         """Drafts of a request for which there is room besides the tokens of all others that run or are in line.
@@ -332,7 +338,7 @@ class Batcher:
         plan.starts.append(request.slot_start(slot))
         self.leaders.advance(request)
         self.candidates.hooks.on_admitted(request)
-        plan.add(request, slot, count, available, [])
+        plan.add(request, slot, count, available)
         return True
 
     def _note_first_admission(self, request: Request, num_hits: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -26,8 +27,6 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_tokens: int
     samples: bool
-    drafts: list[int]
-    """The last ones of these tokens, behind each of which the request samples too."""
 
 
 class InFlightStep(NamedTuple):
@@ -37,6 +36,8 @@ class InFlightStep(NamedTuple):
     scheduled: list[Scheduled]
     has_decodes: bool
     """True if the step computes single tokens of decoding requests."""
+    drafts: dict[int, list[int]]
+    """Tokens by slot that the step computes besides, and behind each of which the slot samples too."""
 
 
 class Behind(NamedTuple):
@@ -107,7 +108,7 @@ class PlanBuilder:
         self.new_blocks: list[NewBlocks] = []
         self.new_tokens: list[tuple[int, int]] = []
         self.forced_tokens: list[tuple[int, list[int]]] = []
-        self.drafts: list[tuple[int, list[int]]] = []
+        self.drafts: dict[int, list[int]] = {}
         self.num_drafts = 0
         """Tokens of these."""
         self.masked_slots: list[int] = []
@@ -148,40 +149,38 @@ class PlanBuilder:
             count -= count % self._multiple
         return count
 
-    def add(
-        self,
-        request: Request,
-        slot: int,
-        count: int,
-        available: int,
-        drafts: list[int],
-    ) -> None:
-        """Gives `count` of its `available` tokens to a request, and besides these `drafts`, if these are all."""
+    def add(self, request: Request, slot: int, count: int, available: int) -> None:
         samples = count == available
-        count += len(drafts)
         request.num_scheduled_tokens += count
-        if drafts:
-            request.num_drafted = len(drafts)
-            self.num_drafts += len(drafts)
-            self.drafts.append((slot, drafts))
         if samples:
             request.num_pending_samples += 1
             request.num_worker_tokens += 1
             if request.constraint is not None:
                 self.masked_slots.append(slot)
-        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples, drafts))
+        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
         self.budget -= count
 
+    def add_drafts(self, request: Request, slot: int, drafts: list[int]) -> None:
+        """Adds drafts of a request, all of whose tokens are in the plan."""
+        request.num_scheduled_tokens += len(drafts)
+        self.num_drafts += len(drafts)
+        self.budget -= len(drafts)
+        self.drafts[slot] = drafts
+
     def plan(self, freed_slots: list[int]) -> StepPlan:
+        num_tokens = [part.num_tokens for part in self.scheduled]
+        if self.drafts:
+            more = (len(self.drafts.get(part.slot, ())) for part in self.scheduled)
+            num_tokens = list(map(add, num_tokens, more))
         return StepPlan(
             self.step,
             [part.slot for part in self.scheduled],
-            [part.num_tokens for part in self.scheduled],
+            num_tokens,
             self.starts,
             self.new_blocks,
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
-            self.drafts,
+            list(self.drafts.items()),
             self.masked_slots,
         )

@@ -117,10 +117,8 @@ class Request:
     mask_turn: int = 0
     """Step before which a request with a dear grammar gives way to others."""
     drafts: list[int] = field(default_factory=list)
-    """Tokens that may follow all known ones: if they fit, the next step computes them too, and samples behind each
-    (speculative decoding). They change no token."""
-    num_drafted: int = 0
-    """Drafts in the step in flight that samples."""
+    """Tokens that may follow all known ones, of a request that does not run ahead: as far as there is room, the
+    next step computes them too, and samples behind each (speculative decoding). They change no token."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0
@@ -220,9 +218,7 @@ class Request:
     def num_schedulable_tokens(self) -> int:
         """Tokens that the next step may compute; 0 when the last sample that counts is pending."""
         expected = len(self.token_ids) + self.num_pending_samples
-        if self.num_pending_samples and (
-            not self.runs_ahead or self.num_drafted or expected >= self.max_total_tokens
-        ):
+        if self.num_pending_samples and (not self.runs_ahead or expected >= self.max_total_tokens):
             return 0
         return expected - self.num_scheduled_tokens
 
@@ -262,7 +258,7 @@ class Request:
     def take_drafts(self, most: int) -> list[int]:
         """The first drafts, `most` at most, if they may be sampled behind; there are none from now on."""
         drafts, self.drafts = self.drafts, []
-        if self.num_pending_samples or self.constraint is not None:
+        if self.runs_ahead or self.num_pending_samples or self.constraint is not None:
             return []
         return drafts[: max(0, min(most, self.max_total_tokens - self.num_tokens - 1))]
 
@@ -292,7 +288,7 @@ class Request:
     def forget_steps(self) -> None:
         """The steps in flight are lost."""
         self.num_pending_samples = self.num_known_samples = self.num_masked = 0
-        self.num_overtaken = self.num_drafted = 0
+        self.num_overtaken = 0
         self.known_tokens.clear()
 
     def slot_start(self, slot: int) -> SlotStart:

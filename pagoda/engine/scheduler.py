@@ -206,11 +206,10 @@ class Scheduler:
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
         lacking = due.difference(result.slots, result.embeddings, result.errors)
-        drafts = {part.slot: part.drafts for part in scheduled if part.drafts}
-        for slot, token_ids in zip(result.slots, result.token_ids, strict=True) if drafts else ():
-            right = token_ids[:-1]
-            if slot in drafts and right != drafts[slot][: len(right)]:
-                return f"the result of step {result.step} leaves the drafts of slot {slot}"
+        if drafts := self.in_flight[0].drafts:
+            for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
+                if slot in drafts and right != drafts[slot][: len(right)]:
+                    return f"the result of step {result.step} leaves the drafts of slot {slot}"
         return f"the result of step {result.step} lacks slot {min(lacking)}" if lacking else None
 
     def update(self, result: StepResult) -> list[TokenChunk]:
@@ -239,7 +238,7 @@ class Scheduler:
                     request.num_known_samples -= 1
                 else:
                     request.num_pending_samples -= 1
-                    request.num_masked = request.num_drafted = 0
+                    request.num_masked = 0
             if request.state is RequestState.FINISHED:
                 continue
             if slot in errors:
@@ -247,7 +246,7 @@ class Scheduler:
                 continue
             is_current = part.admission == request.admission and request.slot is not None
             if is_current:  # else the request was preempted meanwhile, and only its sample counts
-                self._confirm(request, part.num_tokens - len(part.drafts))
+                self._confirm(request, part.num_tokens)
             scores = result.prompt_logprobs.get(slot)
             if scores is not None:
                 scores = request.add_scores(scores)
@@ -266,8 +265,8 @@ class Scheduler:
                 request.overtake(num_more)
                 chunk = self.append(request, sampled[slot], logprobs.get(slot))
                 self.counters.num_generated_tokens += len(chunk.token_ids)
-                if part.drafts and is_current and chunk.finish_reason is None:
-                    request.num_scheduled_tokens -= len(part.drafts) - num_more
+                if slot in step.drafts and is_current and chunk.finish_reason is None:
+                    request.num_scheduled_tokens -= len(step.drafts[slot]) - num_more
                     self._confirm(request, num_more)
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)

@@ -29,6 +29,7 @@ class DraftingMachine(SchedulerMachine):
             if request.num_pending_samples or request.constraint is not None:
                 request.drafts = [1, 2]  # of no use, and harmless
                 continue
+            request.runs_ahead = False
             answer = expected_tokens(self.requests[request.request_id], MAX_MODEL_LEN)
             draft = [*answer[request.num_output_tokens :], 1, 2, 3][: request.num_tokens % 6]
             request.drafts = [
@@ -51,7 +52,7 @@ class DraftingMachine(SchedulerMachine):
         for request in self.scheduler.running:
             assert request.slot is not None
             slot = self.worker.slots[request.slot]
-            assert request.num_drafted == request.num_pending_samples == 0
+            assert request.num_pending_samples == 0
             assert request.num_scheduled_tokens == request.num_computed_tokens
             assert slot.num_computed_tokens == request.num_computed_tokens
             assert slot.token_ids == request.token_ids[: request.num_worker_tokens]
@@ -70,6 +71,7 @@ def _begun(**limits: object) -> Scheduler:
     """A scheduler whose request "a" has said token 7 behind its prompt."""
     scheduler = make_scheduler(**limits)  # type: ignore[arg-type]
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
+    scheduler.requests["a"].runs_ahead = False
     scheduler.update(StepResult(_plan(scheduler).step, [0], [[7]]))
     return scheduler
 
@@ -78,7 +80,7 @@ def _begun(**limits: object) -> Scheduler:
 def test_what_is_right_of_a_draft_is_kept_and_computed(num_stages: int) -> None:
     scheduler = _begun(num_stages=num_stages)
     request = scheduler.requests["a"]
-    request.drafts = [8, 9, 10]
+    request.drafts, request.runs_ahead = [8, 9, 10], False
     plan = _plan(scheduler)
     assert (plan.num_tokens, plan.drafts) == ([4], [(0, [8, 9, 10])])
     assert scheduler.schedule() is None  # nobody knows where the request goes on
@@ -99,7 +101,7 @@ def test_drafts_end_where_the_answer_must_and_leave_room_for_others() -> None:
         scheduler.add(make_request(name, [1, 2, 3], max_tokens=4))
     scheduler.update(StepResult(_plan(scheduler).step, [0, 1], [[7], [7]]))
     for request in scheduler.running:
-        request.drafts = [8] * 20
+        request.drafts, request.runs_ahead = [8] * 20, False
     plan = _plan(scheduler)
     assert (plan.num_tokens, plan.drafts) == ([3, 3], [(0, [8, 8]), (1, [8, 8])])
     scheduler.update(StepResult(plan.step, [0, 1], [[8, 8, 8], [5]]))
