@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pagoda.engine.kv_transfers import KVTransferHooks
-from pagoda.engine.request import RequestState
+from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.messages.transfers import HostSlots
@@ -90,13 +90,18 @@ def check_sums(scheduler: Scheduler) -> None:
     places, kv, max_model_len = scheduler.places, scheduler.kv, scheduler.limits.max_model_len
     numbers = dict.fromkeys(RequestState, 0)
     num_reserved = num_pending = 0
+    num_drafts = Counter[Request]()
+    for step in scheduler.in_flight:
+        for part in step.scheduled if step.drafts else ():
+            num_drafts[part.request] += len(step.drafts.get(part.slot, ()))
     for request in scheduler.requests.values():
         state, num_tokens = request.state, request.num_tokens
         num_computed, num_scheduled = request.num_computed_tokens, request.num_scheduled_tokens
         numbers[state] += 1
         num_pending += num_tokens - num_computed
-        # A token that a step in flight samples may be scheduled before it is known.
-        in_order = 0 <= num_computed <= num_scheduled <= num_tokens + request.num_pending_samples
+        # A token that a step in flight samples may be scheduled before it is known, and drafts before it.
+        num_expected = num_tokens + request.num_pending_samples + num_drafts[request]
+        in_order = 0 <= num_computed <= num_scheduled <= num_expected
         if not in_order or not num_computed <= num_tokens <= max_model_len:
             raise BrokenInvariantError(f"Tokens of {request.request_id} are counted wrongly.")
         if state in (RequestState.RUNNING, RequestState.LOADING):

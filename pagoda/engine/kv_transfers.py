@@ -364,7 +364,7 @@ class KVTransferHooks(KVHooks):
         self._kv.free(request.table)
         request.loaded = ()
         self._places.enter(request, RequestState.WAITING)
-        self._scheduler.batcher.forget_blocked()
+        self._scheduler.batcher.candidates.forget_blocked()
 
     # ---- the workers, and the engine's loop
 

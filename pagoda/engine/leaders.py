@@ -11,6 +11,9 @@ from __future__ import annotations
 from pagoda.engine.request import Request
 from pagoda.kv.manager import KVManager, PrefixHit
 
+_MAX_LED = 32
+"""Requests that a step passes over because others compute their blocks."""
+
 
 class Leaders:
     """Running requests by the key of the block behind the usable prefix that each of them has published."""
@@ -19,6 +22,11 @@ class Leaders:
         self._kv = kv
         self._by_key: dict[bytes, Request] = {}
         self._keys: dict[Request, bytes] = {}
+        self._num_left = _MAX_LED
+        """Requests that the step may still pass over."""
+
+    def begin_step(self) -> None:
+        self._num_left = _MAX_LED
 
     def advance(self, request: Request) -> None:
         """A running request was admitted, or has published blocks."""
@@ -45,11 +53,16 @@ class Leaders:
     def is_awaiting(self, request: Request) -> bool:
         """True if the request was told to wait, and its leader has published nothing of use since."""
         leader, num_usable = request.leader, request.num_leader_blocks
-        return leader in self._keys and self._num_usable(leader) == num_usable
+        if not self._num_left or leader not in self._keys or self._num_usable(leader) != num_usable:
+            return False
+        self._num_left -= 1
+        return True
 
     def is_led(self, request: Request, hit: PrefixHit) -> bool:
         """True if a request in line had better wait for blocks behind `hit`: one of no lower priority computes at
         least half of what it would have to compute."""
+        if not self._num_left:
+            return False
         request.leader = None
         key = self._kv.reusable_key(request.table, request.token_ids, hit.num_blocks)
         leader = None if key is None else self._by_key.get(key)
@@ -64,4 +77,5 @@ class Leaders:
         if 2 * num_shared < request.num_tokens - num_hit_tokens:
             return False
         request.leader, request.num_leader_blocks = leader, self._num_usable(leader)
+        self._num_left -= 1
         return True

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.request import Request
 from pagoda.kv.manager import UNLIMITED_RUN
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
@@ -34,6 +36,8 @@ class InFlightStep(NamedTuple):
     scheduled: list[Scheduled]
     has_decodes: bool
     """True if the step computes single tokens of decoding requests."""
+    drafts: dict[int, list[int]]
+    """Tokens by slot that the step computes besides, and behind each of which the slot samples too."""
 
 
 class Behind(NamedTuple):
@@ -89,7 +93,12 @@ class PlanBuilder:
     """Collects the parts of one step within the token budget."""
 
     def __init__(
-        self, step: int, limits: SchedulerLimits, decodes: bool | None, max_decodes: int
+        self,
+        step: int,
+        limits: SchedulerLimits,
+        decodes: bool | None,
+        max_decodes: int,
+        turns: GrammarTurns,
     ) -> None:
         """`decodes` is True for single tokens only, False for chunks only, None for both together."""
         self.step = step
@@ -99,15 +108,15 @@ class PlanBuilder:
         self.new_blocks: list[NewBlocks] = []
         self.new_tokens: list[tuple[int, int]] = []
         self.forced_tokens: list[tuple[int, list[int]]] = []
+        self.drafts: dict[int, list[int]] = {}
+        self.num_drafts = 0
+        """Tokens of these."""
         self.masked_slots: list[int] = []
-        self.dear_s = 0.0
-        """Processor time of the masks of all running requests with dear grammars."""
-        self.masks_s = 0.0
-        """The part of it that the step takes."""
-        self.gives_way = False
-        """True if a request has given way because of its grammar."""
-        self.starts_dear = False
-        """True if a request with a dear grammar begins in the step."""
+        self.turns = turns
+        self.first: Request | None = None
+        """The first in line of those that the step has not looked at; None once nobody may be admitted."""
+        self.wishes: Wishes | None = None
+        """Wishes of running requests, once they were needed."""
         self.decodes_left = max_decodes
         self.has_decodes = False
         self.is_mixed = decodes is None
@@ -151,15 +160,27 @@ class PlanBuilder:
         self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
         self.budget -= count
 
+    def add_drafts(self, request: Request, slot: int, drafts: list[int]) -> None:
+        """Adds drafts of a request, all of whose tokens are in the plan."""
+        request.num_scheduled_tokens += len(drafts)
+        self.num_drafts += len(drafts)
+        self.budget -= len(drafts)
+        self.drafts[slot] = drafts
+
     def plan(self, freed_slots: list[int]) -> StepPlan:
+        num_tokens = [part.num_tokens for part in self.scheduled]
+        if self.drafts:
+            more = (len(self.drafts.get(part.slot, ())) for part in self.scheduled)
+            num_tokens = list(map(add, num_tokens, more))
         return StepPlan(
             self.step,
             [part.slot for part in self.scheduled],
-            [part.num_tokens for part in self.scheduled],
+            num_tokens,
             self.starts,
             self.new_blocks,
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
+            list(self.drafts.items()),
             self.masked_slots,
         )

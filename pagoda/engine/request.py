@@ -116,6 +116,9 @@ class Request:
     """Known samples that the worker has not been told."""
     mask_turn: int = 0
     """Step before which a request with a dear grammar gives way to others."""
+    drafts: list[int] = field(default_factory=list)
+    """Tokens that may follow all known ones, of a request that does not run ahead: as far as there is room, the
+    next step computes them too, and samples behind each (speculative decoding). They change no token."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0
@@ -251,6 +254,13 @@ class Request:
     def may_force_tokens(self) -> bool:
         """True if tokens that a grammar forces are not sampled: nobody wants to know how likely they were."""
         return self.constraint is not None and self.sampling.logprobs is None
+
+    def take_drafts(self, most: int) -> list[int]:
+        """The first drafts, `most` at most, if they may be sampled behind; there are none from now on."""
+        drafts, self.drafts = self.drafts, []
+        if self.runs_ahead or self.num_pending_samples or self.constraint is not None:
+            return []
+        return drafts[: max(0, min(most, self.max_total_tokens - self.num_tokens - 1))]
 
     def expect(self, token_id: int) -> None:
         """The last token was forced: the next sample that is pending will be this token."""

@@ -70,7 +70,7 @@ class Scheduler:
 
     def attach(self, hooks: KVHooks) -> None:
         """`hooks` are told of requests and KV from now on."""
-        self.hooks = self.batcher.hooks = hooks
+        self.hooks = self.batcher.candidates.hooks = hooks
 
     def trace(self, rows: RequestRows | None) -> None:
         """Tells `rows` what becomes of requests from now on, first where they are; None for nobody."""
@@ -182,7 +182,7 @@ class Scheduler:
         self.hooks.on_finished(request)
         self.batcher.leaders.leave(request)
         self.batcher.free_blocks(request)
-        self.batcher.forget_blocked()
+        self.batcher.candidates.forget_blocked()
         self.places.enter(request, RequestState.FINISHED)
         if self.places.rows is not None:
             self.places.rows.ended(request, reason)
@@ -208,6 +208,10 @@ class Scheduler:
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
         lacking = due.difference(result.slots, result.embeddings, result.errors)
+        if drafts := self.in_flight[0].drafts:
+            for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
+                if slot in drafts and right != drafts[slot][: len(right)]:
+                    return f"the result of step {result.step} leaves the drafts of slot {slot}"
         return f"the result of step {result.step} lacks slot {min(lacking)}" if lacking else None
 
     def update(self, result: StepResult) -> list[TokenChunk]:
@@ -264,6 +268,9 @@ class Scheduler:
                 request.overtake(num_more)
                 chunk = self.append(request, sampled[slot], logprobs.get(slot))
                 self.counters.num_generated_tokens += len(chunk.token_ids)
+                if slot in step.drafts and is_current and chunk.finish_reason is None:
+                    request.num_scheduled_tokens -= len(step.drafts[slot]) - num_more
+                    self._confirm(request, num_more)
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
                 chunks.append(chunk)
@@ -429,7 +436,7 @@ class Scheduler:
             request.num_saved = request.num_saved_tail = 0
         self.kv.pool.clear_cache()
         self.places.drain_freed_slots()
-        self.batcher.forget_blocked()
+        self.batcher.candidates.forget_blocked()
         return [
             self.fail(request, "The worker died whenever this request was computed.")
             for request in failing

@@ -351,12 +351,15 @@ class SimWorker:
             self.slots[slot_id].tell(token_id)
         for slot_id, forced in plan.forced_tokens:
             self.slots[slot_id].append_forced(forced)
+        for slot_id, draft in plan.drafts:
+            self.slots[slot_id].take_draft(draft)
         masks = self._masks.pop(plan.step, TokenMasks(plan.step))
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
-            if self._num_stages > 1 and slot.num_computed_tokens + count > slot.num_told_tokens:
+            num_told = slot.num_told_tokens + len(slot.draft)
+            if self._num_stages > 1 and slot.num_computed_tokens + count > num_told:
                 raise ValueError(
                     f"Slot {slot_id} is to compute a token that the first stage does not know."
                 )
@@ -378,17 +381,12 @@ class SimWorker:
                     embeddings[slot_id] = sim_embedding(slot.token_ids)
                 if slot.sampling.max_tokens == 0:
                     continue
-                if slot_id in masks.tokens:
-                    token_id = masks.tokens[slot_id]
-                else:
-                    token_id = slot.choose(self._config.vocab_size, masks.masks.get(slot_id))
-                slot.token_ids.append(token_id)
+                vocab_size, certain = self._config.vocab_size, masks.tokens.get(slot_id)
+                said = slot.say(vocab_size, masks.masks.get(slot_id), certain)
                 sampled.append(slot_id)
-                token_ids.append([token_id])
-                if slot.sampling.logprobs is not None:
-                    logprobs[slot_id] = [
-                        _token_logprobs(token_id, slot.sampling.logprobs, self._config.vocab_size)
-                    ]
+                token_ids.append(said)
+                if (num_top := slot.sampling.logprobs) is not None:
+                    logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
             plan.step,
             sampled,
@@ -538,6 +536,8 @@ class _Slot:
             raise ValueError(
                 "A prompt of which the mean is wanted is not computed from its start on."
             )
+        self.draft: list[int] = []
+        """The last of `token_ids`, which nobody has said."""
         self._num_scored = max(1, start.num_scored_tokens)
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
 
@@ -568,6 +568,22 @@ class _Slot:
         """Takes tokens that all stages are told."""
         self.token_ids += token_ids
         self.num_told_tokens += len(token_ids)
+
+    def take_draft(self, draft: list[int]) -> None:
+        self.draft = draft
+        self.token_ids += draft
+
+    def say(self, vocab_size: int, mask: bytes | None, certain: int | None) -> list[int]:
+        """Appends the next token in place of the drafts, and further ones as long as these are right."""
+        draft, self.draft = self.draft, []
+        begin = len(self.token_ids) - len(draft)
+        del self.token_ids[begin:]
+        for guess in [*draft, None]:
+            self.token_ids.append(self.choose(vocab_size, mask) if certain is None else certain)
+            if self.token_ids[-1] != guess:
+                break
+        self.num_computed_tokens = len(self.token_ids) - 1
+        return self.token_ids[begin:]
 
     def choose(self, vocab_size: int, mask: bytes | None) -> int:
         """The next token; `mask` says which may be chosen."""

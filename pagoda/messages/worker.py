@@ -15,7 +15,7 @@ from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -131,6 +131,14 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
     is_user_error: bool
 
 
+MIN_SAMPLED_ROWS = 64
+
+
+def most_sampled(max_num_seqs: int) -> int:
+    """The most rows that a step samples from."""
+    return max(max_num_seqs, MIN_SAMPLED_ROWS)
+
+
 class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request new to the worker, in full. It keeps its slot until a later plan lists it in `freed_slots`."""
 
@@ -173,6 +181,11 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
 
     A slot without a mask may sample several tokens, all of which the worker appends. Plans under way, which count
     on one, then compute tokens that are known, and sample once these are computed.
+
+    A step has rows, one for each token that it computes. A slot samples behind its last row, or, with *k*
+    `drafts`, behind each of its last 1 + *k* rows, as if the drafts up to there had been said. Of what it samples
+    it keeps the first token, and every next one as long as the one before is the draft. The slot is in no other
+    plan until the engine knows how many these are.
     """
 
     step: int
@@ -187,6 +200,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     forced_tokens: list[tuple[int, list[int]]] = []
     """(slot, token ids) that a grammar has appended to what was sampled, for all stages; applied behind
     `new_tokens`."""
+    drafts: list[tuple[int, list[int]]] = []
+    """(slot, token ids) that may follow all tokens of a slot without a mask; the last of its `num_tokens`."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
 

@@ -26,11 +26,12 @@ from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.drawing import Drawing
 from pagoda.worker.sampler import Sampled, Sampler, argmax_tokens, merged
+from pagoda.worker.step_rows import Draft
 
 BROKE_A_STEP = "this request broke a step; the server's log says why"
 
 Rows = dict[int, int]
-"""Rows of hidden states by slot."""
+"""Rows of hidden states by slot, and behind drafts by row of the sampling table."""
 T = TypeVar("T")
 _MODES = msgspec.msgpack.Decoder(tuple[Rows, Rows])
 _DRAWN = msgspec.msgpack.Decoder(tuple[dict[int, int], dict[int, str]])
@@ -132,6 +133,7 @@ class GroupSampler:
         return (
             self._ahead is not None
             and not plan.masked_slots
+            and not plan.drafts
             and not self._errors
             and self._sampler.may_run_ahead(plan.slots)
         )
@@ -144,6 +146,22 @@ class GroupSampler:
         if self._ahead is None:
             return slots
         return sorted(slots, key=self._sampler.needing_logits(slots).__contains__)
+
+    def with_drafts(self, rows: Rows, drafts: Mapping[int, Draft]) -> Rows:
+        """Rows that slots with drafts sample from, where `rows` are the last ones."""
+        spread: Rows = {}
+        for slot, last in rows.items():
+            draft = drafts.get(slot)
+            if draft is None:
+                spread[slot] = last
+                continue
+            first = last - len(draft.token_ids)
+            spread |= zip((slot, *draft.table_rows), range(first, last + 1), strict=True)
+            if self._leads and slot in self._errors:
+                self._certain.update(dict.fromkeys(draft.table_rows, 0))  # nobody looks at them
+            elif self._leads:
+                self._sampler.foresee(slot, draft)
+        return spread
 
     def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Drawing:
         """The next token of each slot from its row of hidden states [n, hidden].

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import add, eq, gt
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
-from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
 from pagoda.worker.block_table import BlockTable
+from pagoda.worker.step_rows import Draft, SlotRows
 
 
 def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> int:
@@ -30,6 +32,7 @@ def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_sizes: Sequen
     return max_num_seqs * (4 * (max_model_len + 1) + 8 * (1 + MAX_STEPS) * max_blocks)
 
 
+_NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 MAX_STEPS = 2
 """Steps that may be prepared and not done: one that runs, and the next."""
 _NO_ADAPTER = -1
@@ -50,7 +53,9 @@ class StepTokens:
     places: Tensor
     """[n] int64, of the token ids in the flat table of all slots."""
     ends: list[int]
-    """Places of the tokens behind those that are computed, in the same table."""
+    """Places of the tokens behind those that are known, in the same table."""
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    """Drafts by slot; a slot without samples behind its last row alone."""
     writes: list[tuple[int, Tensor]] = field(default_factory=list)
     """(place, ids [m] int32) of tokens that the plan brings."""
 
@@ -58,6 +63,13 @@ class StepTokens:
     def num_context_tokens(self) -> int:
         """Tokens of all slots that have K and V behind the step."""
         return sum(self.firsts) + sum(self.counts)
+
+    def rows(self) -> Iterator[SlotRows]:
+        """The rows of each slot."""
+        end = 0
+        for slot, position, count in zip(self.slots, self.firsts, self.counts, strict=True):
+            end += count
+            yield SlotRows(slot, position, range(end - count, end))
 
     def of(self, chosen: Sequence[bool]) -> StepTokens:
         """The part of the slots that are chosen, whose tokens have been read."""
@@ -82,6 +94,7 @@ class StepTokens:
             ),
             places=self.places[rows],
             ends=list(compress(self.ends, chosen)),
+            drafts=self.drafts,
         )
 
 
@@ -187,6 +200,8 @@ class InputBatch:
         """Slots with two texts."""
         self._slots: set[int] = set()
         """Slots in use."""
+        self._drafted: dict[int, Draft] = {}
+        """Drafts of slots of which it is not known yet how many are right."""
         self._writes: list[tuple[int, Tensor]] = []
         """Writes of token ids for the step that is prepared next."""
         self._arrays = [_Arrays(max_num_seqs) for _ in range(MAX_STEPS)]
@@ -256,6 +271,7 @@ class InputBatch:
         """Raises ValueError when the slot is not in use."""
         self._check_use(slot)
         self._slots.remove(slot)
+        self._drafted.pop(slot, None)
         self._pairs.discard(slot)
         if self._num_adapted:
             self._num_adapted -= self._adapters[slot] != _NO_ADAPTER
@@ -278,23 +294,33 @@ class InputBatch:
     # ---- steps
 
     def prepare(
-        self, slots: list[int], num_tokens: list[int], *, samples: bool = True
+        self,
+        slots: list[int],
+        num_tokens: list[int],
+        *,
+        samples: bool = True,
+        drafts: Mapping[int, list[int]] = _NO_DRAFTS,
     ) -> StepTokens:
         """The next `num_tokens[i]` tokens of each slot, which from now on count as computed.
 
-        With `samples`, a token is counted that each slot samples which has all its tokens computed.
+        The last ones of slots with `drafts` are these; `settle` says how many of them are right. With `samples`, a
+        token is counted that each slot samples which has all its tokens computed.
         """
         if not self._slots.issuperset(slots):
-            self._refuse(slots, num_tokens)
+            self._refuse(slots, num_tokens, drafts)
         firsts = [self._num_computed[slot] for slot in slots]
         ends = list(map(add, firsts, num_tokens))
         known = [self._num_tokens[slot] for slot in slots]
         room = [self._room[slot] for slot in slots]
+        if drafts:
+            self._check_drafts(slots, num_tokens, drafts)
+            known = list(map(add, known, (len(drafts.get(slot, ())) for slot in slots)))
         if min(num_tokens, default=1) < 1 or any(map(gt, ends, known)) or any(map(gt, ends, room)):
-            self._refuse(slots, num_tokens)
+            self._refuse(slots, num_tokens, drafts)
         samples_now = list(map(eq, known, ends))
         for slot, end in zip(slots, ends, strict=True):
             self._num_computed[slot] = end
+        drafted = self._append_drafts(drafts) if drafts else {}
         if samples:
             for slot in compress(slots, samples_now):
                 self._num_tokens[slot] += 1
@@ -329,6 +355,13 @@ class InputBatch:
             begins = torch.tensor([self._second_texts[slot] for slot in slots])[batch.sequence_ids]
             types = ((begins > 0) & (batch.positions >= begins)).long()
             batch = replace(batch, token_types=types)
+        behind = list(map(add, places, num_tokens))
+        if drafted:
+            nothing = Draft([], range(0))
+            behind = [
+                end - len(drafted.get(slot, nothing).token_ids)
+                for slot, end in zip(slots, behind, strict=True)
+            ]
         return StepTokens(
             slots=slots,
             counts=num_tokens,
@@ -336,25 +369,60 @@ class InputBatch:
             firsts=firsts,
             batch=batch,
             places=token_places,
-            ends=list(map(add, places, num_tokens)),
+            ends=behind,
+            drafts=drafted,
             writes=writes,
         )
 
-    def _refuse(self, slots: list[int], num_tokens: list[int]) -> None:
+    def _check_drafts(
+        self, slots: list[int], num_tokens: list[int], drafts: Mapping[int, list[int]]
+    ) -> None:
+        """Raises ValueError: drafts are not the last tokens of slots, or more than may be sampled."""
+        self._refuse(slots, num_tokens, drafts)
+        num_drafts, most = sum(map(len, drafts.values())), most_sampled(len(self._num_tokens))
+        if not drafts.keys() <= set(slots) or len(slots) + num_drafts > most:
+            raise ValueError(f"{num_drafts} drafts are not of {len(slots)} slots, or too many.")
+
+    def _append_drafts(self, drafts: Mapping[int, list[int]]) -> dict[int, Draft]:
+        """Writes drafts behind the tokens of their slots, which do not count them."""
+        drafted: dict[int, Draft] = {}
+        table_row = len(self._num_tokens)
+        for slot, token_ids in drafts.items():
+            place = slot * self._stride + self._num_tokens[slot]
+            self._writes.append((place, torch.tensor(token_ids, dtype=torch.int32)))
+            drafted[slot] = Draft(token_ids, range(table_row, table_row + len(token_ids)))
+            table_row += len(token_ids)
+        self._drafted |= drafted
+        return drafted
+
+    def settle(self, slot: int, draft: Draft | None = None, num_right: int = 0) -> None:
+        """Counts the drafts of a slot that are right, and behind which a token was sampled, if they are still its
+        own; without a `draft`, all tokens that were appended since. Others count as computed no longer."""
+        found = self._drafted.get(slot)
+        if found is not None and (draft is None or draft is found):
+            del self._drafted[slot]
+            self._num_tokens[slot] += num_right
+            self._num_computed[slot] = self._num_tokens[slot] - 1
+
+    def _refuse(
+        self, slots: list[int], num_tokens: list[int], drafts: Mapping[int, list[int]]
+    ) -> None:
         """Raises ValueError about the first slot that cannot compute so many tokens."""
         for slot, count in zip(slots, num_tokens, strict=True):
-            problem = self.misfit(slot, count)
+            problem = self.misfit(slot, count, len(drafts.get(slot, ())))
             if problem:
                 raise ValueError(problem)
 
-    def misfit(self, slot: int, num_tokens: int) -> str:
+    def misfit(self, slot: int, num_tokens: int, num_drafts: int = 0) -> str:
         """Sentence that says why a slot cannot compute so many tokens; empty where it can."""
         if slot not in self._slots:
             return f"Slot {slot} is not in use."
         computed = self._num_computed[slot]
-        end, left = computed + num_tokens, self._num_tokens[slot] - computed
-        if not 1 <= num_tokens <= left:
+        end, left = computed + num_tokens, self._num_tokens[slot] + num_drafts - computed
+        if not 1 <= num_tokens <= left or (num_drafts and num_tokens < left):
             return f"Slot {slot} is to compute {num_tokens} tokens and has {left}."
+        if num_drafts and end >= self._stride:
+            return f"Slot {slot} is given {num_drafts} drafts, too many."
         for table in self._tables:
             room = table.room[slot]
             if end > room:

@@ -32,7 +32,7 @@ from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
-from pagoda.messages.worker import Capabilities, WorkerReady
+from pagoda.messages.worker import Capabilities, WorkerReady, most_sampled
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import adapter_bytes
 from pagoda.model.caches import allocate_cache
@@ -68,7 +68,7 @@ from pagoda.worker.number_formats import (
 )
 from pagoda.worker.profiling import profile_steps
 from pagoda.worker.progress import loading_weights
-from pagoda.worker.prompt_outputs import ROWS_AT_A_TIME, PromptReader
+from pagoda.worker.prompt_outputs import PromptReader
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 
@@ -205,7 +205,7 @@ class WorkerPlan:
         if not (self.shard.is_last and self.shard.config.gives_logits):
             return 0
         vocab_size, ranks = self.shard.config.vocab_size, self.config.parallel.tensor_parallel_size
-        rows = max(self.config.max_num_seqs, ROWS_AT_A_TIME)
+        rows = most_sampled(self.config.max_num_seqs)
         return sampling_bytes(rows, vocab_size, ranks, torch.get_num_threads())
 
 

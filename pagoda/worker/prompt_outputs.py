@@ -17,11 +17,9 @@ from torch import Tensor
 
 from pagoda.backend.sampling import ScoredRows
 from pagoda.messages.frontend import Pooling, PromptLogprobs
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import MIN_SAMPLED_ROWS, SlotStart
 from pagoda.model.decoder import Decoder
-
-ROWS_AT_A_TIME = 64
-"""Rows of logits that exist at once."""
+from pagoda.worker.step_rows import SlotRows
 
 ScoreRows = Callable[[Tensor, Tensor, int], ScoredRows]
 """`Backend.score`."""
@@ -47,23 +45,17 @@ class _Chunk:
     """Wanted rows of a step that belong to one slot."""
 
     slot: int
-    first: int
-    """Position of the first of the slot's tokens in the step."""
-    start: int
-    """Row of that token."""
     scored: range
     """Positions of prompt tokens that the chunk gives log-probabilities of."""
+    scoring: range
+    """Rows of the tokens in front of these."""
     pooled: range
     """Rows of tokens that are pooled."""
     is_last: bool
     """The chunk ends the prompt."""
 
-    def scoring_rows(self) -> range:
-        offset = self.start - self.first - 1
-        return range(self.scored.start + offset, self.scored.stop + offset)
-
     def rows(self) -> Iterable[int]:
-        return {*self.scoring_rows(), *self.pooled}
+        return {*self.scoring, *self.pooled}
 
 
 class _Prompt:
@@ -110,29 +102,29 @@ class PromptReader:
         """True if anything is to be reported of a prompt that is being computed."""
         return len(self._prompts) > 0
 
-    def chunks(self, parts: Iterable[tuple[int, int, int, int]]) -> list[_Chunk]:
-        """Rows that are wanted of slots that compute `count` tokens from position `first` on.
-
-        `parts` are (slot, first, count, row of the first token)."""
+    def chunks(self, step: Iterable[SlotRows]) -> list[_Chunk]:
+        """Rows of a step from which something of prompts is made."""
         wanted = []
-        for slot, first, count, start in parts:
+        for part in step:
+            slot, first, rows = part
             prompt = self._prompts.get(slot)
             if prompt is None:
                 continue
             # The token behind the last one of the chunk is scored too.
-            end = min(first + count + 1, prompt.num_tokens)
+            end = min(first + len(rows) + 1, prompt.num_tokens)
             scored = range(min(max(first + 1, prompt.num_scored), end), end)
             pooled = range(0)
-            is_last = first + count == prompt.num_tokens
+            is_last = first + len(rows) == prompt.num_tokens
             pooling = self._scored_as if prompt.pooling is Pooling.SCORE else prompt.pooling
             if pooling is Pooling.MEAN:
-                pooled = range(start, start + count)
+                pooled = rows
             elif pooling is Pooling.FIRST and first == 0:  # encoders take prompts whole
-                pooled = range(start, start + 1)
+                pooled = rows[:1]
             elif pooling is Pooling.LAST and is_last:
-                pooled = range(start + count - 1, start + count)
+                pooled = rows[-1:]
             if scored or pooled:
-                wanted.append(_Chunk(slot, first, start, scored, pooled, is_last))
+                scoring = part.of(range(scored.start - 1, scored.stop - 1))
+                wanted.append(_Chunk(slot, scored, scoring, pooled, is_last))
         return wanted
 
     def read(
@@ -143,7 +135,7 @@ class PromptReader:
         for chunk in chunks:
             prompt = self._prompts[chunk.slot]
             if chunk.scored:
-                rows = [places[row] for row in chunk.scoring_rows()]
+                rows = [places[row] for row in chunk.scoring]
                 outputs.logprobs[chunk.slot] = self._logprobs(model, hidden, rows, chunk, prompt)
             if chunk.pooled:
                 pooled = hidden[[places[row] for row in chunk.pooled]]
@@ -162,8 +154,8 @@ class PromptReader:
     ) -> PromptLogprobs | None:
         parts: list[ScoredRows] = []
         num_top = prompt.num_top or 0
-        for begin in range(0, len(rows), ROWS_AT_A_TIME):
-            some = rows[begin : begin + ROWS_AT_A_TIME]
+        for begin in range(0, len(rows), MIN_SAMPLED_ROWS):
+            some = rows[begin : begin + MIN_SAMPLED_ROWS]
             logits = model.logits(hidden[some])
             if self._leads:
                 position = chunk.scored.start + begin

@@ -35,7 +35,7 @@ from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
-from pagoda.worker.sampler import BLAMES_REQUEST, NOT_FINITE, Sampled
+from pagoda.worker.sampler import BLAMES_REQUEST, NOT_FINITE, Right, Sampled
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock, StepTimes
 
@@ -151,8 +151,11 @@ class StageRunner:
         batch.apply(plan)
         for slot, token_id in plan.new_tokens:
             batch.append(slot, [token_id])
+        for slot, _ in plan.new_tokens:
+            batch.settle(slot)
         batch.append_forced(plan)
-        tokens = batch.prepare(plan.slots, plan.num_tokens, samples=False)
+        drafts = dict(plan.drafts)
+        tokens = batch.prepare(plan.slots, plan.num_tokens, samples=False, drafts=drafts)
         planned = self.model.plan(tokens.batch)
         times = _prepared(self._tracer, began)
         self._steps.submitted(plan.step)
@@ -240,16 +243,21 @@ class Runner:
         self.batch.apply(plan)
         self.batch.append_forced(plan)
         errors: dict[int, str] = {}
+        drafts = dict(plan.drafts)
         try:
-            tokens = self.batch.prepare(plan.slots, plan.num_tokens)
+            tokens = self.batch.prepare(plan.slots, plan.num_tokens, drafts=drafts)
         except ValueError:
             if not self._alone:
                 raise
             _log.exception("step %d does not fit its slots", plan.step)
             parts = list(zip(plan.slots, plan.num_tokens, strict=True))
-            errors = {slot: BROKE_A_STEP for slot, n in parts if self.batch.misfit(slot, n)}
+            unfit = {
+                slot for slot, n in parts if self.batch.misfit(slot, n, len(drafts.get(slot, ())))
+            }
+            errors = dict.fromkeys(unfit, BROKE_A_STEP)
             fitting = {slot: n for slot, n in parts if slot not in errors}
-            tokens = self.batch.prepare(list(fitting), list(fitting.values()))
+            drafts = {slot: drafts[slot] for slot in fitting.keys() & drafts.keys()}
+            tokens = self.batch.prepare(list(fitting), list(fitting.values()), drafts=drafts)
         planned = None
         try:
             planned = self.model.plan(tokens.batch) if tokens.slots else None
@@ -337,14 +345,16 @@ class Runner:
         sampled = launched.drawing.read()
         expert_tokens = launched.drawing.expert_tokens(self.model.num_experts)
         errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
+        further = sampled.take_right(launched.tokens.drafts)
         for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed
+            further.pop(slot, None)
             del sampled.token_ids[slot]
             sampled.logprobs.pop(slot, None)
         for slot, error in sampled.errors.items():
             _log.error("failed in step %d: %s", plan.step, error, extra=self._log_fields(slot))
         here = {slot: error for slot, error in sampled.errors.items() if slot not in launched.freed}
         self.failed |= here
-        self._remember(launched, sampled)
+        self._remember(launched, sampled, further)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
         launched.clock.ended("forward" if self._sampler.runs_ahead else "sample")
         times = launched.clock.times.behind(ready.times)
@@ -352,11 +362,17 @@ class Runner:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
             times = times.behind(before.times)
         errors |= sampled.errors | _errors(sampled.prompts)
+        token_ids = {slot: [sampled.token_ids[slot]] for slot in drawn}
+        logprobs = {slot: [one] for slot, one in sampled.logprobs.items()}
+        for slot, right in further.items():
+            token_ids[slot] += right.token_ids
+            if slot in logprobs:
+                logprobs[slot] += right.logprobs
         return StepResult(
             step=plan.step,
             slots=drawn,
-            token_ids=[[sampled.token_ids[slot]] for slot in drawn],
-            logprobs={slot: [one] for slot, one in sampled.logprobs.items()},
+            token_ids=list(token_ids.values()),
+            logprobs=logprobs,
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
             errors=errors,
@@ -428,11 +444,10 @@ class Runner:
             for slot, end, is_last in zip(tokens.slots, ends, tokens.samples, strict=True)
             if is_last and samples(slot)
         }
+        if tokens.drafts:
+            last = self._sampler.with_drafts(last, tokens.drafts)
         last = {slot: last[slot] for slot in self._sampler.grouped(last)}
-        chunks = []
-        if self._prompts.has_prompts:
-            parts = zip(tokens.slots, tokens.firsts, tokens.counts, ends, strict=True)
-            chunks = self._prompts.chunks((slot, at, n, end - n) for slot, at, n, end in parts)
+        chunks = self._prompts.chunks(tokens.rows()) if self._prompts.has_prompts else []
         wanted = [*last.values()]
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
@@ -443,7 +458,8 @@ class Runner:
         self._clock.ended("forward")
         rows = {slot: row for row, slot in enumerate(last)}
         if self._spoil is not None:
-            self._spoil(hidden, {self._request_ids[slot]: row for slot, row in rows.items()})
+            own = rows.keys() & self._request_ids.keys()
+            self._spoil(hidden, {self._request_ids[slot]: rows[slot] for slot in own})
         drawing = Drawing()
         if rows:
             drawing = self._sampler.sample(self.model, hidden, rows)
@@ -463,7 +479,9 @@ class Runner:
         rows = {slot: end - n for slot, n, end in begins if slot not in launched.freed}
         return launched.drawing.late_rows(rows)
 
-    def _remember(self, launched: _Launched, sampled: Sampled) -> None:
+    def _remember(
+        self, launched: _Launched, sampled: Sampled, further: Mapping[int, Right]
+    ) -> None:
         """Remembers what a step computed and drew."""
         self._prompts.advance(sampled.prompts)
         tokens, drawn = launched.tokens, sampled.token_ids
@@ -472,6 +490,12 @@ class Runner:
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         self.batch.write([places[slot] for slot in drawn], list(drawn.values()))
         self._sampler.remember(drawn)
+        for slot, right in further.items():
+            if slot in drawn:
+                self.batch.settle(slot, tokens.drafts[slot], len(right.token_ids))
+                for place, token_id in enumerate(right.token_ids, start=places[slot] + 1):
+                    self.batch.write([place], [token_id])
+                    self._sampler.append({slot: token_id})
 
 
 def _finite(values: Mapping[int, T | None]) -> dict[int, T]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pagoda.backend.sampling import Outcome, SampledRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.frontend import TokenLogprobs
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import SlotStart, most_sampled
 from pagoda.worker.prompt_outputs import PromptOutputs
 from pagoda.worker.sampling_state import SamplingState
+from pagoda.worker.step_rows import Draft
 
 NOT_FINITE = "the model produced NaN or infinite logits"
 OVERFLOWN = "the penalties drove the logits to infinity; repetition_penalty must be closer to 1"
@@ -39,12 +41,39 @@ SampleRows = Callable[[Tensor, SamplingTable, Sequence[int]], SampledRows]
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens by slot; a slot is either in `token_ids` or in `errors`."""
+    """Tokens by slot, and of drafts by row of the sampling table; each is either in `token_ids` or in `errors`."""
 
     token_ids: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     prompts: PromptOutputs = field(default_factory=PromptOutputs)
+
+    def take_right(self, drafts: Mapping[int, Draft]) -> dict[int, Right]:
+        """The tokens that follow the first of each slot with a draft: one behind each token that is as drafted.
+
+        Takes what was sampled behind drafts out of the rest; a row that failed is computed again as the next one.
+        """
+        found: dict[int, Right] = {}
+        for slot, draft in drafts.items():
+            right, token = Right([], []), self.token_ids.get(slot)
+            for guess, row in zip(draft.token_ids, draft.table_rows, strict=True):
+                follows = self.token_ids.pop(row, None)
+                report = self.logprobs.pop(row, None)
+                self.errors.pop(row, None)
+                token = follows if token == guess else None
+                if token is not None:
+                    right.token_ids.append(token)
+                    right.logprobs.extend([] if report is None else [report])
+            if slot in self.token_ids:
+                found[slot] = right
+        return found
+
+
+class Right(NamedTuple):
+    """Tokens of a slot that were sampled behind drafts which are right, and their log-probabilities, if wanted."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
 
 
 def merged(parts: Iterable[Sampled]) -> Sampled:
@@ -76,7 +105,7 @@ class Sampler:
     """State of sampling of all slots."""
 
     def __init__(self, num_slots: int, vocab_size: int, sample_rows: SampleRows) -> None:
-        self.table = SamplingTable(num_slots, vocab_size)
+        self.table = SamplingTable(num_slots + most_sampled(num_slots), vocab_size)
         self._reported = self.table.columns["logprobs"]
         self._sample_rows = sample_rows
         self._states: dict[int, SamplingState] = {}
@@ -110,6 +139,15 @@ class Sampler:
     def needing_logits(self, slots: Iterable[int]) -> set[int]:
         """Slots among these whose next step needs more than the likeliest token."""
         return self._with_logits.intersection(slots)
+
+    def foresee(self, slot: int, draft: Draft) -> None:
+        """Fills the rows of the table by which tokens are sampled behind drafts, as if these had been said."""
+        state = self._states[slot]
+        for count, table_row in enumerate(draft.table_rows, start=1):
+            row = state.behind(draft.token_ids[:count])
+            self.table.put(table_row, row)
+            _sort(table_row, self._with_logits, belongs=state.row_needs_logits(row))
+            _sort(table_row, self._reporting, belongs=slot in self._reporting)
 
     def sample(self, logits: Tensor, slots: list[int]) -> Sampled:
         """The next token of each slot from logits [slots, vocab] float32, which are used up.
@@ -157,11 +195,12 @@ class Sampler:
 
     def _note(self, slot: int, state: SamplingState) -> None:
         """Sorts a slot whose state has changed."""
-        for slots, belongs in (
-            (self._changing, state.changes),
-            (self._with_logits, state.needs_logits),
-        ):
-            if belongs:
-                slots.add(slot)
-            else:
-                slots.discard(slot)
+        _sort(slot, self._changing, belongs=state.changes)
+        _sort(slot, self._with_logits, belongs=state.needs_logits)
+
+
+def _sort(row: int, rows: set[int], *, belongs: bool) -> None:
+    if belongs:
+        rows.add(row)
+    else:
+        rows.discard(row)

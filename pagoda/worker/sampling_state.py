@@ -7,6 +7,7 @@ The state lives as long as the request's slot and grows by one token a step; not
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,17 +51,35 @@ class SamplingState:
             for token_id in output:
                 self._counts[self._see(token_id)] += 1
         self._holds_back_stops = self._must_go_on(len(output))
-        table.put(
-            start.slot,
-            SamplingRow(
-                rules=self._rules,
-                position=len(output),
-                allowed=self._rules.allowed,
-                holds_back_stops=self._holds_back_stops,
-                seen=self._seen,
-                counts=self._counts,
-            ),
+        table.put(start.slot, self._row(len(output), self._seen, self._counts))
+
+    def _row(self, position: int, seen: array[int], counts: array[float]) -> SamplingRow:
+        return SamplingRow(
+            rules=self._rules,
+            position=position,
+            allowed=self._rules.allowed,
+            holds_back_stops=self._must_go_on(position),
+            seen=seen,
+            counts=counts,
         )
+
+    def behind(self, token_ids: Sequence[int]) -> SamplingRow:
+        """The row of the token that is sampled once these have been said too, without a mask."""
+        seen, counts = self._seen, self._counts
+        if self._penalises:
+            seen, counts, added = seen[:], counts[:], dict[int, int]()
+            for token_id in token_ids:
+                place = self._places.get(token_id, added.get(token_id, len(seen)))
+                if place == len(seen):
+                    added[token_id] = place
+                    seen.append(token_id)
+                    counts.append(0)
+                counts[place] += self._counts_output
+        return self._row(self._table.position(self._slot) + len(token_ids), seen, counts)
+
+    def row_needs_logits(self, row: SamplingRow) -> bool:
+        """`needs_logits` for a row of `behind`."""
+        return self._always_needs_logits or len(row.seen) > 0 or row.holds_back_stops
 
     @property
     def changes(self) -> bool:

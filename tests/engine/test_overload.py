@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from harness import Harness, make_request, make_scheduler
 
-from pagoda.engine.batching import AGEING_STEPS
 from pagoda.engine.fair_shares import OUTPUT_WEIGHT
+from pagoda.engine.precedence import AGEING_STEPS
 from pagoda.engine.request import Request
 from pagoda.messages.frontend import FinishReason, GenerateRequest, RequestRefused
 

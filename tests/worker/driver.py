@@ -104,8 +104,11 @@ class Driver:
     def output(self, slot: int) -> list[int]:
         return self.tokens[slot][self.num_prompt_tokens[slot] :]
 
-    def step(self, shares: dict[int, int]) -> StepResult:
-        """Computes `shares[slot]` tokens of each slot."""
+    def step(
+        self, shares: dict[int, int], drafts: dict[int, list[int]] | None = None
+    ) -> StepResult:
+        """Computes `shares[slot]` tokens of each slot, the last of which are its `drafts`."""
+        drafts = drafts or {}
         new_blocks = []
         for slot, count in shares.items():
             for group, (table, size) in enumerate(
@@ -117,7 +120,13 @@ class Driver:
                     table += new
                     new_blocks.append(NewBlocks(slot, group, new))
         plan = StepPlan(
-            self._step, list(shares), list(shares.values()), self._starts, new_blocks, self._freed
+            self._step,
+            list(shares),
+            list(shares.values()),
+            self._starts,
+            new_blocks,
+            self._freed,
+            drafts=list(drafts.items()),
         )
         self._starts, self._freed = [], []
         self._step += 1
@@ -126,6 +135,8 @@ class Driver:
             self.computed[slot] += count
         for slot, token_ids in zip(result.slots, result.token_ids, strict=True):
             self.tokens[slot] += token_ids
+        for slot in drafts:
+            self.computed[slot] = len(self.tokens[slot]) - 1
         self.results.append(result)
         return result
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.grammars import Grammars
+from pagoda.engine.request import Request
 from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
@@ -168,6 +169,19 @@ class InProcessEngine:
             ),
         )
         self._core.step()
+
+    def draft_with(self, drafter: Callable[[Request], list[int]]) -> None:
+        """Asks before each plan what may follow the tokens of requests; all of these are awaited."""
+        scheduler = self._core.scheduler
+        assert scheduler is not None
+        schedule, running = scheduler.schedule, scheduler.running
+
+        def schedule_drafts() -> StepPlan | None:
+            for request in running:
+                request.runs_ahead, request.drafts = False, drafter(request)
+            return schedule()
+
+        scheduler.schedule = schedule_drafts
 
     def answer(self, requests: list[GenerateRequest]) -> list[list[int]]:
         """The output tokens of requests that arrive together.

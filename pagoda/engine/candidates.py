@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in line that may be admitted: who is next, and whether there is room for it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pagoda.engine.kv_hooks import KVHooks
+from pagoda.engine.places import Places
+from pagoda.engine.request import OrderKey, Request
+from pagoda.kv.manager import KVManager, PrefixHit
+
+_BLOCKED_STEPS = 16
+"""Steps after which a request that did not fit is looked at again, when nothing became free."""
+
+_FRONT: OrderKey = (-(2**63), -math.inf, -1)
+"""A key that sorts in front of every order key."""
+
+
+class _Blocked(NamedTuple):
+    """A waiting request that did not fit, and what was there at the time."""
+
+    request: Request
+    step: int
+    num_unreserved: int
+    num_running: int
+
+
+class Candidates:
+    """The front of the line, as the step sees it that is planned."""
+
+    def __init__(self, kv: KVManager, places: Places) -> None:
+        self.hooks = KVHooks()
+        self.step = 0
+        """The step that is planned next."""
+        self._kv = kv
+        self._places = places
+        self._blocked: _Blocked | None = None
+
+    def first(self, behind: OrderKey = _FRONT) -> Request | None:
+        """The first waiting request behind `behind` that may go on, if there is room for it."""
+        waiting = self._places.waiting
+        return self.hooks.first_ready(waiting.after(behind)) if waiting else None
+
+    def fitting_prefix(self, request: Request) -> PrefixHit | None:
+        """The request's cached prefix if it can be admitted now, else None.
+
+        A request whose last sample is still pending waits for it.
+        """
+        places = self._places
+        can_run = places.has_slot and not request.num_pending_samples
+        if not can_run or self._is_still_blocked(request):
+            return None
+        hit = self._kv.find_prefix(request.table, request.token_ids)
+        while not places.has_room(request, hit, in_turn=False):
+            if places.is_full or not self.hooks.make_room():
+                num_unreserved, num_running = places.num_unreserved, len(places.running)
+                self._blocked = _Blocked(request, self.step, num_unreserved, num_running)
+                return None
+        return hit
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """True if nothing became free since the request last did not fit: looking at a long prompt costs time."""
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and self.step < blocked.step + _BLOCKED_STEPS
+            and self._places.num_unreserved <= blocked.num_unreserved
+            and len(self._places.running) == blocked.num_running > 0
+        )
+
+    def forget_blocked(self) -> None:
+        """Something may have become free that `_is_still_blocked` does not see."""
+        self._blocked = None
