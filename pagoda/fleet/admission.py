@@ -14,10 +14,10 @@ from pagoda.errors import OverloadedError
 from pagoda.fleet.placement import TrackedRequest
 from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.ipc.clock import Clock
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
-_ANY_REQUEST = GenerateRequest(request_id="", prompt_token_ids=[], sampling=SamplingParams())
+_ANY_REQUEST = GenerateRequest(request_id="", prompt_token_ids=[], work=Work(SamplingParams()))
 
 
 class Admission:

@@ -230,8 +230,8 @@ class InputBatch:
         self._num_computed[slot] = start.num_computed_tokens
         self._adapters[slot] = adapter
         self._num_adapted += adapter != _NO_ADAPTER
-        self._second_texts[slot] = start.second_text
-        if start.second_text:
+        self._second_texts[slot] = start.work.second_text
+        if start.work.second_text:
             self._pairs.add(slot)
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
@@ -239,11 +239,11 @@ class InputBatch:
             self.add_blocks(slot, group, block_ids)
 
     def _adapter_of(self, start: SlotStart) -> int:
-        if not start.adapter:
+        if not start.work.adapter:
             return _NO_ADAPTER
         if self._adapter_number is None:
             raise ValueError(f"Slot {start.slot} is started with an adapter, but there are none.")
-        return self._adapter_number(start.adapter)
+        return self._adapter_number(start.work.adapter)
 
     def add_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
         """Appends to a slot's block table of a group."""

@@ -63,8 +63,10 @@ def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, 
 
 
 def sampled(request: GenerateRequest, **changes: object) -> GenerateRequest:
-    sampling = msgspec.structs.replace(request.sampling, **changes)
-    return msgspec.structs.replace(request, sampling=sampling)
+    sampling = msgspec.structs.replace(request.work.sampling, **changes)
+    return msgspec.structs.replace(
+        request, work=msgspec.structs.replace(request.work, sampling=sampling)
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -100,7 +102,10 @@ def test_min_tokens_gives_way_to_a_finished_grammar() -> None:
 
 def test_ignore_eos_ends_where_the_grammar_ends() -> None:
     request = constrained("r", Grammar("regex", "a{0,5}"), max_tokens=30)
-    request = msgspec.structs.replace(sampled(request, ignore_eos=True), eos_token_ids=())
+    request = sampled(request, ignore_eos=True)
+    request = msgspec.structs.replace(
+        request, work=msgspec.structs.replace(request.work, eos_token_ids=())
+    )
     harness = Harness()
     harness.serve(request)
     assert text_of(harness.tokens["r"][:-1]) == "aaaaa"

@@ -321,9 +321,14 @@ def test_stop_tokens_wait_for_min_tokens(harness: Harness) -> None:
     request = make_request("a", [5, 6], max_tokens=30)
     free = expected_tokens(request)
     sampling = SamplingParams(
-        seed=request.sampling.seed, max_tokens=30, min_tokens=3, stop_token_ids=(free[0], free[5])
+        seed=request.work.sampling.seed,
+        max_tokens=30,
+        min_tokens=3,
+        stop_token_ids=(free[0], free[5]),
     )
-    request = msgspec.structs.replace(request, sampling=sampling)
+    request = msgspec.structs.replace(
+        request, work=msgspec.structs.replace(request.work, sampling=sampling)
+    )
     harness.add(request)
     harness.run()
     output = expected_tokens(request)
@@ -589,7 +594,7 @@ def test_urgent_requests_do_not_wait_for_others() -> None:
 
 def test_without_hidden_states_there_are_no_embeddings() -> None:
     scheduler = make_scheduler(gives_hidden=False)
-    wanted = msgspec.structs.replace(make_request("a", [1, 2, 3]), pooling=Pooling.LAST)
+    wanted = make_request("a", [1, 2, 3], pooling=Pooling.LAST)
     (chunk,) = scheduler.add(wanted)
     assert chunk.finish_reason is FinishReason.ERROR
     assert chunk.error == (

@@ -269,8 +269,10 @@ def requests_of(count: int, **options: Any) -> list[GenerateRequest]:
 
 def resampled(request: GenerateRequest, **fields: Any) -> GenerateRequest:
     """Returns the request with other fields of its sampling parameters."""
-    sampling = msgspec.structs.replace(request.sampling, **fields)
-    return msgspec.structs.replace(request, sampling=sampling)
+    sampling = msgspec.structs.replace(request.work.sampling, **fields)
+    return msgspec.structs.replace(
+        request, work=msgspec.structs.replace(request.work, sampling=sampling)
+    )
 
 
 def is_loading(pair: Pair) -> bool:

@@ -89,7 +89,9 @@ def test_a_token_that_was_forbidden_to_end_the_answer_is_not_taken() -> None:
     pair = Pair()
     request = make_request("r", PROMPT, eos_token_ids=[])
     first = expected_tokens(request)[0]
-    request = msgspec.structs.replace(request, eos_token_ids=(first,))
+    request = msgspec.structs.replace(
+        request, work=msgspec.structs.replace(request.work, eos_token_ids=(first,))
+    )
     pair.fetch(request, pair.hold(resampled(request, min_tokens=1)))
     pair.finish(request)
     assert pair.prefill.tokens["r"] != [first]
@@ -160,7 +162,7 @@ def test_the_token_comes_even_where_no_block_does(num_tokens: int, is_cached: bo
         pair.decode.add(make_request("before", [*prompt, 1]))
         pair.run()
     there = make_request("r", prompt, max_tokens=1)
-    here = resampled(there, max_tokens=3, seed=there.sampling.seed + 1)
+    here = resampled(there, max_tokens=3, seed=there.work.sampling.seed + 1)
     assert expected_tokens(there)[0] != expected_tokens(here)[0]
     source = pair.hold(there)
     pair.run_until(lambda: "r" in pair.prefill.finished)

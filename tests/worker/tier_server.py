@@ -11,7 +11,7 @@ from replica import new_executor
 from pagoda.engine.core import EngineCore
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -73,7 +73,7 @@ class Server:
         for request_id, prompt in zip(answers, prompts, strict=True):
             sampling = SamplingParams(temperature=0, seed=0, max_tokens=COUNT)
             request = GenerateRequest(
-                request_id=request_id, prompt_token_ids=prompt, sampling=sampling
+                request_id=request_id, prompt_token_ids=prompt, work=Work(sampling)
             )
             assert self.core.add(request) == []
         while len(num_cached) < len(prompts):

@@ -12,7 +12,7 @@ from pagoda.messages.frontend import EngineReady, GenerateRequest
 def check_request(request: GenerateRequest, limits: EngineReady) -> None:
     """Raises InvalidRequestError: a value is out of range, a token id is outside the vocabulary, or the prompt is
     empty or longer than the context; a worker is to see nothing of that."""
-    request.sampling.checked().check_vocabulary(limits.vocab_size)
+    request.work.sampling.checked().check_vocabulary(limits.vocab_size)
     for name in ("prompt_token_ids", "output_token_ids", "eos_token_ids"):
         ids: Sequence[int] = getattr(request, name)
         if ids and max(ids) >= limits.vocab_size:
