@@ -30,6 +30,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
+from pagoda.messages.spans import spans_fit
 from pagoda.messages.worker import StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
@@ -100,7 +101,7 @@ class Scheduler:
             message=message,
             order_key=self._order(message, charge.start, self._num_arrivals),
             charge=charge,
-            table=self.kv.new_table(message.cache_salt, message.work.adapter),
+            table=self.kv.new_table(message.cache_salt, message.work.adapter, message.work.spans),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
             constraint=constraint,
@@ -132,6 +133,11 @@ class Scheduler:
             )
         if not self.limits.gives_hidden and request.work.pooling is not None:
             return "The server's backend gives tokens alone, and no embeddings; choose another --backend."
+        if request.work.spans:
+            if not self.limits.embeds_spans:
+                return "The server's backend embeds tokens alone; choose another --backend."
+            if not spans_fit(request.work.spans, request.num_prompt_tokens):
+                return "Embedded spans do not lie in the prompt, one behind the other."
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "

@@ -144,6 +144,7 @@ class Placer:
                 request.cache_salt,
                 MAX_PREFIX_BLOCKS,
                 request.work.adapter,
+                request.work.spans,
             )
             tracked.keys = short_keys(keys)
         return tracked.keys

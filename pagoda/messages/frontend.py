@@ -34,6 +34,7 @@ from pagoda.messages.sampling_params import (
     SamplingParams,
     TokenId,
 )
+from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
@@ -102,6 +103,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
     second_text: Count = 0
     """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
+    spans: Annotated[tuple[EmbeddedSpan, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Parts of the prompt that are no tokens, in their order."""
 
 
 class GenerateRequest(

@@ -42,6 +42,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Formats of weights. A backend with `fp8` keeps 8-bit floats of checkpoints; for others they become dense."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     """Number formats of K and V; `fp8` is E4M3."""
+    embeds_spans: bool = False
+    """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
     lacks_operations: tuple[str, ...] = ()
     """Operations of forward passes that it does not have; models that need one are refused by its name."""
     max_experts: int | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagoda.messages.frontend import Grammar, KVSource, Pooling
+from pagoda.messages.spans import EmbeddedSpan
 from pagoda.telemetry.request_tracker import ClientRequest
 from pagoda.text.reasoning_border import ReasoningBorder
 
@@ -43,6 +44,7 @@ class Draft:
     """Stop strings count behind it; None if they count in all of the text."""
     pooling: Pooling | None = None
     second_text: int = 0
+    spans: tuple[EmbeddedSpan, ...] = ()
     num_scored_tokens: int = 0
     scores_once: bool = True
     """The first of several answers alone has the log-probabilities of the prompt."""

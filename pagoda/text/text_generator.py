@@ -323,6 +323,7 @@ class TextGenerator:
                         pooling=draft.pooling,
                         adapter=self.adapter.digest if self.adapter else "",
                         second_text=draft.second_text,
+                        spans=draft.spans,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,

@@ -9,6 +9,7 @@ runs: that of a token that the step before samples is found in its slot's row on
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
+from pagoda.backend.base import EmbeddedRows, TokenBatch
+from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.block_table import BlockTable
 
@@ -79,10 +81,21 @@ class StepTokens:
                 block_tables=tuple(table[kept] for table in batch.block_tables),
                 adapters=None if batch.adapters is None else batch.adapters[rows],
                 token_types=None if batch.token_types is None else batch.token_types[rows],
+                embedded=None if batch.embedded is None else batch.embedded.of(rows),
             ),
             places=self.places[rows],
             ends=list(compress(self.ends, chosen)),
         )
+
+
+class _Span:
+    def __init__(self, span: EmbeddedSpan) -> None:
+        self.start = span.start
+        values = array("f", span.vectors)
+        if sys.byteorder == "big":
+            values.byteswap()
+        self.vectors = torch.frombuffer(values, dtype=torch.float32).view(span.length, -1)
+        """[length, hidden]."""
 
 
 class _Firsts(NamedTuple):
@@ -185,6 +198,8 @@ class InputBatch:
         """Places of the second of two texts; 0 for none."""
         self._pairs: set[int] = set()
         """Slots with two texts."""
+        self._spans: dict[int, list[_Span]] = {}
+        """Embedded spans of slots that have some."""
         self._slots: set[int] = set()
         """Slots in use."""
         self._writes: list[tuple[int, Tensor]] = []
@@ -233,6 +248,8 @@ class InputBatch:
         self._second_texts[slot] = start.work.second_text
         if start.work.second_text:
             self._pairs.add(slot)
+        if start.work.spans:
+            self._spans[slot] = list(map(_Span, start.work.spans))
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
@@ -257,6 +274,7 @@ class InputBatch:
         self._check_use(slot)
         self._slots.remove(slot)
         self._pairs.discard(slot)
+        self._spans.pop(slot, None)
         if self._num_adapted:
             self._num_adapted -= self._adapters[slot] != _NO_ADAPTER
 
@@ -329,6 +347,8 @@ class InputBatch:
             begins = torch.tensor([self._second_texts[slot] for slot in slots])[batch.sequence_ids]
             types = ((begins > 0) & (batch.positions >= begins)).long()
             batch = replace(batch, token_types=types)
+        if not self._spans.keys().isdisjoint(slots):
+            batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
         return StepTokens(
             slots=slots,
             counts=num_tokens,
@@ -339,6 +359,20 @@ class InputBatch:
             ends=list(map(add, places, num_tokens)),
             writes=writes,
         )
+
+    def _embedded(
+        self, slots: list[int], firsts: list[int], ends: list[int]
+    ) -> EmbeddedRows | None:
+        """The tokens of a step that lie in spans."""
+        rows, vectors, row = list[Tensor](), list[Tensor](), 0
+        for slot, first, end in zip(slots, firsts, ends, strict=True):
+            for span in self._spans.get(slot, ()):
+                begin, stop = max(first, span.start), min(end, span.start + len(span.vectors))
+                if begin < stop:
+                    rows.append(torch.arange(row + begin - first, row + stop - first))
+                    vectors.append(span.vectors[begin - span.start : stop - span.start])
+            row += end - first
+        return EmbeddedRows(torch.cat(rows), torch.cat(vectors)) if rows else None
 
     def _refuse(self, slots: list[int], num_tokens: list[int]) -> None:
         """Raises ValueError about the first slot that cannot compute so many tokens."""
