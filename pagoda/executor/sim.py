@@ -163,6 +163,7 @@ class SimExecutor:
                 max_batch_tokens=2**31 - 1,
                 max_batch_seqs=2**31 - 1,
                 max_model_len=config.max_model_len,
+                embeds_spans=True,  # which its answers do not depend on
             ),
             num_blocks=num_blocks,
             block_size=config.block_size,

@@ -13,6 +13,7 @@ from pair import CHUNKS, PROMPT, Engine, Pair, requests_of, resampled
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, TokenChunk
+from pagoda.messages.spans import embedded_span
 from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role
 from pagoda.pd.connector import STALL_S
@@ -82,6 +83,20 @@ def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken()
     pair.fetch(resampled(request, logprobs=1), pair.hold(request))
     pair.finish(request)
     assert pair.num_loaded == 10
+
+
+def test_blocks_with_an_embedded_span_are_handed_off_to_the_same_span_alone() -> None:
+    """Before the span, blocks are those of the tokens."""
+    pair = Pair()
+    request = make_request("r", PROMPT, spans=(embedded_span(9, 7, b"abcd" * 7),))
+    pair.fetch(request, pair.hold(request))
+    pair.finish(request)
+    assert pair.num_loaded == 10
+    pair = Pair()
+    other = make_request("r", PROMPT, spans=(embedded_span(9, 7, b"abce" * 7),))
+    pair.fetch(other, pair.hold(request))
+    pair.finish(other)
+    assert pair.num_loaded < 10
 
 
 def test_a_token_that_was_forbidden_to_end_the_answer_is_not_taken() -> None:

@@ -85,10 +85,13 @@ def engine_config(**fields: object) -> EngineConfig:
 def request(
     name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20, **fields: object
 ) -> GenerateRequest:
+    """`fields` are those of `GenerateRequest` and of `Work`."""
+    sampling = SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens)
+    work = {field: fields.pop(field) for field in Work.__struct_fields__ if field in fields}
     return GenerateRequest(
         request_id=name,
         prompt_token_ids=list(prompt),
-        work=Work(SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens)),
+        work=Work(sampling, **work),  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
 
