@@ -35,7 +35,7 @@ class EmbeddedRows(NamedTuple):
     """[m, hidden] float32."""
 
     def of(self, chosen: Tensor) -> EmbeddedRows | None:
-        """Those among the tokens that are `chosen` [n] bool, of a step of these alone."""
+        """Rows of the tokens that are `chosen` [n] bool, in a step of these alone; None where no token is left."""
         kept = chosen[self.rows]
         rows = (chosen.cumsum(0) - 1)[self.rows[kept]]
         return EmbeddedRows(rows, self.vectors[kept]) if len(rows) else None

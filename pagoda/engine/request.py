@@ -162,7 +162,7 @@ class Request:
 
     @property
     def work(self) -> Work:
-        """What the request asks of workers."""
+        """The part of the message that workers read."""
         return self.message.work
 
     def add_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:

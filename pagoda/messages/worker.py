@@ -145,7 +145,7 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     block_ids: list[list[int]]
     """Block table of each KV group; blocks that no token to come will read have any valid id."""
     work: Work
-    """That of the request's message; its adapter is loaded."""
+    """`GenerateRequest.work` as it came; the adapter is loaded."""
     request_id: str = ""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""

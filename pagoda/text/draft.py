@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the answers to a prompt, before the prompt is tokens."""
+"""Requests on their way from a body: all that the answers to a prompt need but its tokens."""
 
 from __future__ import annotations
 

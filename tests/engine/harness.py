@@ -55,6 +55,11 @@ def make_request(
     )  # type: ignore[arg-type]
 
 
+def reworked(request: GenerateRequest, **fields: object) -> GenerateRequest:
+    """The request with other fields of its `Work`."""
+    return msgspec.structs.replace(request, work=msgspec.structs.replace(request.work, **fields))
+
+
 def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
     """Tokens that the simulated model answers, computed without any engine."""
     if request.grammar is not None:

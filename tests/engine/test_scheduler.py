@@ -12,7 +12,7 @@ from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult, WorkerReady
@@ -326,9 +326,7 @@ def test_stop_tokens_wait_for_min_tokens(harness: Harness) -> None:
         min_tokens=3,
         stop_token_ids=(free[0], free[5]),
     )
-    request = msgspec.structs.replace(
-        request, work=msgspec.structs.replace(request.work, sampling=sampling)
-    )
+    request = msgspec.structs.replace(request, work=Work(sampling))
     harness.add(request)
     harness.run()
     output = expected_tokens(request)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import assert_complete, expected_tokens, make_request
+from harness import assert_complete, expected_tokens, make_request, reworked
 from pair import CHUNKS, PROMPT, Engine, Pair, requests_of, resampled
 
 from pagoda.executor.sim import TransferFate
@@ -104,9 +104,7 @@ def test_a_token_that_was_forbidden_to_end_the_answer_is_not_taken() -> None:
     pair = Pair()
     request = make_request("r", PROMPT, eos_token_ids=[])
     first = expected_tokens(request)[0]
-    request = msgspec.structs.replace(
-        request, work=msgspec.structs.replace(request.work, eos_token_ids=(first,))
-    )
+    request = reworked(request, eos_token_ids=(first,))
     pair.fetch(request, pair.hold(resampled(request, min_tokens=1)))
     pair.finish(request)
     assert pair.prefill.tokens["r"] != [first]
