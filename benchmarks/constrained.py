@@ -26,7 +26,7 @@ from pagoda.cli.server_process import server_process
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
-from pagoda.messages.frontend import GenerateRequest, Grammar
+from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.grammars.constraints import json_grammar
 
@@ -165,7 +165,7 @@ def _schema_of(size: int, number: int) -> dict[str, Any]:
 def _place(grammars: Grammars, grammar: Grammar) -> Constraint:
     """The place in front of the first token. Raises ValueError: the grammar is refused."""
     request = GenerateRequest(
-        request_id="compile", prompt_token_ids=[0], sampling=SamplingParams(), grammar=grammar
+        request_id="compile", prompt_token_ids=[0], work=Work(SamplingParams()), grammar=grammar
     )
     place = grammars.take(request, grammar)
     if place is None:

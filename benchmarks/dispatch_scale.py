@@ -27,6 +27,7 @@ from pagoda.messages.frontend import (
     RequestRefused,
     TokenChunk,
     TokenChunks,
+    Work,
 )
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
@@ -94,7 +95,7 @@ def request(number: int, num_prompt_tokens: int = 512) -> GenerateRequest:
     return GenerateRequest(
         request_id=f"r{number}",
         prompt_token_ids=prompt,
-        sampling=SamplingParams(seed=1, max_tokens=64),
+        work=Work(SamplingParams(seed=1, max_tokens=64)),
         session=f"s{number % 1024}",
     )
 

@@ -96,7 +96,7 @@ class Host:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         stream = TokenStream()
-        self._streams[request.request_id] = stream, request.sampling.max_tokens or 1
+        self._streams[request.request_id] = stream, request.work.sampling.max_tokens or 1
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         async for chunk in stream:

@@ -26,7 +26,7 @@ from pagoda.executor.sim import sim_token
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.messages.engine_config import EngineConfig, SimConfig
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 
@@ -105,7 +105,7 @@ def _request(rng: random.Random, index: int, prompt: list[int]) -> GenerateReque
     for position in range(min(MAX_TOKENS, max(1, int(_log_normal(rng, 60, 1.0))))):
         last = sim_token(seed, position, last, _VOCABULARY)
     sampling = SamplingParams(seed=seed, max_tokens=MAX_TOKENS, stop_token_ids=(last,))
-    return GenerateRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
+    return GenerateRequest(request_id=f"r{index}", prompt_token_ids=prompt, work=Work(sampling))
 
 
 # ---- runs

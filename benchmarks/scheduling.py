@@ -23,7 +23,7 @@ from pagoda.kv.manager import KVManager
 from pagoda.kv.tiers import build_tiers
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import SimConfig
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
 
@@ -204,5 +204,5 @@ def _request(index: int, length: int) -> GenerateRequest:
     return GenerateRequest(
         request_id=f"{index}/{length}",
         prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=_ROOM, seed=index),
+        work=Work(SamplingParams(max_tokens=_ROOM, seed=index)),
     )

@@ -24,7 +24,7 @@ from benchmarks.routing import Outcome, Timed, replica, serve
 from pagoda.cli import output
 from pagoda.fleet.policies import PolicyName
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 BLOCK_SIZE = 512
@@ -57,7 +57,7 @@ def as_traffic(trace: Sequence[TracedRequest], speed: float) -> Iterator[Timed]:
         request = GenerateRequest(
             request_id=f"r{index}",
             prompt_token_ids=tokens[: traced.input_length],
-            sampling=SamplingParams(seed=index, max_tokens=max(1, traced.output_length)),
+            work=Work(SamplingParams(seed=index, max_tokens=max(1, traced.output_length))),
         )
         yield Timed((traced.timestamp - first) / 1000 / speed, request)
 

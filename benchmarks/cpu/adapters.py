@@ -32,6 +32,7 @@ from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.runner import Runner, StageRunner
@@ -132,8 +133,10 @@ class _Steps:
             num_prompt_tokens=_PROMPT,
             num_computed_tokens=0,
             block_ids=[list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS))],
-            sampling=SamplingParams(temperature=0, seed=0, max_tokens=10_000),
-            adapter=self._digests[slot % len(self._digests)] if name == "adapted" else "",
+            work=Work(
+                SamplingParams(temperature=0, seed=0, max_tokens=10_000),
+                adapter=self._digests[slot % len(self._digests)] if name == "adapted" else "",
+            ),
         )
 
     def _run(

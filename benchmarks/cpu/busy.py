@@ -30,7 +30,7 @@ from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import GenerateRequest, Grammar
+from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -147,7 +147,7 @@ def _measure(
         sampling = SamplingParams(seed=number, max_tokens=2000, ignore_eos=True, **changes)
         prompt = [1 + (number * 7 + i) % 200 for i in range(_PROMPT)]
         request = GenerateRequest(
-            request_id=str(number), prompt_token_ids=prompt, sampling=sampling, grammar=grammar
+            request_id=str(number), prompt_token_ids=prompt, work=Work(sampling), grammar=grammar
         )
         if refusal := core.add(request):
             raise RuntimeError(f"A request was refused: {refusal}")

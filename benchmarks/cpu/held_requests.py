@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pagoda.ipc.machine import available_cores
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
@@ -92,7 +93,7 @@ class HeldRequests:
             blocks.append(own if keeps_all else own * count)
         tokens = torch.randint(1000, (length,)).tolist()
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=10_000)
-        return SlotStart(slot, tokens, length, computed, blocks, sampling)
+        return SlotStart(slot, tokens, length, computed, blocks, Work(sampling))
 
     def _run(
         self,

@@ -24,6 +24,7 @@ from cyclopts import App
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.cli import output
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.worker.sampler import Sampler
@@ -71,7 +72,7 @@ def _measure(
     sampler = Sampler(count, vocab, backend.sample)
     for slot in range(count):
         sampling = SamplingParams(seed=slot, max_tokens=2 * steps, **setting)
-        sampler.start(SlotStart(slot, [1, 2, 3], 3, 0, [[]], sampling))
+        sampler.start(SlotStart(slot, [1, 2, 3], 3, 0, [[]], Work(sampling)))
     model_logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(0)) * 3
     slots, microseconds = list(range(count)), []
     for _ in range(steps):

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.cpu.dummy_runner import load_dummy
 from pagoda.cli import output
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.runner import Runner
@@ -137,7 +138,7 @@ def _start(slot: int, setting: dict[str, float]) -> SlotStart:
         num_prompt_tokens=_PROMPT,
         num_computed_tokens=0,
         block_ids=[list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS))],
-        sampling=SamplingParams(seed=slot, max_tokens=10_000, **setting),  # type: ignore[arg-type]
+        work=Work(SamplingParams(seed=slot, max_tokens=10_000, **setting)),  # type: ignore[arg-type]
     )
 
 

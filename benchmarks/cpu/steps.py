@@ -32,6 +32,7 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 from pagoda.cli.weight_traffic import weight_traffic
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.runner import Runner, StageRunner
@@ -168,7 +169,7 @@ class _Steps:
             num_prompt_tokens=len(prefix) + num_new,
             num_computed_tokens=num_computed,
             block_ids=[[*prefix_blocks, *range(slot * _BLOCKS, (slot + 1) * _BLOCKS)]],
-            sampling=SamplingParams(temperature=0, seed=0, max_tokens=10_000),
+            work=Work(SamplingParams(temperature=0, seed=0, max_tokens=10_000)),
         )
 
     def decode(self, count: int) -> float:

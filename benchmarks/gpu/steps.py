@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu.idle import Clock, busy_seconds, idle_share
 from pagoda.checkpoints.resolve import load_model_config
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
@@ -58,7 +59,7 @@ class Requests:
                 length,
                 0,
                 [[*range(slot * blocks, (slot + 1) * blocks)]],
-                _SAMPLING,
+                Work(_SAMPLING),
             )
             for slot in self._running
         ]

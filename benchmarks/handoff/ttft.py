@@ -32,7 +32,7 @@ from pagoda.llm.engine_options import (
     HandoffOptions,
     ParallelOptions,
 )
-from pagoda.messages.frontend import GenerateRequest, KVSource
+from pagoda.messages.frontend import GenerateRequest, KVSource, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import Role
 
@@ -138,7 +138,7 @@ async def _hand_over(prefill: Replica, decode: Replica, name: str, prompt: list[
     request = GenerateRequest(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling=SamplingParams(temperature=0, seed=0, max_tokens=_ANSWER),
+        work=Work(SamplingParams(temperature=0, seed=0, max_tokens=_ANSWER)),
     )
     source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
     began = time.perf_counter()

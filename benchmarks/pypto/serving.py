@@ -15,7 +15,7 @@ import msgspec
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.replica import Replica
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -56,7 +56,7 @@ def requests(
             GenerateRequest(
                 request_id=f"r{seed}-{number}",
                 prompt_token_ids=stem + own,
-                sampling=sampling,
+                work=Work(sampling),
                 priority=-(number % 4 == 3),
             )
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagoda.api.fields import GenerationFields
 from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import refuse
 from pagoda.messages.frontend import Grammar
+from pagoda.text.draft import FieldGrammar
 from pagoda.text.grammars.constraints import (
     check_names,
     grammar_of,
@@ -24,13 +25,6 @@ _NAMED_BY_KIND = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "js
 """Fields of SGLang and llama.cpp, and the kind of their constraint."""
 _CONSTRAINTS = ("response_format", "structured_outputs", *_NAMED_BY_KIND)
 _CONSTRAINTS += ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-
-
-class FieldGrammar(NamedTuple):
-    """A grammar, and the field that asks for it."""
-
-    grammar: Grammar
-    param: str
 
 
 def constraint_size(body: GenerationFields) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pagoda.api.constraint_fields import FieldGrammar, constraint_of, constraint_size
+from pagoda.api.constraint_fields import constraint_of, constraint_size
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation, Usage, prepare
 from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
@@ -23,6 +23,7 @@ from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.frontend import FinishReason
 from pagoda.text.answer_formats import AnswerFormats, ReasoningFormat
+from pagoda.text.draft import Draft, FieldGrammar
 from pagoda.text.grammars.tool_grammars import answer_grammar
 from pagoda.text.json_size import json_size
 from pagoda.text.reasoning_border import ReasoningBorder
@@ -131,7 +132,7 @@ class Conversation:
 async def begin_conversation(
     caller: Caller, body: ChatRequest, *, clamp_max_tokens: bool = False
 ) -> Conversation:
-    """Renders a conversation and prepares its answers. `clamp_max_tokens` is as in `TextGenerator.prepare`.
+    """Renders a conversation and prepares its answers. `clamp_max_tokens` is as in `Draft`.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     body, names = served_tools(body, caller.ignored)
     with renamed(names):
@@ -155,18 +156,22 @@ async def _begin(caller: Caller, body: ChatRequest, *, clamp_max_tokens: bool) -
             body,
             generator,
             [prompt],
-            max_tokens=chat_max_tokens(body),
-            logprobs=chat_logprobs_count(body),
-            prompt_logprobs=body.prompt_logprobs,
-            add_special_tokens=bool(body.add_special_tokens),
-            clamp_max_tokens=clamp_max_tokens,
-            param="messages",
-            grammar=await generator.run_sized(
-                partial(_grammar, body, generator, choice, border),
-                constraint_size(body) + json_size(choice.tools, LONG_TEXT_CHARS),
+            {
+                "max_tokens": chat_max_tokens(body),
+                "logprobs": chat_logprobs_count(body),
+                "prompt_logprobs": body.prompt_logprobs,
+            },
+            Draft(
+                param="messages",
+                add_special_tokens=bool(body.add_special_tokens),
+                clamp_max_tokens=clamp_max_tokens,
+                grammar=await generator.run_sized(
+                    partial(_grammar, body, generator, choice, border),
+                    constraint_size(body) + json_size(choice.tools, LONG_TEXT_CHARS),
+                ),
+                shown_tokens=formats.tokens(calls_tools=choice.calls_tools),
+                border=border,
             ),
-            shown_tokens=formats.tokens(calls_tools=choice.calls_tools),
-            border=border,
         )
     reasoning = None if body.separate_reasoning is False else border
     make_parser = partial(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from pagoda.api.bootstrap import ask, room_of
-from pagoda.api.constraint_fields import FieldGrammar, constraint_of, constraint_size
+from pagoda.api.constraint_fields import constraint_of, constraint_size
 from pagoda.api.errors import GenerationError
 from pagoda.api.fields import (
     GenerationFields,
@@ -28,7 +28,7 @@ from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.frontend import KVSource
 from pagoda.text.beam_search import BeamSearchParams, beam_search
-from pagoda.text.reasoning_border import ReasoningBorder
+from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest
 
 Prompt = str | Sequence[int]
@@ -110,10 +110,11 @@ class Generation:
 
     def rename_constraints(self, names: Mapping[str, str]) -> None:
         """Lets the engine's errors about constraints name the client's fields: `names` are those of `renamed`."""
-        self.requests = [
-            replace(request, grammar_param=names.get(request.grammar_param, request.grammar_param))
-            for request in self.requests
-        ]
+        grammar = self.requests[0].draft.grammar
+        if grammar is not None and grammar.param in names:
+            grammar = grammar._replace(param=names[grammar.param])
+            draft = replace(self.requests[0].draft, grammar=grammar)
+            self.requests = [replace(request, draft=draft) for request in self.requests]
 
     async def run(self, shape: Shape) -> dict[str, Any]:
         """Generates all answers; returns the response in one piece.
@@ -213,27 +214,20 @@ async def prepare(
     body: GenerationFields,
     generator: TextGenerator,
     prompts: Sequence[Prompt],
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-    add_special_tokens: bool,
-    clamp_max_tokens: bool = False,
-    param: str = "prompt",
-    grammar: FieldGrammar | None = None,
-    shown_tokens: tuple[str, ...] = (),
-    border: ReasoningBorder | None = None,
+    counts: Mapping[str, int | None],
+    draft: Draft,
 ) -> Generation:
-    """The requests of all prompts of a body; `param` is the field of the prompt, `grammar`, `shown_tokens` and
-    `border` are those of `TextGenerator.prepare`; without a `grammar` that of the body counts.
+    """The requests of all prompts of a body. `counts` are `max_tokens`, `logprobs` and `prompt_logprobs` as the
+    route reads them. The body completes `draft`; without a grammar that of the body counts.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
-    if grammar is None:
+    if draft.grammar is None:
         make = partial(constraint_of, body)
         grammar = await generator.run_sized(make, constraint_size(body))
+        draft = replace(draft, grammar=grammar)
     is_router = caller.service.is_router
     role = generator.endpoint.limits.role
-    handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
+    handoff = handoff_of(body, role, max_tokens=counts["max_tokens"], is_router=is_router)
     if len(prompts) != 1 and body.kv_transfer_params is None:
         handoff = Handoff()
     room = room_of(body, role, caller.service.config.bootstrap_hosts)
@@ -246,11 +240,7 @@ async def prepare(
         handoff = Handoff(role.holds_kv, source)
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")
-    fields = {
-        "max_tokens": max_tokens,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-    }
+    fields, max_tokens = {**counts}, counts["max_tokens"]
     if body.best_of is not None and not body.use_beam_search:
         fields["n"] = body.best_of
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
@@ -259,26 +249,19 @@ async def prepare(
     sampling = generator.check_sampling(
         sampling_params(body, generator.text.default_sampling, fields)
     )
+    draft = replace(
+        draft,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        session=session_of(body, caller.session),
+        holds_kv=handoff.holds_kv,
+        kv_source=handoff.kv_source,
+        scores_once=not body.stream,
+        client_request=caller.client_request,
+    )
     requests: list[TextRequest] = []
     for prompt in prompts:
-        requests += await generator.prepare(
-            prompt,
-            sampling,
-            param=param,
-            add_special_tokens=add_special_tokens,
-            clamp_max_tokens=clamp_max_tokens,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            session=session_of(body, caller.session),
-            holds_kv=handoff.holds_kv,
-            kv_source=handoff.kv_source,
-            grammar=None if grammar is None else grammar.grammar,
-            grammar_param="" if grammar is None else grammar.param,
-            shown_tokens=shown_tokens,
-            border=border,
-            scores_once=not body.stream,
-            client_request=caller.client_request,
-        )
+        requests += await generator.prepare(prompt, sampling, draft)
     num_scores = sum(map(_num_prompt_logprobs, requests))
     if num_scores > MAX_KEPT_LOGPROBS:
         name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
@@ -294,6 +277,6 @@ async def prepare(
     if body.use_beam_search:
         if requests[0].request.grammar is not None:
             refuse("use_beam_search", "does not go together with a grammar", "not_supported")
-        resolved = [request.request.sampling.max_tokens or 0 for request in requests]
+        resolved = [request.request.work.sampling.max_tokens or 0 for request in requests]
         beams = beam_search_params(body, min(resolved), generator.endpoint.limits.vocab_size)
     return Generation(generator, requests, beams)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, device, dtype, empty, float32, int64, uint8
 
@@ -24,6 +24,21 @@ from pagoda.errors import ConfigError
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives, HostGroup
 from pagoda.telemetry.tracer import Tracer
+
+
+class EmbeddedRows(NamedTuple):
+    """Tokens of a step whose embeddings are given."""
+
+    rows: Tensor
+    """[m] int64, which of the step's tokens."""
+    vectors: Tensor
+    """[m, hidden] float32."""
+
+    def of(self, chosen: Tensor) -> EmbeddedRows | None:
+        """Rows of the tokens that are `chosen` [n] bool, in a step of these alone; None where no token is left."""
+        kept = chosen[self.rows]
+        rows = (chosen.cumsum(0) - 1)[self.rows[kept]]
+        return EmbeddedRows(rows, self.vectors[kept]) if len(rows) else None
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,8 @@ class TokenBatch:
     """[n] int64, number of each token's adapter, -1 for none; None where no token has one."""
     token_types: Tensor | None = None
     """[n] int64, 1 for tokens of the second of two texts, else 0; None where all are 0."""
+    embedded: EmbeddedRows | None = None
+    """Tokens whose embeddings are given; None where no token is one."""
 
 
 class UnsupportedError(ConfigError):

@@ -38,7 +38,7 @@ class EngineAdapters:
     def unload(self, digest: str, requests: Mapping[str, Request]) -> None:
         """No request of the adapter is taken from now on; `requests` are those that there are."""
         self._loaded.discard(digest)
-        users = (name for name, request in requests.items() if request.adapter == digest)
+        users = (name for name, request in requests.items() if request.work.adapter == digest)
         self._leaving[digest] = deque(users)
 
     def on_loaded(self, message: AdapterLoaded) -> None:

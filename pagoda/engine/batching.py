@@ -43,6 +43,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt is computed in one step, and nothing goes on from it (encoders)."""
     gives_hidden: bool = True
     """Hidden states leave the device, of which embeddings are made."""
+    embeds_spans: bool = False
+    """Tokens may have embeddings that are given."""
     gives_logits: bool = True
     """The model can be asked for tokens, not for vectors or scores alone."""
 
@@ -67,6 +69,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             num_stages=config.worker.parallel.pipeline_parallel_size,
             whole_prompts=whole_prompts,
             gives_hidden=not capabilities.whole_models,
+            embeds_spans=capabilities.embeds_spans,
             gives_logits=worker.gives_logits,
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from pagoda.engine.places import QUARANTINE_CRASHES
 from pagoda.engine.scheduler import Scheduler
-from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk
+from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 LOSSES_BEFORE = 3
@@ -45,8 +45,10 @@ class Canary:
         request = GenerateRequest(
             request_id=CANARY_ID,
             prompt_token_ids=[0],
-            sampling=SamplingParams(seed=0, max_tokens=1 if gives_logits else 0),
-            pooling=None if gives_logits else Pooling.LAST,
+            work=Work(
+                SamplingParams(seed=0, max_tokens=1 if gives_logits else 0),
+                pooling=None if gives_logits else Pooling.LAST,
+            ),
             priority=_FIRST_OF_ALL,
         )
         scheduler.add(request)

@@ -228,7 +228,7 @@ class EngineCore:
     ) -> RequestRefused | list[TokenChunk]:
         """Gives a request to the scheduler; `constraint` is its place in its grammar, or what is wrong with it."""
         problem = constraint if isinstance(constraint, str) else ""
-        if request.adapter and not self.adapters.has(request.adapter):
+        if request.work.adapter and not self.adapters.has(request.work.adapter):
             problem = "the adapter is not loaded here."
         if problem or isinstance(constraint, str):
             scheduler.hooks.on_refused(request)

@@ -75,7 +75,7 @@ class FairShares:
             _forget_idle(level)
             share = level.shares[tenant] = _Share()
         num_prompt_tokens = len(message.prompt_token_ids)
-        most = message.sampling.max_tokens
+        most = message.work.sampling.max_tokens
         usual = share.usual_output if most is None else min(most, share.usual_output)
         service = num_prompt_tokens + OUTPUT_WEIGHT * usual
         start = max(level.virtual_time, share.start, share.finish)

@@ -337,7 +337,7 @@ class KVTransferHooks(KVHooks):
             return []
         if token.conditions != _conditions(request):
             return []
-        num_top, logprobs = request.sampling.logprobs, token.logprobs
+        num_top, logprobs = request.work.sampling.logprobs, token.logprobs
         if num_top is None:
             logprobs = None
         elif logprobs is None or len(logprobs.top_token_ids) < num_top:
@@ -428,7 +428,10 @@ class KVTransferHooks(KVHooks):
 
 def _conditions(request: Request) -> bytes:
     return token_conditions(
-        request.sampling, request.end_token_ids, request.num_output_tokens, request.grammar
+        request.work.sampling,
+        request.end_token_ids,
+        request.num_output_tokens,
+        request.message.grammar,
     )
 
 

@@ -16,12 +16,11 @@ from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
-    Grammar,
     KVSource,
     Pooling,
     PromptLogprobs,
+    Work,
 )
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 
 OrderKey = tuple[int, float, int]
@@ -57,7 +56,7 @@ class RequestState(enum.Enum):
 class Request:
     """One `GenerateRequest` and what the scheduler knows of it."""
 
-    message: InitVar[GenerateRequest]
+    message: GenerateRequest
     max_model_len: InitVar[int]
     order_key: OrderKey
     charge: Charge
@@ -70,19 +69,12 @@ class Request:
     added_at: float = 0.0
     """Arrival, in seconds on the engine's clock."""
 
-    request_id: str = field(init=False)
-    adapter: str = field(init=False)
-    """Digest of the adapter; empty for none."""
-    sampling: SamplingParams = field(init=False)
-    eos_token_ids: frozenset[int] = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)
+    """End-of-sequence tokens of the model, and the stop tokens that the client named."""
     token_ids: list[int] = field(init=False)
+    """Prompt, then output so far."""
     num_prompt_tokens: int = field(init=False)
-    num_received_tokens: int = field(init=False)
-    """Tokens of the answer that came with the request."""
     max_total_tokens: int = field(init=False)
-    pooling: Pooling | None = field(init=False)
     num_scored_tokens: int = field(init=False)
     """Leading prompt tokens whose log-probabilities are known, or not wanted."""
     state: RequestState = RequestState.NEW
@@ -135,10 +127,6 @@ class Request:
     # KV from and for other places
     prefix: PrefixRequest | None = None
     """Prefix that connectors know, from when the request is queued until it is admitted."""
-    second_text: int = field(init=False)
-    """Place of the second of two texts in the prompt; 0 for one text."""
-    grammar: Grammar | None = field(init=False)
-    """The grammar of the answer, by which engines compare what they sample."""
     kv_source: KVSource | None = field(init=False)
     """The engine to fetch KV from; None once that was tried, or there is no need."""
     load_tried: bool = False
@@ -154,22 +142,15 @@ class Request:
     transfer_id: str | None = None
     """The transfer under which KV is held for another engine."""
 
-    def __post_init__(self, message: GenerateRequest, max_model_len: int) -> None:
-        self.request_id, self.kv_source = message.request_id, message.kv_source
-        self.grammar = message.grammar
-        self.adapter = message.adapter
-        self.second_text = message.second_text
-        self.sampling = sampling = message.sampling
-        self.eos_token_ids = frozenset(message.eos_token_ids)
-        self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
+    def __post_init__(self, max_model_len: int) -> None:
+        message, sampling = self.message, self.message.work.sampling
+        self.kv_source = message.kv_source
+        self.end_token_ids = frozenset((*message.work.eos_token_ids, *sampling.stop_token_ids))
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        self.num_received_tokens = len(message.output_token_ids)
         self.max_total_tokens = max_model_len
         if sampling.max_tokens is not None:
             self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
-        self.pooling = message.pooling
         self.num_scored_tokens = self.num_prompt_tokens
         if sampling.prompt_logprobs is not None:
             self.num_scored_tokens = max(1, message.num_scored_tokens)
@@ -177,6 +158,15 @@ class Request:
         self._limit_reuse()
         if message.holds_kv:
             self.max_total_tokens = min(self.max_total_tokens, self.num_tokens + 1)
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def work(self) -> Work:
+        """The part of the message that workers read."""
+        return self.message.work
 
     def add_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:
         """Counts log-probabilities; returns those that are new. A preempted request computes some again.
@@ -194,7 +184,7 @@ class Request:
 
     def _limit_reuse(self) -> None:
         """The hidden state of a token scores the next one."""
-        if self.pooling is Pooling.MEAN:
+        if self.work.pooling is Pooling.MEAN:
             self.table.num_reusable_tokens = 0
         elif self.num_scored_tokens < self.num_prompt_tokens:
             self.table.num_reusable_tokens = self.num_scored_tokens - 1
@@ -204,7 +194,7 @@ class Request:
     @property
     def generates(self) -> bool:
         """False if the request ends when its prompt is computed."""
-        return self.sampling.max_tokens != 0
+        return self.work.sampling.max_tokens != 0
 
     @property
     def num_tokens(self) -> int:
@@ -243,17 +233,17 @@ class Request:
             return FinishReason.STOP, None
         if not is_full and token_id not in self.end_token_ids:
             return None, None
-        if self.num_output_tokens >= self.sampling.min_tokens:
-            if token_id in self.eos_token_ids:
+        if self.num_output_tokens >= self.work.sampling.min_tokens:
+            if token_id in self.work.eos_token_ids:
                 return FinishReason.STOP, None
-            if token_id in self.stop_token_ids:
+            if token_id in self.work.sampling.stop_token_ids:
                 return FinishReason.STOP, token_id
         return (FinishReason.LENGTH, None) if is_full else (None, None)
 
     @property
     def may_force_tokens(self) -> bool:
         """True if tokens that a grammar forces are not sampled: nobody wants to know how likely they were."""
-        return self.constraint is not None and self.sampling.logprobs is None
+        return self.constraint is not None and self.work.sampling.logprobs is None
 
     def take_drafts(self, most: int) -> list[int]:
         """The first drafts, `most` at most, if they may be sampled behind; there are none from now on."""
@@ -281,9 +271,9 @@ class Request:
         """Tokens that the next sample avoids where the grammar has a choice: those that would end the answer."""
         if self.constraint is None:
             return []
-        if self.num_output_tokens < self.sampling.min_tokens:
+        if self.num_output_tokens < self.work.sampling.min_tokens:
             return sorted(self.end_token_ids | self.constraint.eos_token_ids)
-        return sorted(self.constraint.eos_token_ids) if self.sampling.ignore_eos else []
+        return sorted(self.constraint.eos_token_ids) if self.work.sampling.ignore_eos else []
 
     def forget_steps(self) -> None:
         """The steps in flight are lost."""
@@ -299,11 +289,7 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed_tokens,
             block_ids=self.table.block_ids(),
-            sampling=self.sampling,
-            eos_token_ids=tuple(self.eos_token_ids),
+            work=self.work,
             request_id=self.request_id,
             num_scored_tokens=self.num_scored_tokens,
-            pooling=self.pooling,
-            adapter=self.adapter,
-            second_text=self.second_text,
         )

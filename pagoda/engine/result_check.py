@@ -26,7 +26,7 @@ def result_fits(result: StepResult, requests: Mapping[int, Request], vocab_size:
         or _extras_fit(result, slot, request, sampled, vocab_size)
         for slot, sampled in zip(slots, token_ids, strict=True)
         if (request := requests[slot]).constraint is not None
-        or request.sampling.logprobs is not None
+        or request.work.sampling.logprobs is not None
     ) and all(
         slot in requests and _prompt_fits(result, slot, requests[slot], vocab_size)
         for slot in {**result.prompt_logprobs, **result.embeddings}
@@ -45,7 +45,7 @@ def _extras_fit(
     """True if what belongs to sampled tokens is there, and of as many tokens."""
     if request.constraint is not None and len(sampled) > 1:  # a mask is for one
         return False
-    num_top = request.sampling.logprobs
+    num_top = request.work.sampling.logprobs
     if num_top is None:
         return True
     logprobs = result.logprobs.get(slot, ())
@@ -56,11 +56,11 @@ def _extras_fit(
 def _prompt_fits(result: StepResult, slot: int, request: Request, vocab_size: int) -> bool:
     """True if what belongs to the prompt was asked for, and goes on where what is known ends."""
     vector, scores = result.embeddings.get(slot), result.prompt_logprobs.get(slot)
-    if vector is not None and (request.pooling is None or not vector or len(vector) % 4):
+    if vector is not None and (request.work.pooling is None or not vector or len(vector) % 4):
         return False
     if scores is None or request.state is RequestState.FINISHED:
         return True
-    num_top = request.sampling.prompt_logprobs
+    num_top = request.work.sampling.prompt_logprobs
     if num_top is None or scores.first > request.num_scored_tokens:
         return False
     most = vocab_size if num_top == ALL_LOGPROBS else num_top

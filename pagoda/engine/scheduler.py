@@ -30,6 +30,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
+from pagoda.messages.spans import spans_fit
 from pagoda.messages.worker import StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
@@ -100,7 +101,7 @@ class Scheduler:
             message=message,
             order_key=self._order(message, charge.start, self._num_arrivals),
             charge=charge,
-            table=self.kv.new_table(message.cache_salt, message.adapter),
+            table=self.kv.new_table(message.cache_salt, message.work.adapter, message.work.spans),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
             constraint=constraint,
@@ -128,12 +129,17 @@ class Scheduler:
             return f"A request with id {request.request_id} is already running."
         if request.num_prompt_tokens == 0:
             return "The prompt has no tokens."
-        if self.limits.whole_prompts and request.pooling is None:
+        if self.limits.whole_prompts and request.work.pooling is None:
             return (
                 "The model is an encoder: it gives vectors or scores of texts and generates none."
             )
-        if not self.limits.gives_hidden and request.pooling is not None:
+        if not self.limits.gives_hidden and request.work.pooling is not None:
             return "The server's backend gives tokens alone, and no embeddings; choose another --backend."
+        if request.work.spans:
+            if not self.limits.embeds_spans:
+                return "The server's backend embeds tokens alone; choose another --backend."
+            if not spans_fit(request.work.spans, request.num_prompt_tokens):
+                return "Embedded spans do not lie in the prompt, one behind the other."
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "
@@ -189,7 +195,7 @@ class Scheduler:
 
     def _settle(self, request: Request) -> None:
         """Charges the tenant of a request that ends for what was computed here."""
-        num_new = request.num_output_tokens - request.num_received_tokens
+        num_new = request.num_output_tokens - len(request.message.output_token_ids)
         self.batcher.shares.settle(request.charge, request.num_cached_tokens, num_new)
 
     # ---- step results
@@ -450,7 +456,7 @@ class Scheduler:
 
 def _is_due(request: Request) -> bool:
     """True if the oldest step in flight that is to sample for the request must say something of it."""
-    is_wanted = request.generates or request.pooling is not None
+    is_wanted = request.generates or request.work.pooling is not None
     return is_wanted and not request.num_overtaken and request.state is not RequestState.FINISHED
 
 

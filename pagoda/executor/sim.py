@@ -163,6 +163,7 @@ class SimExecutor:
                 max_batch_tokens=2**31 - 1,
                 max_batch_seqs=2**31 - 1,
                 max_model_len=config.max_model_len,
+                embeds_spans=True,  # which its answers do not depend on
             ),
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -526,12 +527,12 @@ class _Slot:
         self.token_ids = list(start.token_ids)
         self.slot = start.slot
         self.block_ids = [list(block_ids) for block_ids in start.block_ids]
-        self.sampling = start.sampling
+        self.sampling = start.work.sampling
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prompt_tokens = start.num_prompt_tokens
         self.num_told_tokens = len(start.token_ids)
         """Tokens that the stages know which do not sample."""
-        self.pooling = start.pooling
+        self.pooling = start.work.pooling
         if self.pooling is Pooling.MEAN and start.num_computed_tokens:
             raise ValueError(
                 "A prompt of which the mean is wanted is not computed from its start on."
@@ -539,7 +540,7 @@ class _Slot:
         self.draft: list[int] = []
         """The last of `token_ids`, which nobody has said."""
         self._num_scored = max(1, start.num_scored_tokens)
-        self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
+        self._eos_token_ids = {*start.work.eos_token_ids, *self.sampling.stop_token_ids}
 
     def scores(self, count: int, vocab_size: int) -> PromptLogprobs | None:
         """Log-probabilities of the prompt tokens behind the next `count` tokens, and of as many likeliest ones as

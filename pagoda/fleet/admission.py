@@ -18,11 +18,11 @@ from pagoda.errors import OverloadedError
 from pagoda.fleet.limits import LimitSums
 from pagoda.fleet.placement import TrackedRequest
 from pagoda.ipc.clock import Clock
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 _DRAINING_RETRY_S = 10
-_ANY_REQUEST = GenerateRequest(request_id="", prompt_token_ids=[], sampling=SamplingParams())
+_ANY_REQUEST = GenerateRequest(request_id="", prompt_token_ids=[], work=Work(SamplingParams()))
 
 
 class Admission:

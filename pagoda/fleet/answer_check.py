@@ -27,13 +27,13 @@ class AnswerCheck:
     __slots__ = ("_is_pooled", "_num_left", "_num_prompt", "_num_top", "_scores", "_vocab_size")
 
     def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
-        sampling = request.sampling
+        sampling = request.work.sampling
         self._vocab_size = vocab_size
         self._num_prompt = len(request.prompt_token_ids)
         most = MAX_COUNT if sampling.max_tokens is None else sampling.max_tokens
         self._num_left = most - len(request.output_token_ids)
         self._num_top = _most(sampling.logprobs, vocab_size)
-        self._is_pooled = request.pooling
+        self._is_pooled = request.work.pooling
         self._scores: list[int] | None = None
         """Position up to which prompt tokens have their log-probabilities, and likeliest tokens of each."""
         num_top = _most(sampling.prompt_logprobs, vocab_size)

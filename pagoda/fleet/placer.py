@@ -153,7 +153,7 @@ class Placer:
         self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
     ) -> Placement:
         request, keys = tracked.request, self._keys_of(tracked)
-        num_left = (request.sampling.max_tokens or 1) - len(tracked.token_ids)
+        num_left = (request.work.sampling.max_tokens or 1) - len(tracked.token_ids)
         tracked.state = RequestState.QUEUED
         placement = tracked.placement = slot.requests[tracked] = Placement(
             slot,
@@ -189,7 +189,8 @@ class Placer:
                 block_size,
                 request.cache_salt,
                 MAX_PREFIX_BLOCKS,
-                request.adapter,
+                request.work.adapter,
+                request.work.spans,
             )
             tracked.keys = short_keys(keys)
         return tracked.keys

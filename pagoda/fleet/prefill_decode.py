@@ -176,7 +176,7 @@ class PrefillOffload:
         """The way to whoever is to compute the prompt; None if that is the request's own replica."""
         if request.holds_kv or request.kv_source is not None:
             return None  # somebody else has arranged it
-        if request.sampling.prompt_logprobs is not None or request.pooling is not None:
+        if request.work.sampling.prompt_logprobs is not None or request.work.pooling is not None:
             return None  # what is wanted of the prompt does not come with its KV
         slot = placement.slot
         num_left = tracked.num_tokens - placement.num_told_tokens

@@ -4,6 +4,7 @@
     key(root)  = SHA-256("pagoda-kv-1", block size, adapter, cache salt)
     key(block) = SHA-256(key(parent), token ids as little-endian 32-bit integers)
 
+Where embedded spans lie in a block, its key is a digest of that one and of each span's digest, length and place.
 The salt is in the root and so in every key of the chain: requests with different salts never share a block; nor do
 those with different adapters, which are known by the digest of their files.
 Blocks of one prefix in several KV groups have keys that differ in the last byte by the number of the group.
@@ -15,16 +16,23 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import islice, takewhile
+from operator import attrgetter
+from struct import pack
 from typing import overload
 
+from pagoda.messages.spans import EmbeddedSpan
+
 KEY_VERSION = "pagoda-kv-1"
+_SPANS = b"pagoda-kv-spans-1"
 SHORT_KEY_BYTES = 8
 """The beginning of a key that is enough to guess by: where a mistake costs time, and no more."""
 
 
 def root_key(block_size: int, cache_salt: str | None = None, adapter: str = "") -> bytes:
-    """The key of the empty prefix; 32 bytes. `adapter` is as in `GenerateRequest`."""
+    """The key of the empty prefix; 32 bytes. `adapter` is as in `Work`."""
     root = hashlib.sha256(f"{KEY_VERSION}:{block_size}:".encode())
     if adapter:
         root.update(f"adapter:{adapter}:".encode())
@@ -35,20 +43,42 @@ def root_key(block_size: int, cache_salt: str | None = None, adapter: str = "") 
 
 
 def extend_keys(
-    keys: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int
+    keys: list[bytes],
+    token_ids: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    spans: Sequence[EmbeddedSpan] = (),
 ) -> None:
-    """Appends the keys of the leading blocks of `token_ids` up to `num_blocks`, which are full. `keys` has the key
-    of the empty prefix, and those of the first blocks."""
+    """Appends the keys of the leading blocks of a prompt up to `num_blocks`, which are full. `keys` has the key of
+    the empty prefix, and those of the first blocks."""
     parent, first = keys[-1], (len(keys) - 1) * block_size
     tokens, size = _bytes_of(token_ids[first : num_blocks * block_size]), 4 * block_size
     for start in range(0, len(tokens), size):
         parent = hashlib.sha256(parent + tokens[start : start + size]).digest()
+        if spans:
+            place = first + start // 4
+            parent = _with_spans(parent, spans, place, place + block_size)
         keys.append(parent)
 
 
-def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a block that holds `token_ids` behind the block of `parent`; 32 bytes."""
-    return hashlib.sha256(parent + _bytes_of(token_ids)).digest()
+def block_key(
+    parent: bytes, token_ids: Sequence[int], spans: Sequence[EmbeddedSpan] = (), start: int = 0
+) -> bytes:
+    """The key of a block that holds `token_ids` behind the block of `parent`; 32 bytes.
+
+    `start` is the place of the first of them in the prompt, whose `spans` are in order."""
+    key = hashlib.sha256(parent + _bytes_of(token_ids)).digest()
+    return _with_spans(key, spans, start, start + len(token_ids)) if spans else key
+
+
+def _with_spans(key: bytes, spans: Sequence[EmbeddedSpan], start: int, end: int) -> bytes:
+    """The key of a block from place `start` to `end`, of which `key` tells the tokens."""
+    first = bisect_right(spans, start, key=attrgetter("end"))
+    parts = [
+        pack("<qq", span.start - start, span.length) + span.digest
+        for span in takewhile(lambda span: span.start < end, islice(spans, first, None))
+    ]
+    return hashlib.sha256(b"".join((_SPANS, key, *parts))).digest() if parts else key
 
 
 def group_key(key: bytes, group: int) -> bytes:
@@ -96,6 +126,7 @@ def prefix_keys(
     cache_salt: str | None,
     max_blocks: int,
     adapter: str = "",
+    spans: Sequence[EmbeddedSpan] = (),
 ) -> list[bytes]:
     """The keys of the full blocks that a request of `token_ids` may find cached, root first.
 
@@ -103,5 +134,5 @@ def prefix_keys(
     """
     keys = [root_key(block_size, cache_salt, adapter)]
     num_blocks = min((len(token_ids) - 1) // block_size, max_blocks)
-    extend_keys(keys, token_ids, block_size, max(0, num_blocks))
+    extend_keys(keys, token_ids, block_size, max(0, num_blocks), spans)
     return keys[1:]

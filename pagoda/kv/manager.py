@@ -20,6 +20,7 @@ from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.kv_groups import KVGroup
+from pagoda.messages.spans import EmbeddedSpan
 
 UNLIMITED_RUN = sys.maxsize
 
@@ -48,9 +49,13 @@ class GroupTable:
 class BlockTable:
     """Blocks of one request in all groups."""
 
-    __slots__ = ("groups", "holds_until", "keys", "num_published", "num_reusable_tokens")
+    __slots__ = ("groups", "holds_until", "keys", "num_published", "num_reusable_tokens", "spans")
 
-    def __init__(self, root_key: bytes, num_groups: int = 1) -> None:
+    def __init__(
+        self, root_key: bytes, num_groups: int = 1, spans: Sequence[EmbeddedSpan] = ()
+    ) -> None:
+        self.spans = spans
+        """Embedded spans of the prompt."""
         self.groups = [GroupTable() for _ in range(num_groups)]
         self.keys: list[bytes] = [root_key]
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
@@ -146,9 +151,14 @@ class KVManager:
             self.run_tokens = fitting * multiple
         return fitting > 0
 
-    def new_table(self, cache_salt: str | None = None, adapter: str = "") -> BlockTable:
-        """An empty table of a request with this salt and adapter."""
-        return BlockTable(root_key(self.block_size, cache_salt, adapter), len(self.groups))
+    def new_table(
+        self,
+        cache_salt: str | None = None,
+        adapter: str = "",
+        spans: Sequence[EmbeddedSpan] = (),
+    ) -> BlockTable:
+        """An empty table of a request with this salt and adapter, whose prompt has these spans."""
+        return BlockTable(root_key(self.block_size, cache_salt, adapter), len(self.groups), spans)
 
     # ---- prefixes
 
@@ -257,7 +267,10 @@ class KVManager:
         if num_blocks:
             self._key(table, token_ids, num_blocks - 1)
         parent = table.keys[num_blocks]
-        return block_key(parent, token_ids[-num_behind:]) if num_behind else parent
+        if not num_behind:
+            return parent
+        start = len(token_ids) - num_behind
+        return block_key(parent, token_ids[start:], table.spans, start)
 
     # ---- blocks that requests hold
 
@@ -506,5 +519,5 @@ class KVManager:
 
     def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
         if len(table.keys) <= index + 1:
-            extend_keys(table.keys, token_ids, self.block_size, index + 1)
+            extend_keys(table.keys, token_ids, self.block_size, index + 1, table.spans)
         return table.keys[index + 1]

@@ -31,11 +31,11 @@ from pagoda.llm.outputs import (
     RequestOutput,
     request_output,
 )
-from pagoda.messages.frontend import Grammar
 from pagoda.messages.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import DEFAULT_DIRECTORY, LEVELS, Tracer
 from pagoda.text.beam_search import BeamSearchParams, beam_search
+from pagoda.text.draft import Draft, FieldGrammar
 from pagoda.text.embeddings import EmbeddingOptions, embed
 from pagoda.text.grammars.constraints import structured_grammar
 from pagoda.text.model_text import ModelText, load_text
@@ -262,11 +262,12 @@ class AsyncLLM:
         return await generator.prepare(
             _plain_prompt(prompt),
             sampling,
-            add_special_tokens=add_special_tokens,
-            clamp_max_tokens=True,
-            priority=priority,
-            grammar=_grammar(sampling.structured_outputs),
-            grammar_param="structured_outputs",
+            Draft(
+                add_special_tokens=add_special_tokens,
+                clamp_max_tokens=True,
+                priority=priority,
+                grammar=_grammar(sampling.structured_outputs),
+            ),
         )
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearchOutput:
@@ -274,7 +275,7 @@ class AsyncLLM:
         params = params.checked(self.generator.endpoint.limits.vocab_size)
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=0)
         [request] = await self.prepare(prompt, sampling)
-        room = request.request.sampling.max_tokens or params.max_tokens
+        room = request.request.work.sampling.max_tokens or params.max_tokens
         params = msgspec.structs.replace(params, max_tokens=room)
         found = await beam_search(self.generator, request, params)
         return BeamSearchOutput(
@@ -327,11 +328,13 @@ class AsyncLLM:
         return [GrowingAnswer(request, tokenizer) for request in requests]
 
 
-def _grammar(constraint: StructuredOutputsParams | None) -> Grammar | None:
+def _grammar(constraint: StructuredOutputsParams | None) -> FieldGrammar | None:
     """The grammar of a constraint. Raises InvalidRequestError: it is wrong; names its field."""
     if constraint is None:
         return None
-    return structured_grammar(msgspec.structs.asdict(constraint), "structured_outputs")
+    param = "structured_outputs"
+    grammar = structured_grammar(msgspec.structs.asdict(constraint), param)
+    return None if grammar is None else FieldGrammar(grammar, param)
 
 
 def _plain_prompt(prompt: Prompt) -> str | Sequence[int]:

@@ -34,10 +34,11 @@ from pagoda.messages.sampling_params import (
     SamplingParams,
     TokenId,
 )
+from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -87,22 +88,36 @@ class Pooling(enum.StrEnum):
     """The score that the model's head gives the text, instead of a hidden state."""
 
 
+class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The part of a request that workers read. It is made once, where the request is, and reaches them unchanged.
+
+    `sampling.seed` and `sampling.max_tokens` are resolved (not None), and `eos_token_ids` are the model's
+    (empty with `ignore_eos`), so that engines and workers need no tokenizer and no defaults.
+    """
+
+    sampling: SamplingParams
+    eos_token_ids: tuple[TokenId, ...] = ()
+    pooling: Pooling | None = None
+    """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
+    adapter: str = ""
+    """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
+    second_text: Count = 0
+    """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
+    spans: Annotated[tuple[EmbeddedSpan, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Parts of the prompt that are no tokens, in their order."""
+
+
 class GenerateRequest(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"
 ):
-    """A request as a value: with these fields alone, any replica continues the answer token for token.
-
-    `sampling.seed` and `sampling.max_tokens` are resolved (not None), and `eos_token_ids` are the model's
-    (empty with `ignore_eos`), so the engine needs no tokenizer and no defaults.
-    """
+    """A request as a value: with these fields alone, any replica continues the answer token for token."""
 
     request_id: str
     """Id in logs and traces; the same in all processes."""
     prompt_token_ids: list[TokenId]
-    sampling: SamplingParams
+    work: Work
     output_token_ids: list[TokenId] = []
     """Tokens so far, behind which the receiver goes on."""
-    eos_token_ids: tuple[TokenId, ...] = ()
     priority: int = 0
     """Lower comes first, as in vLLM."""
     cache_salt: str | None = None
@@ -129,14 +144,8 @@ class GenerateRequest(
     tracestate: str | None = None
     grammar: Grammar | None = None
     """Language that the answer is held to. The engine compiles it, and refuses one that is wrong or too large."""
-    adapter: str = ""
-    """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
     num_scored_tokens: Count = 0
     """Leading prompt tokens whose log-probabilities (`sampling.prompt_logprobs`) the sender has already."""
-    pooling: Pooling | None = None
-    """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
-    second_text: Count = 0
-    """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
     body: str = ""
     """Id that all requests of one body of a client share, and no other; empty for a request of its own."""
     wire_id: str = ""

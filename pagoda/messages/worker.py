@@ -8,14 +8,14 @@ from typing import Annotated
 import msgspec
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
-from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
+from pagoda.messages.frontend import PromptLogprobs, TokenLogprobs, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Seconds, Sentence, Size
-from pagoda.messages.sampling_params import SamplingParams, TokenId
+from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -42,6 +42,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Formats of weights. A backend with `fp8` keeps 8-bit floats of checkpoints; for others they become dense."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     """Number formats of K and V; `fp8` is E4M3."""
+    embeds_spans: bool = False
+    """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
     lacks_operations: tuple[str, ...] = ()
     """Operations of forward passes that it does not have; models that need one are refused by its name."""
     max_experts: int | None = None
@@ -150,16 +152,11 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     """Leading tokens whose K and V are in the cache."""
     block_ids: list[list[int]]
     """Block table of each KV group; blocks that no token to come will read have any valid id."""
-    sampling: SamplingParams
-    eos_token_ids: tuple[int, ...] = ()
+    work: Work
+    """`GenerateRequest.work` as it came; the adapter is loaded."""
     request_id: str = ""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
-    pooling: Pooling | None = None
-    adapter: str = ""
-    """Digest of the request's adapter, which is loaded; empty for none."""
-    second_text: int = 0
-    """Place of the first token of the second of two texts; 0 for one text."""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):

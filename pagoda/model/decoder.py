@@ -17,6 +17,7 @@ from torch import Tensor
 from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import (
     Backend,
+    Compiled,
     KVCache,
     LatentCache,
     LateRows,
@@ -120,15 +121,27 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
-        graph = self._record()
-        check_operations(
-            {node.op for node in graph.nodes}, self.backend.capabilities, self.backend.arithmetic
-        )
-        compiled = self.backend.compile(graph, self._weight_names())
-        self._compiled = compiled
+        self._compiled = compiled = self._compile(embeds_spans=False)
+        self._compiled_with_spans: Compiled[MetadataT] | None = None
+        """The graph of steps with embedded spans, once there was one."""
         self.row_sampler = compiled if isinstance(compiled, SamplesRows) else None
         """The compiled graph, where it samples from hidden states by itself."""
         self._tracer.span("compile", began)
+
+    def _compile(self, *, embeds_spans: bool) -> Compiled[MetadataT]:
+        graph = self._record(embeds_spans=embeds_spans)
+        check_operations(
+            {node.op for node in graph.nodes}, self.backend.capabilities, self.backend.arithmetic
+        )
+        return self.backend.compile(graph, self._weight_names())
+
+    def _graph_of(self, batch: TokenBatch) -> Compiled[MetadataT]:
+        """The graph that computes a step."""
+        if batch.embedded is None or self._embedding is None:
+            return self._compiled
+        if self._compiled_with_spans is None:
+            self._compiled_with_spans = self._compile(embeds_spans=True)
+        return self._compiled_with_spans
 
     def plan(self, batch: TokenBatch) -> PlannedBatch[MetadataT]:
         """Prepares a step; this may be done while another one is computed."""
@@ -154,13 +167,14 @@ class Decoder(Generic[LinearT, MetadataT]):
         tracer = self._tracer
         began = tracer.e2e()
         step = self._input(planned, hidden, rows, late)
+        compiled = self._graph_of(planned.batch)
         ready = tracer.kernel()
         if not ready:
-            (computed,) = self._compiled(step, [LAST_HIDDEN])
+            (computed,) = compiled(step, [LAST_HIDDEN])
             if began:
                 tracer.span("forward", began)
             return computed
-        (computed,), times = self._compiled.traced(step, [LAST_HIDDEN], tracer)
+        (computed,), times = compiled.traced(step, [LAST_HIDDEN], tracer)
         if times:
             tracer.span("forward", began, {"ops_ns": [ready - began, *times]})
         else:
@@ -191,6 +205,11 @@ class Decoder(Generic[LinearT, MetadataT]):
         tensors = {"token_ids": batch.token_ids, "positions": batch.positions}
         if hidden is not None:
             tensors["hidden"] = hidden
+        if batch.embedded is not None and self._embedding is not None:
+            config, (own, vectors) = self._shard.config, batch.embedded
+            given = torch.zeros(len(batch.token_ids), config.hidden_size)
+            tensors["embedded"] = given.index_copy_(0, own, vectors)
+            tensors["token_ids"] = batch.token_ids.index_fill(0, own, config.vocab_size)
         if batch.adapters is not None:
             tensors["adapters"] = batch.adapters
         if self._tables is not None:
@@ -277,12 +296,12 @@ class Decoder(Generic[LinearT, MetadataT]):
             for name, weight in named.items()
         }
 
-    def _record(self) -> Graph:
+    def _record(self, *, embeds_spans: bool) -> Graph:
         """The stage's forward pass; on the last stage with logits and their argmax."""
         config = self._shard.config
         ops = GraphBuilder(self.backend.group, batch_invariant=self._batch_invariant)
         multipliers, eps = config.multipliers, config.norm.eps
-        x = self._embed(ops)
+        x = self._embed(ops, embeds_spans=embeds_spans)
         tables = {
             name: ops.rotary_table(
                 ops.input("positions"), frequencies.to(self.backend.device), scale
@@ -336,20 +355,25 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops.result("argmax", ops.all_gather_argmax(ops.linear_argmax(h, self.head, first_id)))
         return ops.build()
 
-    def _embed(self, ops: GraphBuilder) -> Value:
+    def _embed(self, ops: GraphBuilder, *, embeds_spans: bool) -> Value:
+        """Embeddings of the tokens; with `embeds_spans`, those that are given for tokens of the id behind the
+        vocabulary, whose row of the table is zeros."""
         config = self._shard.config
         if self._embedding is None:
             return ops.input("hidden", config.hidden_size)
-        ids = self._shard.vocabulary.start, config.vocab_size
+        given = ops.input("embedded", config.hidden_size) if embeds_spans else None
+        ids = self._shard.vocabulary.start, config.vocab_size + embeds_spans
         x = ops.all_reduce(ops.embedding(ops.input("token_ids"), self._embedding, *ids))
         if self._tables is not None:
+            x = x if given is None else ops.add(x, given)
             for name, table in (
                 ("token_types", self._tables.token_types),
                 ("positions", self._tables.positions),
             ):
                 x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
             return _normed(ops, x, self._tables.norm, config.norm.eps)
-        return _scaled(ops, x, self._embedding_multiplier)
+        x = _scaled(ops, x, self._embedding_multiplier)
+        return x if given is None else ops.add(x, given)
 
     def _added(
         self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None

@@ -235,7 +235,7 @@ class RequestTracker:
                 tracestate=request.tracestate,
             ),
             num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.sampling.max_tokens or 0,
+            max_tokens=request.work.sampling.max_tokens or 0,
         )
         try:
             yield record

@@ -148,7 +148,7 @@ async def beam_search(
     Raises BeamSearchError: the engine failed. OverloadedError, DeadlineError, EngineDeadError: as
     `Endpoint.generate`.
     """
-    ends = {*request.request.eos_token_ids, *request.sampling.stop_token_ids}
+    ends = {*request.request.work.eos_token_ids, *request.sampling.stop_token_ids}
     search = BeamSearch(params, ends)
     tracker, num_cached_tokens = generator.tracker, None
     with (
@@ -182,15 +182,14 @@ async def _next_token(
     which take turns."""
     async with turns:
         await asyncio.sleep(0)
-    num_wanted = max(search.num_candidates, value.sampling.logprobs or 0)
+    num_wanted = max(search.num_candidates, value.work.sampling.logprobs or 0)
     num_top = min(num_wanted, generator.endpoint.limits.vocab_size)
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=num_top)
     one = msgspec.structs.replace(
         value,
         request_id=f"{value.request_id}-{secrets.token_hex(4)}",
         prompt_token_ids=[*value.prompt_token_ids, *beam.token_ids],
-        sampling=sampling,
-        eos_token_ids=(),
+        work=msgspec.structs.replace(value.work, sampling=sampling, eos_token_ids=()),
         returns=bool(beam.token_ids),
     )
     chunks = cast(AsyncGenerator[TokenChunk, None], generator.endpoint.generate(one))
@@ -209,7 +208,7 @@ def _text(
     """The whole answer of a beam."""
     last = beam.token_ids[-1]
     reason, stop_reason = FinishReason.LENGTH, None
-    if last in request.request.eos_token_ids:
+    if last in request.request.work.eos_token_ids:
         reason = FinishReason.STOP
     elif last in request.sampling.stop_token_ids:
         reason, stop_reason = FinishReason.STOP, last

@@ -17,6 +17,7 @@ from pagoda.errors import refuse
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest
+from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextGenerator, TextRequest
 
 WHOLE_CONTEXT = -1
@@ -91,15 +92,14 @@ async def embed(
         if beginning and isinstance(prompt, str):
             prompt = f"{beginning}{prompt}"
         token_ids = await _token_ids(generator, prompt, options, name)
-        requests += await generator.prepare(
-            token_ids,
-            sampling,
+        draft = Draft(
             param=name,
             priority=options.priority,
             cache_salt=options.cache_salt,
             pooling=pooling,
             client_request=client_request,
         )
+        requests += await generator.prepare(token_ids, sampling, draft)
     return await gather_all([_embedding(generator, request, options) for request in requests])
 
 

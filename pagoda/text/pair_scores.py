@@ -7,15 +7,14 @@ import math
 from array import array
 from collections.abc import Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-
-import msgspec
 
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest
+from pagoda.text.draft import Draft
 from pagoda.text.embeddings import WHOLE_CONTEXT, EmbeddingError, EmbeddingOptions
 from pagoda.text.templates.chat_template import ChatTemplate
 from pagoda.text.text_generator import TextGenerator, TextRequest
@@ -54,17 +53,15 @@ async def score_pairs(
     requests: list[TextRequest] = []
     for pair in pairs:
         tokens = await _tokens(generator, pair, options)
-        [request] = await generator.prepare(
-            tokens.ids,
-            sampling,
+        draft = Draft(
             param=pair.document_param,
             priority=options.priority,
             cache_salt=options.cache_salt,
             pooling=Pooling.SCORE,
+            second_text=tokens.second,
             client_request=client_request,
         )
-        wire = msgspec.structs.replace(request.request, second_text=tokens.second)
-        requests.append(replace(request, request=wire))
+        requests += await generator.prepare(tokens.ids, sampling, draft)
     sigmoid = generator.text.pooling.sigmoid and not raw
     return await gather_all([_score(generator, one, sigmoid=sigmoid) for one in requests])
 

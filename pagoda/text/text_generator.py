@@ -29,15 +29,15 @@ from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
     GenerateRequest,
-    Grammar,
     KVSource,
-    Pooling,
     PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
+    Work,
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
+from pagoda.text.draft import Draft
 from pagoda.text.json_size import json_size
 from pagoda.text.model_text import ModelText
 from pagoda.text.reasoning_border import BorderFinder, ReasoningBorder
@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PLAIN = Draft()
 _MAX_LONG_TEXTS = 2
 """Long texts at a time; the tokenizer takes a hundred times their size in memory."""
 
@@ -103,14 +104,11 @@ class TextRequest:
     """The user's parameters, with stop strings."""
     prompt: str | None
     client_request: ClientRequest
+    draft: Draft = _PLAIN
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
     border: ReasoningBorder | None = None
     """Stop strings count behind it; None if they count in all of the text."""
-    shown_tokens: tuple[str, ...] = ()
-    """Special tokens that have text though others are skipped: a parser of the answer needs them."""
-    grammar_param: str = "grammar"
-    """The client's name for the grammar in errors."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
     on_kv_source: Callable[[KVSource], None] | None = None
@@ -273,89 +271,78 @@ class TextGenerator:
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        *,
-        param: str = "prompt",
-        add_special_tokens: bool = True,
-        clamp_max_tokens: bool = False,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        holds_kv: bool = False,
-        kv_source: KVSource | None = None,
-        grammar: Grammar | None = None,
-        grammar_param: str = "grammar",
-        shown_tokens: tuple[str, ...] = (),
-        border: ReasoningBorder | None = None,
-        pooling: Pooling | None = None,
-        scores_once: bool = True,
-        client_request: ClientRequest | None = None,
+        draft: Draft = _PLAIN,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits. Other streams go on
         between the prompts of a long list.
 
-        `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
-        `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
-        with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
-        are as in `GenerateRequest`, `shown_tokens` and `border` as in `TextRequest`. Without a `client_request`
-        one is made here. Token ids are not copied: the caller must not change them. `scores_once` leaves the
-        log-probabilities of the prompt to the first request.
+        `sampling` is what `check_sampling` returned. Token ids are not copied: the caller must not change them.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
         await asyncio.sleep(0)
-        if pooling is None:
+        if draft.pooling is None:
             self.text.check_generates()
         limits = self.endpoint.limits
+        client_request = draft.client_request
         if client_request is None:
             client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
-        client_request.check_priority(priority)
-        text, token_ids = None, prompt
+        client_request.check_priority(draft.priority)
+        text, token_ids, param = None, prompt, draft.param
         if isinstance(prompt, str):
             text = prompt
             token_ids = await self.encode(
-                prompt, add_special_tokens=add_special_tokens, param=param
+                prompt, add_special_tokens=draft.add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
         more = self._more_context()
         _check_prompt(token_ids, limits, param, more, has_answer=sampling.max_tokens != 0)
-        context = limits.max_model_len
-        resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp_max_tokens)
+        clamp, context = draft.clamp_max_tokens, limits.max_model_len
+        resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp)
         stops = await self._stops_of(sampling) if sampling.stop else None
+        border = draft.border
         if border is not None and any(map(border.names_a_tag, sampling.stop)):
             border = None  # to stop at a tag of reasoning is to search all of the text
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
+        scores_once = draft.scores_once
         return [
             TextRequest(
                 request=GenerateRequest(
                     # Clients choose their ids, so several requests may have the same.
                     request_id=f"{client_request.id}-{secrets.token_hex(8)}",
                     prompt_token_ids=token_ids,
-                    sampling=msgspec.structs.replace(
-                        resolved,
-                        seed=derive_seed(base, index),
-                        prompt_logprobs=None if index and scores_once else resolved.prompt_logprobs,
+                    work=Work(
+                        msgspec.structs.replace(
+                            resolved,
+                            seed=derive_seed(base, index),
+                            prompt_logprobs=None
+                            if index and scores_once
+                            else resolved.prompt_logprobs,
+                        ),
+                        eos_token_ids=self._eos_of(sampling),
+                        pooling=draft.pooling,
+                        adapter=self.adapter.digest if self.adapter else "",
+                        second_text=draft.second_text,
+                        spans=draft.spans,
                     ),
-                    eos_token_ids=self._eos_of(sampling),
-                    priority=priority,
+                    priority=draft.priority,
                     tenant=client_request.key_name,
                     weight=client_request.weight,
                     body=client_request.body_id,
-                    cache_salt=cache_salt,
-                    session=session,
+                    cache_salt=draft.cache_salt,
+                    session=draft.session,
                     data_parallel_rank=client_request.data_parallel_rank,
-                    holds_kv=holds_kv,
-                    kv_source=kv_source,
-                    grammar=grammar,
-                    adapter=self.adapter.digest if self.adapter else "",
-                    pooling=pooling,
+                    holds_kv=draft.holds_kv,
+                    kv_source=draft.kv_source,
+                    grammar=None if draft.grammar is None else draft.grammar.grammar,
+                    num_scored_tokens=draft.num_scored_tokens,
                 ),
                 sampling=sampling,
                 prompt=text,
                 client_request=client_request,
+                draft=draft,
                 stops=stops,
                 border=border,
-                grammar_param=grammar_param,
-                shown_tokens=shown_tokens,
                 index=index,
             )
             for index in range(sampling.n)
@@ -368,7 +355,7 @@ class TextGenerator:
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
-        scores = None if request.request.sampling.prompt_logprobs is None else PromptScores()
+        scores = None if request.request.work.sampling.prompt_logprobs is None else PromptScores()
         with (
             _naming_grammar(request),
             tracker.answering(request.request, request.client_request) as record,
@@ -441,9 +428,10 @@ def _naming_grammar(request: TextRequest) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        if request.request.grammar is None or error.param is not None:
+        grammar = request.draft.grammar
+        if grammar is None or error.param is not None:
             raise
-        param = request.grammar_param
+        param = grammar.param
         raise InvalidRequestError(f"{param}: {error}", param=param) from None
 
 
@@ -514,7 +502,7 @@ class TextAssembler:
         self._decoder = tokenizer.incremental(
             request.request.prompt_token_ids,
             skip_special_tokens=sampling.skip_special_tokens,
-            shown_tokens=request.shown_tokens,
+            shown_tokens=request.draft.shown_tokens,
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
         border = request.border if request.stops else None

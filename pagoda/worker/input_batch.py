@@ -9,6 +9,7 @@ runs: that of a token that the step before samples is found in its slot's row on
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
+from pagoda.backend.base import EmbeddedRows, TokenBatch
+from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
 from pagoda.worker.block_table import BlockTable
 from pagoda.worker.step_rows import Draft, SlotRows
@@ -91,11 +93,22 @@ class StepTokens:
                 block_tables=tuple(table[kept] for table in batch.block_tables),
                 adapters=None if batch.adapters is None else batch.adapters[rows],
                 token_types=None if batch.token_types is None else batch.token_types[rows],
+                embedded=None if batch.embedded is None else batch.embedded.of(rows),
             ),
             places=self.places[rows],
             ends=list(compress(self.ends, chosen)),
             drafts=self.drafts,
         )
+
+
+class _Span:
+    def __init__(self, span: EmbeddedSpan) -> None:
+        self.start = span.start
+        values = array("f", span.vectors)
+        if sys.byteorder == "big":
+            values.byteswap()
+        self.vectors = torch.frombuffer(values, dtype=torch.float32).view(span.length, -1)
+        """[length, hidden]."""
 
 
 class _Firsts(NamedTuple):
@@ -198,6 +211,8 @@ class InputBatch:
         """Places of the second of two texts; 0 for none."""
         self._pairs: set[int] = set()
         """Slots with two texts."""
+        self._spans: dict[int, list[_Span]] = {}
+        """Embedded spans of slots that have some."""
         self._slots: set[int] = set()
         """Slots in use."""
         self._drafted: dict[int, Draft] = {}
@@ -245,20 +260,22 @@ class InputBatch:
         self._num_computed[slot] = start.num_computed_tokens
         self._adapters[slot] = adapter
         self._num_adapted += adapter != _NO_ADAPTER
-        self._second_texts[slot] = start.second_text
-        if start.second_text:
+        self._second_texts[slot] = start.work.second_text
+        if start.work.second_text:
             self._pairs.add(slot)
+        if start.work.spans:
+            self._spans[slot] = list(map(_Span, start.work.spans))
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
             self.add_blocks(slot, group, block_ids)
 
     def _adapter_of(self, start: SlotStart) -> int:
-        if not start.adapter:
+        if not start.work.adapter:
             return _NO_ADAPTER
         if self._adapter_number is None:
             raise ValueError(f"Slot {start.slot} is started with an adapter, but there are none.")
-        return self._adapter_number(start.adapter)
+        return self._adapter_number(start.work.adapter)
 
     def add_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
         """Appends to a slot's block table of a group."""
@@ -273,6 +290,7 @@ class InputBatch:
         self._slots.remove(slot)
         self._drafted.pop(slot, None)
         self._pairs.discard(slot)
+        self._spans.pop(slot, None)
         if self._num_adapted:
             self._num_adapted -= self._adapters[slot] != _NO_ADAPTER
 
@@ -362,6 +380,8 @@ class InputBatch:
                 end - len(drafted.get(slot, nothing).token_ids)
                 for slot, end in zip(slots, behind, strict=True)
             ]
+        if not self._spans.keys().isdisjoint(slots):
+            batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
         return StepTokens(
             slots=slots,
             counts=num_tokens,
@@ -403,6 +423,20 @@ class InputBatch:
             del self._drafted[slot]
             self._num_tokens[slot] += num_right
             self._num_computed[slot] = self._num_tokens[slot] - 1
+
+    def _embedded(
+        self, slots: list[int], firsts: list[int], ends: list[int]
+    ) -> EmbeddedRows | None:
+        """The tokens of a step that lie in spans."""
+        rows, vectors, row = list[Tensor](), list[Tensor](), 0
+        for slot, first, end in zip(slots, firsts, ends, strict=True):
+            for span in self._spans.get(slot, ()):
+                begin, stop = max(first, span.start), min(end, span.start + len(span.vectors))
+                if begin < stop:
+                    rows.append(torch.arange(row + begin - first, row + stop - first))
+                    vectors.append(span.vectors[begin - span.start : stop - span.start])
+            row += end - first
+        return EmbeddedRows(torch.cat(rows), torch.cat(vectors)) if rows else None
 
     def _refuse(
         self, slots: list[int], num_tokens: list[int], drafts: Mapping[int, list[int]]

@@ -61,12 +61,12 @@ class _Chunk:
 class _Prompt:
     def __init__(self, start: SlotStart) -> None:
         self.num_tokens = start.num_prompt_tokens
-        self.num_top = start.sampling.prompt_logprobs
+        self.num_top = start.work.sampling.prompt_logprobs
         self.num_scored = max(1, start.num_scored_tokens)
         if self.num_top is None:
             self.num_scored = self.num_tokens
         self.token_ids = torch.tensor(start.token_ids[: self.num_tokens])
-        self.pooling = start.pooling
+        self.pooling = start.work.pooling
         self.sum: Tensor | None = None
         """Hidden states of all tokens so far, added up in float64."""
 
@@ -83,10 +83,12 @@ class PromptReader:
         self._without_answer: set[int] = set()
 
     def start(self, start: SlotStart) -> None:
-        if start.sampling.max_tokens == 0:
+        if start.work.sampling.max_tokens == 0:
             self._without_answer.add(start.slot)
         is_scored = start.num_scored_tokens < start.num_prompt_tokens
-        if start.pooling is not None or (start.sampling.prompt_logprobs is not None and is_scored):
+        if start.work.pooling is not None or (
+            start.work.sampling.prompt_logprobs is not None and is_scored
+        ):
             self._prompts[start.slot] = _Prompt(start)
 
     def free(self, slot: int) -> None:

@@ -118,7 +118,7 @@ class Sampler:
 
     def start(self, start: SlotStart) -> None:
         state = self._states[start.slot] = SamplingState(start, self.table)
-        if start.sampling.logprobs is not None:
+        if start.work.sampling.logprobs is not None:
             self._reporting.add(start.slot)
         self._note(start.slot, state)
 

@@ -19,14 +19,14 @@ from pagoda.messages.worker import SlotStart
 
 class SamplingState:
     def __init__(self, start: SlotStart, table: SamplingTable) -> None:
-        sampling = start.sampling
+        sampling = start.work.sampling
         self._slot, self._table = start.slot, table
         output = start.token_ids[start.num_prompt_tokens :]
         bias = sampling.logit_bias or {}
         self._rules = SamplingRules(
             sampling=sampling,
             allowed=_mask(sampling.allowed_token_ids, table.vocab_size),
-            stops=array("q", sorted({*start.eos_token_ids, *sampling.stop_token_ids})),
+            stops=array("q", sorted({*start.work.eos_token_ids, *sampling.stop_token_ids})),
             bias_ids=array("q", bias),
             biases=array("f", bias.values()),
         )

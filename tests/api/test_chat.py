@@ -161,7 +161,7 @@ async def test_logprobs(serve_api, stream: bool) -> None:
 
 @WHOLE_AND_STREAM
 async def test_several_answers(serve_api, stream: bool) -> None:
-    api = await serve_api(lambda request: "ab"[request.sampling.seed != 5])
+    api = await serve_api(lambda request: "ab"[request.work.sampling.seed != 5])
     choices = (await api.chat(n=2, seed=5, stream=stream)).choices()
     assert [choice["message"]["content"] for choice in choices] == ["a", "b"]
 

@@ -167,7 +167,7 @@ async def test_echo_with_logprobs_scores_the_prompt(
         assert logprobs["text_offset"] == list(range(len(text) + num_tokens))
     if not stream:
         assert answer.json()["usage"]["completion_tokens"] == 6 * num_tokens
-        scored = [r.sampling.prompt_logprobs for r in api.endpoint.requests]
+        scored = [r.work.sampling.prompt_logprobs for r in api.endpoint.requests]
         assert scored == [1, None] * 3  # a prompt is scored once
 
 
@@ -364,9 +364,9 @@ async def test_every_parameter_reaches_the_engine(api) -> None:
     [request] = api.endpoint.requests
     for name, value in given.items():
         expected = tuple(value) if isinstance(value, list) else value
-        assert getattr(request.sampling, name) == expected
-    assert request.sampling.logit_bias == {5: -1.0}
-    assert (request.priority, request.cache_salt, request.eos_token_ids) == (3, "s", ())
+        assert getattr(request.work.sampling, name) == expected
+    assert request.work.sampling.logit_bias == {5: -1.0}
+    assert (request.priority, request.cache_salt, request.work.eos_token_ids) == (3, "s", ())
 
 
 async def test_fields_without_effect_and_neutral_values(api) -> None:

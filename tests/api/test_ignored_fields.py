@@ -98,7 +98,7 @@ async def test_the_window_of_a_penalty_is_a_hint(api, route: str) -> None:
             body, named = {**body, "options": options}, named and f"options.{named}"
         answer = await api.post(route, body)
         assert (answer.status, answer.headers.get(IGNORED_HEADER)) == (200, named)
-        assert api.endpoint.requests[-1].sampling.repetition_penalty == penalty
+        assert api.endpoint.requests[-1].work.sampling.repetition_penalty == penalty
 
 
 async def test_a_stream_names_what_was_ignored(serve_api) -> None:

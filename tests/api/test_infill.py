@@ -44,7 +44,7 @@ async def test_what_fills_a_gap_ends_before_another_file(serve_api) -> None:
     await api.complete(prompt="ab", suffix="yz", stop_token_ids=[7])
     ends = marks_of(text.tokenizer).ends
     assert len(ends) == 3
-    assert set(api.endpoint.requests[0].sampling.stop_token_ids) >= {7, *ends}
+    assert set(api.endpoint.requests[0].work.sampling.stop_token_ids) >= {7, *ends}
 
 
 async def test_llama_cpps_gaps_end_there_too(serve_api) -> None:
@@ -52,7 +52,7 @@ async def test_llama_cpps_gaps_end_there_too(serve_api) -> None:
     api = await serve_api(text=text)
     await api.post("/infill", {"input_prefix": "ab", "input_suffix": "yz"})
     ends = [text.tokenizer.token_id("<|file_sep|>")]
-    assert list(api.endpoint.requests[0].sampling.stop_token_ids) == ends
+    assert list(api.endpoint.requests[0].work.sampling.stop_token_ids) == ends
 
 
 async def test_a_text_without_a_gap_is_continued(serve_api) -> None:
@@ -70,11 +70,11 @@ async def test_mistrals_route_answers_with_messages(serve_api) -> None:
     assert whole["object"] == "chat.completion"
     assert choice["message"] == {"role": "assistant", "content": "ok"}
     assert choice["finish_reason"] == "stop"
-    assert api.endpoint.requests[0].sampling.seed == 7
+    assert api.endpoint.requests[0].work.sampling.seed == 7
     events = (await api.post(FIM, {**body, "stream": True})).events()
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "ok"
-    assert api.endpoint.requests[1].sampling.max_tokens > 200, "as long as the context allows"
+    assert api.endpoint.requests[1].work.sampling.max_tokens > 200, "as long as the context allows"
 
 
 async def test_messages_tell_no_probabilities_and_no_prompt(serve_api) -> None:

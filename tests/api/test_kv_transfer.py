@@ -164,10 +164,10 @@ async def test_length_and_min_tokens_are_the_clients_whatever_the_proxy_asks_of_
     api = await serve_api("yes", role=Role.BOTH)
     asked = {"min_tokens": 5, "max_tokens": max_tokens}
     assert (await api.complete(kv_transfer_params=ASKS, **asked)).status == 200
-    assert (api.endpoint.requests[0].sampling.min_tokens >= 1) is True
+    assert (api.endpoint.requests[0].work.sampling.min_tokens >= 1) is True
     if max_tokens != 1:
         assert (await api.complete(kv_transfer_params=GIVEN, **asked)).status == 200
-        assert api.endpoint.requests[1].sampling.min_tokens == 5
+        assert api.endpoint.requests[1].work.sampling.min_tokens == 5
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

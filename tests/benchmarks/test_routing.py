@@ -24,7 +24,7 @@ def test_traffic_is_the_same_for_the_same_seed() -> None:
 
 def test_a_dispatcher_cannot_see_how_long_an_answer_will_be() -> None:
     requests = heavy_tailed(random.Random(1), 50)
-    assert len({request.sampling.max_tokens for request in requests}) == 1
+    assert len({request.work.sampling.max_tokens for request in requests}) == 1
     prompts = sorted(len(request.prompt_token_ids) for request in requests)
     assert prompts[-1] > 10 * prompts[0]
 

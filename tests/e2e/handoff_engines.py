@@ -24,7 +24,7 @@ from pagoda.llm.engine_options import (
     ParallelOptions,
 )
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs, Work
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -105,8 +105,10 @@ def short_requests(prompts: Sequence[list[int]]) -> list[GenerateRequest]:
         GenerateRequest(
             request_id=f"r{seed}",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                temperature=[0.0, 1.0][seed % 2], seed=seed, max_tokens=8, ignore_eos=True
+            work=Work(
+                SamplingParams(
+                    temperature=[0.0, 1.0][seed % 2], seed=seed, max_tokens=8, ignore_eos=True
+                )
             ),
         )
         for seed, prompt in enumerate(prompts)

@@ -34,7 +34,7 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.model_text import load_model_text
 
@@ -75,8 +75,9 @@ def requests(count: int, max_tokens: int = 32) -> list[GenerateRequest]:
             GenerateRequest(
                 request_id=f"r{index}",
                 prompt_token_ids=token_ids,
-                sampling=sampling,
-                eos_token_ids=() if sampling.ignore_eos else text.eos_token_ids,
+                work=Work(
+                    sampling, eos_token_ids=() if sampling.ignore_eos else text.eos_token_ids
+                ),
             )
         )
     return made

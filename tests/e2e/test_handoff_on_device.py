@@ -69,8 +69,10 @@ async def test_a_network_moves_kv_of_emulated_gpus(
     """The memory of these is the host's, so that NIXL itself moves it; a prompt comes in several steps."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (request,) = short_requests([[(7 * at) % 900 for at in range(34)]])
-    sampling = msgspec.structs.replace(request.sampling, max_tokens=2)
-    request = msgspec.structs.replace(request, sampling=sampling)
+    sampling = msgspec.structs.replace(request.work.sampling, max_tokens=2)
+    request = msgspec.structs.replace(
+        request, work=msgspec.structs.replace(request.work, sampling=sampling)
+    )
     few = {"num_kv_blocks": 16, "max_model_len": 64, "max_num_seqs": 1}
     await _check_answers(
         tmp_path, [request], "cuda", "cuda", "nixl", max_num_batched_tokens=16, **few

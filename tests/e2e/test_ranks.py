@@ -18,7 +18,7 @@ from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher, LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import GenerateRequest, Grammar
+from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -30,8 +30,10 @@ REQUESTS = [
     GenerateRequest(
         request_id=f"r{index}",
         prompt_token_ids=[40 + 3 * index + n for n in range(5 + 7 * index)],
-        sampling=SamplingParams(
-            temperature=index % 2 / 2, seed=index, max_tokens=MAX_TOKENS, ignore_eos=True
+        work=Work(
+            SamplingParams(
+                temperature=index % 2 / 2, seed=index, max_tokens=MAX_TOKENS, ignore_eos=True
+            )
         ),
         grammar=Grammar("regex", "[a-z ]{1,1000}") if index % 4 == 3 else None,
     )

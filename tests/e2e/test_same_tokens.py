@@ -27,7 +27,7 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.text.model_text import load_model_text
@@ -83,7 +83,7 @@ def requests(backend: str) -> list[GenerateRequest]:
             GenerateRequest(
                 request_id=f"r{index}",
                 prompt_token_ids=text.tokenizer.encode(prompt, add_special_tokens=False),
-                sampling=sampling,
+                work=Work(sampling),
             )
         )
     return made

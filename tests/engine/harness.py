@@ -33,7 +33,7 @@ from pagoda.messages.engine_config import (
     KVTiersConfig,
     SimConfig,
 )
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
@@ -47,20 +47,27 @@ from pagoda.telemetry.tracer import Tracer
 def make_request(
     request_id: str, prompt: list[int], *, max_tokens: int = 8, **fields: object
 ) -> GenerateRequest:
+    """`fields` are those of `GenerateRequest` and of `Work`."""
     sampling = SamplingParams(seed=len(request_id) + sum(prompt), max_tokens=max_tokens)
+    work = {name: fields.pop(name) for name in Work.__struct_fields__ if name in fields}
     return GenerateRequest(
-        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **fields
+        request_id=request_id, prompt_token_ids=prompt, work=Work(sampling, **work), **fields
     )  # type: ignore[arg-type]
+
+
+def reworked(request: GenerateRequest, **fields: object) -> GenerateRequest:
+    """The request with other fields of its `Work`."""
+    return msgspec.structs.replace(request, work=msgspec.structs.replace(request.work, **fields))
 
 
 def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
     """Tokens that the simulated model answers, computed without any engine."""
     if request.grammar is not None:
         return small_grammars.constrained_tokens(request, max_model_len)
-    sampling = request.sampling
+    sampling = request.work.sampling
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
-    stops = {*request.eos_token_ids, *sampling.stop_token_ids}
+    stops = {*request.work.eos_token_ids, *sampling.stop_token_ids}
     most = max_model_len if sampling.max_tokens is None else sampling.max_tokens
     while len(output) < most and len(tokens) < max_model_len:
         token = sim_token(sampling.seed or 0, len(output), tokens[-1], VOCAB_SIZE)

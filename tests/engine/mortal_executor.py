@@ -12,7 +12,7 @@ from small_grammars import GRAMMARS
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
 
@@ -113,13 +113,15 @@ def random_request(rng: random.Random, index: int, max_model_len: int) -> Genera
     return GenerateRequest(
         request_id=f"r{index}",
         prompt_token_ids=prompt[: max_model_len - 1],
-        sampling=SamplingParams(
-            seed=rng.randrange(2**63),
-            max_tokens=rng.randint(max(1, min_tokens), 30),
-            min_tokens=min_tokens,
-            stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
+        work=Work(
+            SamplingParams(
+                seed=rng.randrange(2**63),
+                max_tokens=rng.randint(max(1, min_tokens), 30),
+                min_tokens=min_tokens,
+                stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
+            ),
+            eos_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
         ),
-        eos_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "salt"]),
         grammar=None if poison or index % 3 else GRAMMARS[index // 3 % len(GRAMMARS)],

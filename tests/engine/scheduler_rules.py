@@ -21,6 +21,7 @@ from pagoda.messages.frontend import (
     Grammar,
     Pooling,
     TokenChunk,
+    Work,
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
@@ -78,16 +79,18 @@ class SchedulerRules(RuleBasedStateMachine):
         request = GenerateRequest(
             request_id=f"r{number}",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                seed=number,
-                max_tokens=0 if pooling else max_tokens,
-                prompt_logprobs=num_top,
-                **sampling,
+            work=Work(
+                SamplingParams(
+                    seed=number,
+                    max_tokens=0 if pooling else max_tokens,
+                    prompt_logprobs=num_top,
+                    **sampling,
+                ),
+                eos_token_ids=eos,
+                pooling=pooling,
             ),
-            eos_token_ids=eos,
             priority=priority,
             grammar=grammar,
-            pooling=pooling,
         )
         assert self.scheduler.add(request, constraint_of(request)) == []
         self.requests[request.request_id] = request
@@ -180,15 +183,15 @@ class SchedulerRules(RuleBasedStateMachine):
         if part is not None:
             assert part.first == 1 + len(scores)
             scores += [entry.logprob for entry in part.entries()]
-        if request.sampling.prompt_logprobs is not None and chunk.token_ids:
+        if request.work.sampling.prompt_logprobs is not None and chunk.token_ids:
             assert len(scores) == len(request.prompt_token_ids) - 1
 
     def _check_end(self, request: GenerateRequest, chunk: TokenChunk) -> None:
         prompt, expected = request.prompt_token_ids, list[float]()
-        if request.sampling.prompt_logprobs is not None:
+        if request.work.sampling.prompt_logprobs is not None:
             expected = [sim_logprob(one, other) for one, other in pairwise(prompt)]
         assert self.scores[request.request_id] == expected
-        assert chunk.embedding == (sim_embedding(prompt) if request.pooling else None)
+        assert chunk.embedding == (sim_embedding(prompt) if request.work.pooling else None)
 
     @invariant()
     def requests_are_where_they_should_be(self) -> None:

@@ -77,10 +77,10 @@ def constraint_of(request: GenerateRequest) -> Constraint | None:
 
 def constrained_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
     """Tokens that the simulated model answers within the request's grammar, one by one and without an engine."""
-    constraint, sampling = constraint_of(request), request.sampling
+    constraint, sampling = constraint_of(request), request.work.sampling
     assert constraint is not None
     tokens, output = list(request.prompt_token_ids), []
-    ends = {*request.eos_token_ids, *sampling.stop_token_ids}
+    ends = {*request.work.eos_token_ids, *sampling.stop_token_ids}
     while len(output) < (sampling.max_tokens or max_model_len) and len(tokens) < max_model_len:
         forced = constraint.forced_tokens() if sampling.logprobs is None else []
         for token in forced or [_chosen(request, constraint, output, tokens[-1])]:
@@ -99,10 +99,10 @@ def constrained_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> 
 def _chosen(
     request: GenerateRequest, constraint: Constraint, output: list[int], previous: int
 ) -> int:
-    sampling = request.sampling
+    sampling = request.work.sampling
     held_back = {EOS} if sampling.ignore_eos else set()
     if len(output) < sampling.min_tokens:
-        held_back |= {EOS, *request.eos_token_ids, *sampling.stop_token_ids}
+        held_back |= {EOS, *request.work.eos_token_ids, *sampling.stop_token_ids}
     mask = constraint.mask(sorted(held_back))
     assert mask is not None
     token = sim_token(sampling.seed or 0, len(output), previous, VOCAB_SIZE)

@@ -22,7 +22,7 @@ def test_a_model_is_asked_for_what_it_gives(
     scheduler = make_scheduler(**limits)
     Canary(scheduler).send()
     canary = scheduler.requests[CANARY_ID]
-    assert (canary.sampling.max_tokens, canary.pooling) == (num_tokens, pooling)
+    assert (canary.work.sampling.max_tokens, canary.work.pooling) == (num_tokens, pooling)
     plan = scheduler.schedule()
     assert plan is not None
-    assert [start.pooling for start in plan.starts] == [pooling]
+    assert [start.work.pooling for start in plan.starts] == [pooling]

@@ -8,7 +8,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.engine_config import EngineConfig, SimConfig
-from pagoda.messages.frontend import GenerateRequest, RequestRefused
+from pagoda.messages.frontend import GenerateRequest, RequestRefused, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 
@@ -39,7 +39,7 @@ def _request(name: str, adapter: str, count: int = 3) -> GenerateRequest:
     sampling = SamplingParams(seed=1, max_tokens=count)
     prompt = list(range(40))
     return GenerateRequest(
-        request_id=name, prompt_token_ids=prompt, sampling=sampling, adapter=adapter
+        request_id=name, prompt_token_ids=prompt, work=Work(sampling, adapter=adapter)
     )
 
 

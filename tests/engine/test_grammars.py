@@ -13,7 +13,7 @@ from typing import NoReturn, cast
 
 import msgspec
 import pytest
-from harness import VOCAB_SIZE, Harness, assert_complete, make_request
+from harness import VOCAB_SIZE, Harness, assert_complete, make_request, reworked
 from llguidance import LLMatcher
 from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
@@ -63,8 +63,7 @@ def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, 
 
 
 def sampled(request: GenerateRequest, **changes: object) -> GenerateRequest:
-    sampling = msgspec.structs.replace(request.sampling, **changes)
-    return msgspec.structs.replace(request, sampling=sampling)
+    return reworked(request, sampling=msgspec.structs.replace(request.work.sampling, **changes))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -100,7 +99,7 @@ def test_min_tokens_gives_way_to_a_finished_grammar() -> None:
 
 def test_ignore_eos_ends_where_the_grammar_ends() -> None:
     request = constrained("r", Grammar("regex", "a{0,5}"), max_tokens=30)
-    request = msgspec.structs.replace(sampled(request, ignore_eos=True), eos_token_ids=())
+    request = reworked(sampled(request, ignore_eos=True), eos_token_ids=())
     harness = Harness()
     harness.serve(request)
     assert text_of(harness.tokens["r"][:-1]) == "aaaaa"

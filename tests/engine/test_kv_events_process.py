@@ -28,7 +28,7 @@ from pagoda.fleet.fleet import Fleet
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.llm.llm import LLM
 from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, SimConfig
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -84,7 +84,7 @@ async def answer(
     request = GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
-        sampling=SamplingParams(seed=1, max_tokens=2),
+        work=Work(SamplingParams(seed=1, max_tokens=2)),
         cache_salt=salt,
     )
     async for _ in dispatcher.generate(request):

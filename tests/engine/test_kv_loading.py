@@ -44,7 +44,7 @@ def abort(harness: Harness) -> list[FinishReason | None]:
 def last_token(harness: Harness) -> list[FinishReason | None]:
     request = harness.scheduler.requests["r"]
     key = harness.scheduler.kv.sequence_key(request.table, request.token_ids)
-    conditions = token_conditions(request.sampling, request.end_token_ids, 0)
+    conditions = token_conditions(request.work.sampling, request.end_token_ids, 0)
     arrived = Arrived("r", KVPrefilled("t", key, 1, 7, conditions))
     return [chunk.finish_reason for chunk in harness.hooks.apply_events([arrived])]
 

@@ -15,7 +15,7 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.codec import Codec
-from pagoda.messages.frontend import GenerateRequest, Pooling
+from pagoda.messages.frontend import GenerateRequest, Pooling, Work
 from pagoda.messages.worker import StepResult, WorkerMessage, WorkerReady
 
 MAX_TOKENS = 4
@@ -61,11 +61,11 @@ class LyingExecutor:
 def requests() -> list[GenerateRequest]:
     """Requests that ask for all that a result may bring."""
     plain = make_request("plain", [1, 2, 3], max_tokens=MAX_TOKENS)
-    sampling = msgspec.structs.replace(plain.sampling, logprobs=2, prompt_logprobs=1)
-    scored = msgspec.structs.replace(plain, request_id="scored", sampling=sampling)
-    nothing = msgspec.structs.replace(plain.sampling, max_tokens=0)
+    sampling = msgspec.structs.replace(plain.work.sampling, logprobs=2, prompt_logprobs=1)
+    scored = msgspec.structs.replace(plain, request_id="scored", work=Work(sampling))
+    nothing = msgspec.structs.replace(plain.work.sampling, max_tokens=0)
     pooled = msgspec.structs.replace(
-        plain, request_id="pooled", sampling=nothing, pooling=Pooling.LAST
+        plain, request_id="pooled", work=Work(nothing, pooling=Pooling.LAST)
     )
     return [plain, scored, pooled]
 
@@ -104,7 +104,7 @@ def test_every_request_is_answered_whatever_a_result_says(
                 end = harness.finished[request.request_id]
                 tokens = harness.tokens[request.request_id]
                 assert all(0 <= token < VOCAB_SIZE for token in tokens)
-                if end.error is None and request.pooling is None:
+                if end.error is None and request.work.pooling is None:
                     assert len(tokens) == MAX_TOKENS
             restarts += harness.core.load().num_worker_restarts
         assert restarts > 100

@@ -39,6 +39,7 @@ from pagoda.messages.frontend import (
     PrefixCacheUpdate,
     StepBin,
     StepStatistics,
+    Work,
 )
 from pagoda.messages.load import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, StepTotals
 from pagoda.messages.sampling_params import SamplingParams
@@ -392,7 +393,7 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
 
     async def ask(name: str) -> None:
         sampling = SamplingParams(seed=1, max_tokens=3)
-        request = GenerateRequest(request_id=name, prompt_token_ids=[1, 2, 3], sampling=sampling)
+        request = GenerateRequest(request_id=name, prompt_token_ids=[1, 2, 3], work=Work(sampling))
         async for _ in dispatcher.generate(request):
             pass
 

@@ -12,7 +12,7 @@ from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult, WorkerReady
@@ -329,9 +329,12 @@ def test_stop_tokens_wait_for_min_tokens(harness: Harness) -> None:
     request = make_request("a", [5, 6], max_tokens=30)
     free = expected_tokens(request)
     sampling = SamplingParams(
-        seed=request.sampling.seed, max_tokens=30, min_tokens=3, stop_token_ids=(free[0], free[5])
+        seed=request.work.sampling.seed,
+        max_tokens=30,
+        min_tokens=3,
+        stop_token_ids=(free[0], free[5]),
     )
-    request = msgspec.structs.replace(request, sampling=sampling)
+    request = msgspec.structs.replace(request, work=Work(sampling))
     harness.add(request)
     harness.run()
     output = expected_tokens(request)
@@ -600,7 +603,7 @@ def test_urgent_requests_do_not_wait_for_others() -> None:
 
 def test_without_hidden_states_there_are_no_embeddings() -> None:
     scheduler = make_scheduler(gives_hidden=False)
-    wanted = msgspec.structs.replace(make_request("a", [1, 2, 3]), pooling=Pooling.LAST)
+    wanted = make_request("a", [1, 2, 3], pooling=Pooling.LAST)
     (chunk,) = scheduler.add(wanted)
     assert chunk.finish_reason is FinishReason.ERROR
     assert chunk.error == (

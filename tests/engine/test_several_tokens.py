@@ -65,7 +65,10 @@ class SeveralTokensMachine(SchedulerMachine):
 
     def take(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
-            if chunk.token_ids and self.requests[chunk.request_id].sampling.logprobs is not None:
+            if (
+                chunk.token_ids
+                and self.requests[chunk.request_id].work.sampling.logprobs is not None
+            ):
                 assert chunk.logprobs is not None
                 assert len(chunk.logprobs) == len(chunk.token_ids)
         super().take(chunks)

@@ -11,7 +11,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.executor.sim_faults import with_faults
 from pagoda.faults.injector import FaultPlan
 from pagoda.ipc.clock import VirtualClock
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 STEP_TIMEOUT_S = 5.0
@@ -26,7 +26,7 @@ def _serve(schedule: str) -> tuple[Harness, list[GenerateRequest]]:
         GenerateRequest(
             request_id=f"r{index}",
             prompt_token_ids=[index, 1, 2],
-            sampling=SamplingParams(seed=index, max_tokens=12),
+            work=Work(SamplingParams(seed=index, max_tokens=12)),
         )
         for index in range(8)
     ]

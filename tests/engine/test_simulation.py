@@ -24,7 +24,7 @@ from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.messages.engine_config import KVTiersConfig
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Work
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 
 SEEDS_PER_TEST = 50
@@ -227,8 +227,7 @@ class Life:
             request = GenerateRequest(
                 request_id=request.request_id,
                 prompt_token_ids=prompt[: self._max_model_len - 1],
-                sampling=request.sampling,
-                eos_token_ids=request.eos_token_ids,
+                work=Work(request.work.sampling, eos_token_ids=request.work.eos_token_ids),
                 priority=request.priority,
             )
         self._requests[request.request_id] = request

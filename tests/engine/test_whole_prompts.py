@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagoda.executor.sim import SimExecutor, sim_embedding
 from pagoda.ipc.clock import VirtualClock
-from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan
@@ -41,8 +41,7 @@ def _request(name: str, prompt: list[int], priority: int) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling=sampling,
-        pooling=Pooling.FIRST,
+        work=Work(sampling, pooling=Pooling.FIRST),
         priority=priority,
     )
 

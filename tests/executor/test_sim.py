@@ -8,6 +8,7 @@ import pytest
 from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import SimConfig
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -23,7 +24,7 @@ from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 
 def start(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> SlotStart:
     return SlotStart(
-        slot, tokens, len(tokens), computed, [blocks], SamplingParams(seed=3, logprobs=1)
+        slot, tokens, len(tokens), computed, [blocks], Work(SamplingParams(seed=3, logprobs=1))
     )
 
 
@@ -52,7 +53,7 @@ def test_as_many_likeliest_tokens_as_there_are() -> None:
     for slot, num_top in enumerate((0, 4, 20)):
         sampling = SamplingParams(seed=3, logprobs=num_top)
         result = worker.execute(
-            StepPlan(slot, [slot], [1], [SlotStart(slot, [1], 1, 0, [[slot]], sampling)]), 1.0
+            StepPlan(slot, [slot], [1], [SlotStart(slot, [1], 1, 0, [[slot]], Work(sampling))]), 1.0
         )
         [entry] = result.logprobs[slot]
         num_found = min(num_top, 10)
@@ -67,7 +68,7 @@ def test_prompts_are_scored_beside_as_many_tokens_as_there_are() -> None:
     worker = SimWorker(SimConfig(vocab_size=10), check_kv=False)
     for slot, num_top in enumerate((0, 4, 10**12)):
         sampling = SamplingParams(seed=3, prompt_logprobs=num_top)
-        new = SlotStart(slot, [1, 2, 3], 3, 0, [[slot]], sampling)
+        new = SlotStart(slot, [1, 2, 3], 3, 0, [[slot]], Work(sampling))
         scores = worker.execute(StepPlan(slot, [slot], [3], [new]), 1.0).prompt_logprobs[slot]
         assert (scores.first, scores.num_top) == (1, min(num_top, 10))
         assert len(scores.entries()) == 2

@@ -15,12 +15,13 @@ from pagoda.executor.base import ExecutorEvent
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.parallel.config import ParallelConfig
 
 PLAN = StepPlan(
-    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [[0]], SamplingParams(seed=1, max_tokens=4))]
+    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [[0]], Work(SamplingParams(seed=1, max_tokens=4)))]
 )
 PAIR = ParallelConfig(tensor_parallel_size=2)
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)

@@ -44,7 +44,7 @@ LIMITS = EngineReady(
 
 def _scores(request: GenerateRequest) -> PromptLogprobs | None:
     """The simulated model's log-probabilities of a prompt; each token is its only likely one."""
-    num_top, prompt = request.sampling.prompt_logprobs, request.prompt_token_ids
+    num_top, prompt = request.work.sampling.prompt_logprobs, request.prompt_token_ids
     if num_top is None or len(prompt) < 2:
         return None
     logprobs = [sim_logprob(one, other) for one, other in pairwise(prompt)]
@@ -127,9 +127,9 @@ class ScriptedEndpoint:
     async def _chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         answer = self.answer if isinstance(self.answer, str) else self.answer(request)
         ids = list(answer.encode())
-        if request.eos_token_ids:
+        if request.work.eos_token_ids:
             ids.append(EOS)
-        limit = request.sampling.max_tokens
+        limit = request.work.sampling.max_tokens
         held = None
         if request.holds_kv:
             limit = 1
@@ -149,7 +149,7 @@ class ScriptedEndpoint:
             yield TokenChunk(request.request_id, [], FinishReason.ERROR, error="It broke.")
             return
         if limit == 0:
-            vector = sim_embedding(request.prompt_token_ids) if request.pooling else None
+            vector = sim_embedding(request.prompt_token_ids) if request.work.pooling else None
             end = FinishReason.LENGTH
             yield TokenChunk(request.request_id, [], end, embedding=vector)
         for count, token_id in enumerate(ids[:limit]):
@@ -168,13 +168,13 @@ class ScriptedEndpoint:
                 )
                 return
             reason = FinishReason.LENGTH if count + 1 in (limit, len(ids)) else None
-            if token_id in (*request.eos_token_ids, *request.sampling.stop_token_ids):
+            if token_id in (*request.work.eos_token_ids, *request.work.sampling.stop_token_ids):
                 reason = FinishReason.STOP
             yield TokenChunk(
                 request.request_id,
                 [token_id],
                 reason,
-                token_id if token_id in request.sampling.stop_token_ids else None,
+                token_id if token_id in request.work.sampling.stop_token_ids else None,
                 self._logprobs(request, token_id),
                 self.num_cached_tokens,
                 kv_source=held if reason is not None else None,
@@ -183,7 +183,7 @@ class ScriptedEndpoint:
                 return
 
     def _logprobs(self, request: GenerateRequest, token_id: int) -> list[TokenLogprobs] | None:
-        count = request.sampling.logprobs
+        count = request.work.sampling.logprobs
         if count is None:
             return None
         top = [(token_id + i) % 256 for i in range(count)]

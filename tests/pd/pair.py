@@ -9,7 +9,7 @@ from typing import Any
 
 import kv_tiers
 import msgspec
-from harness import Harness, assert_complete, make_request
+from harness import Harness, assert_complete, make_request, reworked
 
 from benchmarks.simulation.books import check_books, in_state
 from benchmarks.simulation.network import SimListener, SimNetwork, SimPeers
@@ -269,8 +269,8 @@ def requests_of(count: int, **options: Any) -> list[GenerateRequest]:
 
 def resampled(request: GenerateRequest, **fields: Any) -> GenerateRequest:
     """Returns the request with other fields of its sampling parameters."""
-    sampling = msgspec.structs.replace(request.sampling, **fields)
-    return msgspec.structs.replace(request, sampling=sampling)
+    sampling = msgspec.structs.replace(request.work.sampling, **fields)
+    return reworked(request, sampling=sampling)
 
 
 def is_loading(pair: Pair) -> bool:

@@ -126,8 +126,9 @@ def test_a_prompt_whose_window_cannot_be_handed_over_is_computed() -> None:
     """A request that wants the log-probabilities of its prompt reuses less than is held for it."""
     pair = Grouped("mixed")
     request = make_request("r", PROMPT)
-    scored = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
-    pair.fetch(msgspec.structs.replace(request, sampling=scored), pair.hold(request))
+    scored = msgspec.structs.replace(request.work.sampling, prompt_logprobs=0)
+    work = msgspec.structs.replace(request.work, sampling=scored)
+    pair.fetch(msgspec.structs.replace(request, work=work), pair.hold(request))
     pair.finish(request)
     assert pair.read == {}
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import assert_complete, expected_tokens, make_request
+from harness import assert_complete, expected_tokens, make_request, reworked
 from pair import CHUNKS, PROMPT, Engine, Pair, requests_of, resampled
 
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, TokenChunk
+from pagoda.messages.spans import embedded_span
 from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role
 from pagoda.pd.connector import STALL_S
@@ -84,12 +85,26 @@ def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken()
     assert pair.num_loaded == 10
 
 
+def test_blocks_with_an_embedded_span_are_handed_off_to_the_same_span_alone() -> None:
+    """Before the span, blocks are those of the tokens."""
+    pair = Pair()
+    request = make_request("r", PROMPT, spans=(embedded_span(9, 7, b"abcd" * 7),))
+    pair.fetch(request, pair.hold(request))
+    pair.finish(request)
+    assert pair.num_loaded == 10
+    pair = Pair()
+    other = make_request("r", PROMPT, spans=(embedded_span(9, 7, b"abce" * 7),))
+    pair.fetch(other, pair.hold(request))
+    pair.finish(other)
+    assert pair.num_loaded < 10
+
+
 def test_a_token_that_was_forbidden_to_end_the_answer_is_not_taken() -> None:
     """Proxies of vLLM send `min_tokens: 1` to the prefill host alone."""
     pair = Pair()
     request = make_request("r", PROMPT, eos_token_ids=[])
     first = expected_tokens(request)[0]
-    request = msgspec.structs.replace(request, eos_token_ids=(first,))
+    request = reworked(request, eos_token_ids=(first,))
     pair.fetch(request, pair.hold(resampled(request, min_tokens=1)))
     pair.finish(request)
     assert pair.prefill.tokens["r"] != [first]
@@ -160,7 +175,7 @@ def test_the_token_comes_even_where_no_block_does(num_tokens: int, is_cached: bo
         pair.decode.add(make_request("before", [*prompt, 1]))
         pair.run()
     there = make_request("r", prompt, max_tokens=1)
-    here = resampled(there, max_tokens=3, seed=there.sampling.seed + 1)
+    here = resampled(there, max_tokens=3, seed=there.work.sampling.seed + 1)
     assert expected_tokens(there)[0] != expected_tokens(here)[0]
     source = pair.hold(there)
     pair.run_until(lambda: "r" in pair.prefill.finished)

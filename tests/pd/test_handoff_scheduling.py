@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from harness import assert_complete, expected_tokens, make_request
+from harness import assert_complete, expected_tokens, make_request, reworked
 from pair import CHUNKS, PROMPT, Pair, documents, is_loading, requests_of, resampled
 
 from benchmarks.simulation.books import in_state
@@ -51,7 +51,7 @@ def test_a_first_token_that_ends_the_answer_ends_it(end: str) -> None:
     pair = Pair(decode={"transfer_fate": lambda _: TransferFate(delay_s=5.0)})
     request = make_request("r", PROMPT, max_tokens=1 if end == "length" else 8)
     if end == "stop":
-        request = msgspec.structs.replace(request, eos_token_ids=(expected_tokens(request)[0],))
+        request = reworked(request, eos_token_ids=(expected_tokens(request)[0],))
     pair.submit(request)
     pair.run_until(lambda: "r" in pair.decode.finished)
     assert pair.clock.now() < 5

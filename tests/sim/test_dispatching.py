@@ -37,10 +37,12 @@ from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES
-from pagoda.fleet.prefix_index import PrefixIndex
+from pagoda.fleet.prefix_index import PrefixIndex, short_keys
+from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.load import LoadReport, TierLoad
+from pagoda.messages.spans import embedded_span
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50
@@ -250,6 +252,22 @@ async def test_a_prefix_stays_at_one_replica_and_is_forgotten_with_its_engine() 
     [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
     engines[home.number].kill(restart_s=0.01)
     assert len(home.prefixes) == 0
+
+
+@virtual
+async def test_requests_with_the_same_embedded_span_go_to_one_replica() -> None:
+    """Their tokens alone would not tell them apart."""
+    dispatcher, _ = await start(2, "prefix-affinity")
+    size, prompt = dispatcher.limits.block_size, [7] * 60
+    spans = [(embedded_span(0, 48, bytes([index]) * 4 * 48),) for index in range(2)]
+    for index in range(12):
+        asked = request(f"r{index}", prompt, spans=spans[index % 2])
+        assert (await ask(dispatcher, asked)).tokens == expected(asked)
+    assert_caches_are_known(dispatcher)
+    for own in spans:
+        keys = short_keys(prefix_keys(prompt, size, None, 100, "", own))
+        told = [slot.prefixes.num_told(keys) for slot in dispatcher.slots]
+        assert sorted(told) == [0, len(keys)]
 
 
 @virtual

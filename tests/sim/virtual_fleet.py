@@ -20,7 +20,13 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.placement import ReplicaSlot
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.messages.engine_config import EngineConfig, SimConfig
-from pagoda.messages.frontend import FinishReason, FrontendMessage, GenerateRequest, TokenChunk
+from pagoda.messages.frontend import (
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    TokenChunk,
+    Work,
+)
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 
@@ -79,18 +85,21 @@ def engine_config(**fields: object) -> EngineConfig:
 def request(
     name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20, **fields: object
 ) -> GenerateRequest:
+    """`fields` are those of `GenerateRequest` and of `Work`."""
+    sampling = SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens)
+    work = {field: fields.pop(field) for field in Work.__struct_fields__ if field in fields}
     return GenerateRequest(
         request_id=name,
         prompt_token_ids=list(prompt),
-        sampling=SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens),
+        work=Work(sampling, **work),  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
 
 
 def expected(asked: GenerateRequest) -> list[int]:
     tokens = [asked.prompt_token_ids[-1]]
-    for position in range(asked.sampling.max_tokens or 0):
-        tokens.append(sim_token(asked.sampling.seed or 0, position, tokens[-1], VOCAB_SIZE))
+    for position in range(asked.work.sampling.max_tokens or 0):
+        tokens.append(sim_token(asked.work.sampling.seed or 0, position, tokens[-1], VOCAB_SIZE))
     return tokens[1:]
 
 

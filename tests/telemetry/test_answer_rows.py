@@ -18,6 +18,7 @@ from pagoda.fleet.trace_control import AnswerRows
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextDelta, TextGenerator
 
 
@@ -46,7 +47,7 @@ class Rig:
         client_request = ClientRequest(id=name, arrived_ns=self.clock())
         self.clock.now += 50_000
         [request] = await self.texts.prepare(
-            "hi", SamplingParams(max_tokens=9), client_request=client_request
+            "hi", SamplingParams(max_tokens=9), Draft(client_request=client_request)
         )
         return self.texts.stream(request)
 

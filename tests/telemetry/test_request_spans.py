@@ -24,6 +24,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry import request_spans
 from pagoda.telemetry.request_spans import RequestSpans
 from pagoda.telemetry.request_tracker import ClientRequest, RequestStatistics, RequestTracker
+from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextGenerator
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -93,7 +94,7 @@ class Rig:
     async def ask(self, traceparent: str | None = None, **fields: Any) -> None:
         client_request = self.request("req-1", traceparent=traceparent, **fields)
         [request] = await self.texts.prepare(
-            "hi", SamplingParams(max_tokens=3), client_request=client_request
+            "hi", SamplingParams(max_tokens=3), Draft(client_request=client_request)
         )
         async for _ in self.texts.stream(request):
             pass

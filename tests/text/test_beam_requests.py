@@ -18,6 +18,7 @@ from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.beam_search import BeamSearchParams, beam_search
+from pagoda.text.draft import Draft
 from pagoda.text.model_text import synthetic_model_text
 from pagoda.text.text_generator import TextGenerator
 
@@ -35,7 +36,7 @@ async def _search(dispatcher: Dispatcher, timeout_s: float | None = None) -> lis
     tracker = texts.tracker
     sampling = texts.check_sampling(SamplingParams(temperature=0, max_tokens=STEPS, logprobs=0))
     client = ClientRequest(id="beams", arrived_ns=tracker.clock_ns(), timeout_s=timeout_s)
-    [wanted] = await texts.prepare("ab", sampling, client_request=client)
+    [wanted] = await texts.prepare("ab", sampling, Draft(client_request=client))
     params = BeamSearchParams(beam_width=3, max_tokens=STEPS)
     return [beam.token_ids for beam, _ in await beam_search(texts, wanted, params)]
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.concurrency.async_utils import LongWork
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
+from pagoda.text.draft import Draft
 from pagoda.text.stop import StopStrings
 from pagoda.text.templates.conversation import Message
 from pagoda.text.text_generator import (
@@ -79,7 +80,7 @@ async def test_where_an_answer_ends(
     texts, endpoint = generator(answer)
     found, last = await answer_of(texts, **params)
     assert (found, last.finish_reason, last.stop_reason) == (text, reason, stop_reason)
-    assert endpoint.requests[0].sampling.stop == ()
+    assert endpoint.requests[0].work.sampling.stop == ()
     is_cut = isinstance(stop_reason, str)
     assert endpoint.aborted == [endpoint.requests[0].request_id] * is_cut
     assert is_cut or reason is LENGTH or len(last.token_ids) == 1
@@ -89,18 +90,18 @@ async def test_seeds_are_derived_from_the_seed_and_the_index() -> None:
     texts, _ = generator()
     first = await texts.prepare("hi", SamplingParams(seed=7, n=3))
     second = await texts.prepare("hi", SamplingParams(seed=7, n=3))
-    seeds = [request.request.sampling.seed for request in first]
+    seeds = [request.request.work.sampling.seed for request in first]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
-    assert seeds == [request.request.sampling.seed for request in second]
-    assert {request.request.sampling.n for request in first} == {1}
+    assert seeds == [request.request.work.sampling.seed for request in second]
+    assert {request.request.work.sampling.n for request in first} == {1}
     assert len({request.request.request_id for request in first}) == 3
 
 
 async def test_an_absent_seed_is_drawn() -> None:
     texts, _ = generator()
     requests = [(await texts.prepare("hi", SamplingParams()))[0].request for _ in range(2)]
-    assert len({request.sampling.seed for request in requests} - {None}) == 2
+    assert len({request.work.sampling.seed for request in requests} - {None}) == 2
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(1, 127))
@@ -115,8 +116,8 @@ async def test_max_tokens_is_resolved_against_the_context() -> None:
         await texts.prepare("hi", SamplingParams(max_tokens=255))
     for max_tokens, clamps in ((None, False), (255, True)):
         params = SamplingParams(max_tokens=max_tokens)
-        [text] = await texts.prepare("hi", params, clamp_max_tokens=clamps)
-        assert text.request.sampling.max_tokens == 254
+        [text] = await texts.prepare("hi", params, Draft(clamp_max_tokens=clamps))
+        assert text.request.work.sampling.max_tokens == 254
 
 
 @given(
@@ -156,7 +157,7 @@ def test_text_does_not_depend_on_how_tokens_are_chunked(
 
 
 def _wire(params: SamplingParams) -> GenerateRequest:
-    return GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=params)
+    return GenerateRequest(request_id="r", prompt_token_ids=[1], work=Work(params))
 
 
 class BlockingTokenizer:

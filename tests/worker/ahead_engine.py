@@ -12,6 +12,7 @@ import pytest
 
 from pagoda.backend.kv_store import Event
 from pagoda.faults.injector import Faults
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -88,7 +89,7 @@ class Engine:
         self._names[slot], self._computed[slot], self._blocks[slot] = name, 0, tables
         tokens, empty = [*prompt, *output], [[] for _ in tables]
         self._starts.append(
-            SlotStart(slot, tokens, len(prompt), 0, empty, sampling, request_id=name)
+            SlotStart(slot, tokens, len(prompt), 0, empty, Work(sampling), request_id=name)
         )
 
     def free(self, slot: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from in_process import InProcessEngine
 from torch import Tensor
 
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 NUM_PROMPTS = 8
@@ -24,7 +24,7 @@ def log_probabilities(engine: InProcessEngine) -> Tensor:
         GenerateRequest(
             request_id=str(i),
             prompt_token_ids=[rng.randrange(VOCABULARY) for _ in range(10 + 5 * i)],
-            sampling=SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=NUM_TOP),
+            work=Work(SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=NUM_TOP)),
         )
         for i in range(NUM_PROMPTS)
     ]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -81,8 +82,7 @@ class Driver:
                 num_prompt_tokens=len(prompt),
                 num_computed_tokens=num_computed,
                 block_ids=[list(table) for table in self.blocks[slot]],
-                sampling=sampling,
-                eos_token_ids=eos_token_ids,
+                work=Work(sampling, eos_token_ids=eos_token_ids),
                 request_id=f"request-{slot}",
             )
         )

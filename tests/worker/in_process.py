@@ -22,7 +22,7 @@ from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import GenerateRequest, TokenChunk
+from pagoda.messages.frontend import GenerateRequest, TokenChunk, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
@@ -265,7 +265,7 @@ def save_oracle(
     model.save_pretrained(directory)
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=length)
     requests = [
-        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
+        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, work=Work(sampling))
         for i, prompt in enumerate(prompts)
     ]
     return Oracle(directory, requests, [continuation(model, p, length) for p in prompts])

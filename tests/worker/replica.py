@@ -12,7 +12,7 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
-from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.frontend import TokenLogprobs, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer, TransferEnd, TransferPlace, Transfers
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
@@ -47,7 +47,7 @@ class Replica:
 
     def answer(self, prompt: list[int], blocks: list[int], num_cached: int = 0) -> TokenLogprobs:
         """Computes the tokens behind those cached in the first blocks; the distribution of the next one."""
-        start = SlotStart(0, prompt, len(prompt), num_cached, [blocks], SAMPLING)
+        start = SlotStart(0, prompt, len(prompt), num_cached, [blocks], Work(SAMPLING))
         plan = StepPlan(
             self.num_steps,
             [0],

@@ -23,7 +23,7 @@ from tiny_models import continuation, make_model
 from pagoda.checkpoints.adapters import adapter_digest
 from pagoda.errors import ConfigError
 from pagoda.messages.adapters import Adapter
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -80,8 +80,7 @@ def _adapted(directory: Path, family: str, targets: tuple[str, ...] = ALL, **siz
                 GenerateRequest(
                     request_id=str(len(requests)),
                     prompt_token_ids=prompt,
-                    sampling=msgspec.structs.replace(GREEDY, max_tokens=LENGTH),
-                    adapter=digest,
+                    work=Work(msgspec.structs.replace(GREEDY, max_tokens=LENGTH), adapter=digest),
                 )
             )
             expected.append(continuation(own, prompt, LENGTH))
@@ -146,13 +145,12 @@ def test_prefixes_are_shared_within_an_adapter_alone(adapted: Adapted, backend: 
         adapted.directory, backend, adapters=adapted.adapters, enable_prefix_caching=True
     )
     prompt = list(range(100, 150))
-    own = [*dict.fromkeys(request.adapter for request in adapted.requests)]
+    own = [*dict.fromkeys(request.work.adapter for request in adapted.requests)]
     requests = [
         GenerateRequest(
             request_id=str(place),
             prompt_token_ids=prompt,
-            sampling=msgspec.structs.replace(GREEDY, max_tokens=4),
-            adapter=digest,
+            work=Work(msgspec.structs.replace(GREEDY, max_tokens=4), adapter=digest),
         )
         for place, digest in enumerate(own)
     ]
@@ -171,8 +169,7 @@ def _log_probabilities(model: InProcessEngine, adapter: str) -> list[dict[int, f
             GenerateRequest(
                 request_id=str(place),
                 prompt_token_ids=[rng.randrange(320) for _ in range(30)],
-                sampling=sampling,
-                adapter=adapter,
+                work=Work(sampling, adapter=adapter),
             )
             for place in range(6)
         ]
@@ -223,8 +220,7 @@ def _steps(runner: Runner, chosen: list[int], adapters: list[str], chunk: int) -
             len(prompts[slot]),
             0,
             [list(range(4 * slot, 4 * slot + 4))],
-            sampling,
-            adapter=adapters[slot],
+            Work(sampling, adapter=adapters[slot]),
         )
         for slot in chosen
     ]

@@ -11,7 +11,7 @@ import pytest
 from family_models import make_model
 from in_process import InProcessEngine
 
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.worker.memory import LEAST_RUN
 
@@ -41,7 +41,7 @@ def _requests(rng: random.Random) -> list[GenerateRequest]:
         request = GenerateRequest(
             request_id=f"{rng.randrange(10**9)}",
             prompt_token_ids=common[: rng.choice(CUTS)] + own,
-            sampling=sampling,
+            work=Work(sampling),
             priority=rng.choice([0, 0, 1, -1]),
         )
         requests.append(request)

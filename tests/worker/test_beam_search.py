@@ -12,7 +12,7 @@ import torch
 from in_process import InProcessEngine
 from tiny_models import make_model
 
-from pagoda.messages.frontend import GenerateRequest, TokenLogprobs
+from pagoda.messages.frontend import GenerateRequest, TokenLogprobs, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.beam_search import BeamSearch, BeamSearchParams
 
@@ -39,7 +39,7 @@ def _search(engine: InProcessEngine, prompt: list[int], search: BeamSearch) -> N
             GenerateRequest(
                 request_id=f"{step}/{i}",
                 prompt_token_ids=[*prompt, *beam.token_ids],
-                sampling=sampling,
+                work=Work(sampling),
             )
             for i, beam in enumerate(search.running)
         ]

@@ -15,7 +15,7 @@ from in_process import engine
 from tiny_models import save_model
 
 from pagoda.engine.request import Request
-from pagoda.messages.frontend import GenerateRequest, TokenLogprobs
+from pagoda.messages.frontend import GenerateRequest, TokenLogprobs, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.runner import Runner
@@ -129,8 +129,7 @@ def test_drafts_change_no_answer(
         GenerateRequest(
             request_id=name,
             prompt_token_ids=PROMPT * 3 + [place],
-            sampling=msgspec.structs.replace(sampling_of(name), max_tokens=40),
-            eos_token_ids=EOS,
+            work=Work(msgspec.structs.replace(sampling_of(name), max_tokens=40), eos_token_ids=EOS),
         )
         for place, name in enumerate(SAMPLING)
     ]
@@ -152,7 +151,9 @@ def test_drafts_change_no_answer(
 
 
 def test_drafts_that_a_slot_has_no_room_for_are_refused(runner: Runner) -> None:
-    start = SlotStart(0, PROMPT, len(PROMPT), 0, [[0]] * len(runner.batch.block_sizes), GREEDY)
+    start = SlotStart(
+        0, PROMPT, len(PROMPT), 0, [[0]] * len(runner.batch.block_sizes), Work(GREEDY)
+    )
     batch = runner.batch
     batch.start(start)
     for num_tokens, drafts, problem in (
@@ -171,11 +172,11 @@ def test_drafts_that_a_slot_has_no_room_for_are_refused(runner: Runner) -> None:
 def test_a_slot_whose_request_left_amid_a_draft_is_as_new(runner: Runner) -> None:
     expected, _ = alone(runner, "greedy")
     groups = len(runner.batch.block_sizes)
-    start = SlotStart(0, PROMPT, len(PROMPT), 0, [[0, 1]] * groups, sampling_of("greedy"))
+    start = SlotStart(0, PROMPT, len(PROMPT), 0, [[0, 1]] * groups, Work(sampling_of("greedy")))
     first = runner.submit(StepPlan(100, [0], [len(PROMPT)], [start]))
     assert first.result().token_ids == [expected[:1]]
     drafted = runner.submit(StepPlan(101, [0], [4], drafts=[(0, expected[1:4])]))
-    again = SlotStart(0, PROMPT, len(PROMPT), 0, [[2, 3]] * groups, sampling_of("greedy"))
+    again = SlotStart(0, PROMPT, len(PROMPT), 0, [[2, 3]] * groups, Work(sampling_of("greedy")))
     behind = runner.submit(StepPlan(102, [0], [len(PROMPT)], [again], freed_slots=[0]))
     assert drafted.result().token_ids == [expected[1:5]]
     assert behind.result().token_ids == [expected[:1]]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagoda.errors import ConfigError
-from pagoda.messages.frontend import GenerateRequest, Pooling
+from pagoda.messages.frontend import GenerateRequest, Pooling, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -45,9 +45,7 @@ def _requests(pooling: Pooling, second: int = 0) -> list[GenerateRequest]:
         GenerateRequest(
             request_id=str(i),
             prompt_token_ids=prompt,
-            sampling=sampling,
-            pooling=pooling,
-            second_text=min(second, len(prompt) - 1),
+            work=Work(sampling, pooling=pooling, second_text=min(second, len(prompt) - 1)),
         )
         for i, prompt in enumerate(PROMPTS)
     ]
@@ -127,7 +125,7 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path, backend: st
             ids = torch.tensor([request.prompt_token_ids])
             types = {}
             if second:
-                begin = request.second_text or ids.shape[1]
+                begin = request.work.second_text or ids.shape[1]
                 types = {"token_type_ids": (torch.arange(ids.shape[1]) >= begin).long()[None]}
             with torch.no_grad():
                 expected = model(ids, **types).logits[0]
@@ -160,7 +158,7 @@ def test_kv_is_that_of_one_layer(tmp_path: Path) -> None:
 def test_an_encoder_generates_nothing(tmp_path: Path) -> None:
     make_encoder("BertModel").save_pretrained(tmp_path)
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=3)
-    request = GenerateRequest(request_id="a", prompt_token_ids=[1, 2], sampling=sampling)
+    request = GenerateRequest(request_id="a", prompt_token_ids=[1, 2], work=Work(sampling))
     with pytest.raises(RuntimeError, match="gives vectors or scores of texts and generates none"):
         _engine(tmp_path).answer([request])
 

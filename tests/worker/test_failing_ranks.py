@@ -19,6 +19,7 @@ from in_process import InProcessExecutor
 from tiny_models import make_model
 from torch import Tensor
 
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -158,7 +159,7 @@ def test_a_step_without_samples_is_answered_when_all_ranks_have_computed_it(
         num_prompt_tokens=17,
         num_computed_tokens=0,
         block_ids=[[0, 1]],
-        sampling=GREEDY,
+        work=Work(GREEDY),
     )
     tickets = [rank.submit(StepPlan(0, [0], [16], [start])) for rank in (first, late)]
     with ThreadPoolExecutor(2) as pool:

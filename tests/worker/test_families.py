@@ -16,7 +16,7 @@ from tiny_models import continuation
 
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.families import FAMILIES as KNOWN
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.parallel.config import ParallelConfig
@@ -114,7 +114,7 @@ def test_windows_hold_a_quarter_of_the_kv_of_a_long_context(tmp_path: Path) -> N
     full = model.config.num_hidden_layers * length // 16
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=answer)
     prompt = [random.Random(3).randrange(320) for _ in range(length - answer)]
-    request = GenerateRequest(request_id="long", prompt_token_ids=prompt, sampling=sampling)
+    request = GenerateRequest(request_id="long", prompt_token_ids=prompt, work=Work(sampling))
     engine = InProcessEngine(tmp_path, max_model_len=length, num_blocks=full // 4)
     num_tokens, held = 0, full
     for chunk in engine.chunks([request]):

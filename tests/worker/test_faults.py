@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagoda.faults.injector import FaultPlan, FaultPoint, Faults, InjectedFaultError
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.faults import StepFaults, spoil_rows
@@ -44,8 +45,7 @@ def test_steps_are_told_by_the_requests_in_them() -> None:
             num_prompt_tokens=1,
             num_computed_tokens=0,
             block_ids=[[0]],
-            sampling=SamplingParams(),
-            eos_token_ids=(),
+            work=Work(SamplingParams(), eos_token_ids=()),
         )
         for slot, name in enumerate(("good", "bad"))
     ]

@@ -23,7 +23,7 @@ from pagoda.backend.weights import dequantize
 from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.state_layers import GatedDeltaSpec
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.model.gguf_weights import GgufWeights
 
 PROMPT = [random.Random(0).randrange(320) for _ in range(100)]
@@ -104,7 +104,7 @@ def test_ranks_share_quantized_heads_of_values(kind: Kind, backend: str, tmp_pat
         path,
         lambda name: kind if "ssm_out" in name or "qkv" in name else Kind.F32,
     )
-    requests = [GenerateRequest(request_id="0", prompt_token_ids=PROMPT[:60], sampling=GREEDY)]
+    requests = [GenerateRequest(request_id="0", prompt_token_ids=PROMPT[:60], work=Work(GREEDY))]
     options = {"dtype": "float32", "block_size": 128}
     alone, together = (engine(path, backend, tp, **options).answer(requests) for tp in (1, 2))
     assert alone == together

@@ -35,7 +35,7 @@ from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
 from pagoda.kv.layout import KVLayout
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.worker.backends import choose_backend
@@ -97,7 +97,7 @@ class Served:
             GenerateRequest(
                 request_id=f"r{index}",
                 prompt_token_ids=prompt,
-                sampling=SamplingParams(temperature=0, seed=0, max_tokens=COUNT),
+                work=Work(SamplingParams(temperature=0, seed=0, max_tokens=COUNT)),
             )
             for index, prompt in enumerate(PROMPTS)
         ]

@@ -18,7 +18,7 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.policies import POLICIES
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'pagoda-llm[ray]')")
@@ -63,7 +63,7 @@ async def test_answers_are_those_of_transformers(
         GenerateRequest(
             request_id=f"r{index}",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0, seed=0, max_tokens=COUNT),
+            work=Work(SamplingParams(temperature=0, seed=0, max_tokens=COUNT)),
         )
         for index, prompt in enumerate(PROMPTS)
     ]

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
@@ -22,7 +23,7 @@ SAMPLING = SamplingParams(seed=0)
 
 
 def _start(slot: int, tokens: list[int], computed: int, *blocks: list[int]) -> SlotStart:
-    return SlotStart(slot, tokens, len(tokens), computed, list(blocks), SAMPLING)
+    return SlotStart(slot, tokens, len(tokens), computed, list(blocks), Work(SAMPLING))
 
 
 @dataclass

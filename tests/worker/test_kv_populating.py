@@ -14,6 +14,7 @@ from pagoda.backend.base import KVCache
 from pagoda.backend.cpu.native import load_native
 from pagoda.backend.kv_store import OpenPages
 from pagoda.devices import BackendUnavailableError
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
 from pagoda.worker.backends import choose_backend
@@ -79,7 +80,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _plan(*block_ids: int, new: tuple[int, ...] = ()) -> StepPlan:
-    start = SlotStart(0, [1], 1, 0, [list(block_ids)], SamplingParams())
+    start = SlotStart(0, [1], 1, 0, [list(block_ids)], Work(SamplingParams()))
     return StepPlan(0, [0], [1], [start], [NewBlocks(0, 0, list(new))] if new else [])
 
 

@@ -12,7 +12,7 @@ from in_process import engine
 from tiny_models import make_model
 
 from pagoda.engine.vocabulary import TokenTextsOrder
-from pagoda.messages.frontend import GenerateRequest, Grammar
+from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.token_texts import token_texts
 
@@ -53,8 +53,7 @@ def requests() -> list[GenerateRequest]:
         GenerateRequest(
             request_id=f"{i}-{k}",
             prompt_token_ids=[i, k, 65, 66, 67],
-            sampling=sampling,
-            eos_token_ids=(EOS,),
+            work=Work(sampling, eos_token_ids=(EOS,)),
             grammar=grammar,
         )
         for i, grammar in enumerate(GRAMMARS)

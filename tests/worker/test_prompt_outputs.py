@@ -18,7 +18,7 @@ import transformers
 from in_process import InProcessEngine, engine
 from tiny_models import FAMILIES, make_model
 
-from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, TokenLogprobs
+from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, TokenLogprobs, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.pooling_files import read_pooling
 
@@ -52,7 +52,7 @@ def _requests(
     )
     return [
         GenerateRequest(
-            request_id=str(i), prompt_token_ids=prompt, sampling=sampling, pooling=pooling
+            request_id=str(i), prompt_token_ids=prompt, work=Work(sampling, pooling=pooling)
         )
         for i, prompt in enumerate(PROMPTS)
     ]
@@ -95,7 +95,11 @@ def _check(
 def _answers(model: Model, requests: Sequence[GenerateRequest], backend: str) -> list[list[int]]:
     plain = [
         msgspec.structs.replace(
-            request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+            request,
+            work=msgspec.structs.replace(
+                request.work,
+                sampling=msgspec.structs.replace(request.work.sampling, prompt_logprobs=None),
+            ),
         )
         for request in requests
     ]

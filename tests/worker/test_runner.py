@@ -12,6 +12,7 @@ from family_models import make_model
 from tiny_models import save_model
 from torch import Tensor
 
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.group_sampler import BROKE_A_STEP
@@ -89,7 +90,7 @@ def test_a_request_that_raises_fails_alone(
 
 
 def _start(slot: int, prompt: list[int], block_id: int) -> SlotStart:
-    return SlotStart(slot, prompt, len(prompt), 0, [[block_id]], GREEDY)
+    return SlotStart(slot, prompt, len(prompt), 0, [[block_id]], Work(GREEDY))
 
 
 def test_a_failed_slot_leaves_steps_that_are_prepared_and_may_be_used_again(

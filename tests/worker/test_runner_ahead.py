@@ -19,6 +19,7 @@ from tiny_models import save_model
 from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.kv_store import Event
 from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
@@ -232,7 +233,7 @@ def test_steps_are_launched_in_their_order(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load(directory, LateBackend(), monkeypatch)
-    start = SlotStart(0, [5, 6, 7, 8], 4, 0, [[1]], GREEDY)
+    start = SlotStart(0, [5, 6, 7, 8], 4, 0, [[1]], Work(GREEDY))
     first = runner.submit(StepPlan(0, [0], [2], [start]))
     second = runner.submit(StepPlan(1, [0], [2]))
     assert second.launch() is None

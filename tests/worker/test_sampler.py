@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.sampling import kept_weights, uniform_bits
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.plugins.backend_check.sampling import mask, row_of
@@ -31,7 +32,9 @@ def _start(
     **params: Any,
 ) -> SlotStart:
     sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | params)
-    return SlotStart(slot, [*prompt, *output], len(prompt), 0, [[]], sampling, eos)
+    return SlotStart(
+        slot, [*prompt, *output], len(prompt), 0, [[]], Work(sampling, eos_token_ids=eos)
+    )
 
 
 def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:

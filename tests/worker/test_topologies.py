@@ -30,7 +30,7 @@ from torch import Tensor
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.model_spec import ExpertsSpec
 from pagoda.errors import ConfigError
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
@@ -99,7 +99,7 @@ def test_hardly_a_token_for_each_rank(backend: str, temperature: float, tmp_path
     make_model("mistral", **sizes).save_pretrained(tmp_path)
     sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=16)
     requests = [
-        GenerateRequest(request_id=str(i), prompt_token_ids=list(range(i, 33)), sampling=sampling)
+        GenerateRequest(request_id=str(i), prompt_token_ids=list(range(i, 33)), work=Work(sampling))
         for i in range(3)
     ]
     one, split = (engine(tmp_path, backend, tp) for tp in (1, 16))
@@ -120,7 +120,7 @@ def _requests(**sampling: object) -> list[GenerateRequest]:
         GenerateRequest(
             request_id=str(i),
             prompt_token_ids=[rng.randrange(320) for _ in range(20 + 9 * i)],
-            sampling=SamplingParams(**{"max_tokens": 16, "seed": i, **sampling}),  # type: ignore[arg-type]
+            work=Work(SamplingParams(**{"max_tokens": 16, "seed": i, **sampling})),  # type: ignore[arg-type]
         )
         for i in range(4)
     ]

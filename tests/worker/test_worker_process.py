@@ -22,6 +22,7 @@ import pagoda
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.machine import available_cores
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import (
     SlotStart,
@@ -109,7 +110,7 @@ def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, start: Start
 
     os.kill(worker.child.pid, signal.SIGINT)  # Ctrl-C in the terminal is for the parent to handle
     prompt = [random.Random(0).randrange(320) for _ in range(20)]
-    slot = SlotStart(3, prompt, len(prompt), 0, [[5, 2]], SAMPLING)
+    slot = SlotStart(3, prompt, len(prompt), 0, [[5, 2]], Work(SAMPLING))
     worker.send(StepPlan(0, [3], [15], [slot]))
     worker.send(StepPlan(1, [3], [5]))
     for step in range(2, 10):  # each counts on a token that has not been seen
@@ -126,7 +127,9 @@ def test_a_broken_request_is_logged_with_its_traceback(
 ) -> None:
     worker = start()
     worker.ready()
-    result = worker.step(StepPlan(0, [0], [1], [SlotStart(0, [10**6], 1, 0, [[0]], SAMPLING)]))
+    result = worker.step(
+        StepPlan(0, [0], [1], [SlotStart(0, [10**6], 1, 0, [[0]], Work(SAMPLING))])
+    )
     assert result.errors == {0: "this request broke a step; the server's log says why"}
     log = capfd.readouterr().err
     assert "ERROR   pagoda.worker.runner" in log
@@ -147,7 +150,7 @@ def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
 ) -> None:
     worker = start()
     worker.ready()
-    worker.send(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [[0]], SAMPLING)]))
+    worker.send(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [[0]], Work(SAMPLING))]))
     worker.send(StepPlan(1, [], [], freed_slots=[7]))
     result = worker.receive()
     assert isinstance(result, StepResult)
@@ -170,7 +173,9 @@ def test_a_launch_that_ends_the_worker_comes_behind_the_result_before_it(
     worker = start(model=str(tmp_path), backend="cuda", max_num_seqs=4, max_model_len=64)
     groups = range(len(worker.ready().kv_groups))
     good, *unknown = (
-        SlotStart(slot, prompt, len(prompt), 0, [[4 * slot + group] for group in groups], SAMPLING)
+        SlotStart(
+            slot, prompt, len(prompt), 0, [[4 * slot + group] for group in groups], Work(SAMPLING)
+        )
         for slot, prompt in enumerate(([1, 2], [320], [320]))
     )
     worker.send(StepPlan(0, [0], [2], [good]))
@@ -187,7 +192,7 @@ def test_a_launch_that_ends_the_worker_comes_behind_the_result_before_it(
 def _run_a_large_step(worker: _Worker) -> None:
     """Large enough that all threads take part."""
     prompt = [token % 300 for token in range(512)]
-    start = SlotStart(0, prompt, 512, 0, [list(range(512 // 16))], SAMPLING)
+    start = SlotStart(0, prompt, 512, 0, [list(range(512 // 16))], Work(SAMPLING))
     assert not worker.step(StepPlan(0, [0], [512], [start])).errors
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -11,7 +12,7 @@ from replica import new_executor
 from pagoda.engine.core import EngineCore
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -64,25 +65,31 @@ class Server:
         assert zmq.zmq_poll(sources, round(1000 * timeout_s)) or wakeup is not None, "no event"
 
     def ask(self, *prompts: list[int]) -> tuple[list[list[int]], int]:
-        """Returns the answers to prompts that come together, and how many tokens of them were cached.
+        """Returns the answers to prompts that come together, and how many tokens of them were cached."""
+        work = Work(SamplingParams(temperature=0, seed=0, max_tokens=COUNT))
+        return self.ask_requests(
+            [
+                GenerateRequest(request_id=str(index), prompt_token_ids=prompt, work=work)
+                for index, prompt in enumerate(prompts)
+            ]
+        )
 
-        Before that, all blocks are where they are to be kept.
+    def ask_requests(self, requests: Sequence[GenerateRequest]) -> tuple[list[list[int]], int]:
+        """Does what `ask` does, for requests of different ids.
+
+        Before it returns, all blocks are where they are to be kept.
         """
-        answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+        answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
         num_cached: dict[str, int] = {}
-        for request_id, prompt in zip(answers, prompts, strict=True):
-            sampling = SamplingParams(temperature=0, seed=0, max_tokens=COUNT)
-            request = GenerateRequest(
-                request_id=request_id, prompt_token_ids=prompt, sampling=sampling
-            )
+        for request in requests:
             assert self.core.add(request) == []
-        while len(num_cached) < len(prompts):
+        while len(num_cached) < len(requests):
             for chunk in self.core.step():
                 assert chunk.error is None
                 answers[chunk.request_id] += chunk.token_ids
                 if chunk.finish_reason is not None:
                     num_cached[chunk.request_id] = chunk.num_cached_tokens
-            if len(num_cached) < len(prompts):
+            if len(num_cached) < len(requests):
                 self._wait()
         self._settle()
         return list(answers.values()), sum(num_cached.values())

@@ -24,6 +24,7 @@ from benchmarks.chaos.fuzz.target import Feed, Target
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
 from pagoda.errors import ConfigError
 from pagoda.ipc.codec import Codec
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks, WorkerOrder
 from pagoda.messages.worker_config import WorkerConfig
@@ -134,7 +135,9 @@ def _answer(runner: Runner) -> None:
     sizes = runner.batch.block_sizes
     sampling = (SamplingParams(temperature=0, seed=0), SamplingParams(top_k=3, seed=1, logprobs=4))
     starts = [
-        SlotStart(slot, _TOKENS, len(_TOKENS), 0, [_blocks(slot, size) for size in sizes], each)
+        SlotStart(
+            slot, _TOKENS, len(_TOKENS), 0, [_blocks(slot, size) for size in sizes], Work(each)
+        )
         for slot, each in enumerate(sampling)
     ]
     slots = [0, 1]

@@ -38,6 +38,7 @@ from pagoda.messages.frontend import (
     Shutdown,
     SubscribeCache,
     TokenChunks,
+    Work,
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
@@ -164,7 +165,7 @@ def _open_http(room: Path) -> Iterator[Feed]:
 GOOD = GenerateRequest(
     request_id="good",
     prompt_token_ids=[1, 2, 3],
-    sampling=SamplingParams(max_tokens=2, seed=1),
+    work=Work(SamplingParams(max_tokens=2, seed=1)),
     wire_id="good",
 )
 """A request that is answered whatever came before it."""

@@ -59,7 +59,7 @@ class Answer:
             self.scores += [entry.logprob for entry in part.entries()]
         if chunk.is_news:
             return
-        if chunk.token_ids and self.ask.request.sampling.logprobs is not None:
+        if chunk.token_ids and self.ask.request.work.sampling.logprobs is not None:
             is_whole = len(chunk.logprobs or ()) == len(chunk.token_ids)
             require(is_whole, f"{name} lacks log-probabilities of tokens.")
         self.tokens += chunk.token_ids
@@ -71,8 +71,8 @@ class Answer:
 
 def expected_tokens(request: GenerateRequest, max_model_len: int) -> list[int]:
     """The answer of the simulated model, a pure function of the request."""
-    sampling = request.sampling
-    stops = {*request.eos_token_ids, *sampling.stop_token_ids}
+    sampling = request.work.sampling
+    stops = {*request.work.eos_token_ids, *sampling.stop_token_ids}
     previous, output = request.prompt_token_ids[-1], list[int]()
     most = min(sampling.max_tokens or 0, max_model_len - len(request.prompt_token_ids))
     while len(output) < most:
@@ -180,13 +180,13 @@ def _check(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> None:
         require(is_explained, f"{name} failed, and nothing explains it: {answer.error}")
         return
     require(answer.tokens == whole, f"{name} got {len(answer.tokens)} tokens of {len(whole)}.")
-    stops = {*request.eos_token_ids, *request.sampling.stop_token_ids}
-    is_stop = whole[-1] in stops and len(whole) >= request.sampling.min_tokens
+    stops = {*request.work.eos_token_ids, *request.work.sampling.stop_token_ids}
+    is_stop = whole[-1] in stops and len(whole) >= request.work.sampling.min_tokens
     reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
     require(answer.finish is reason, f"{name} ended by {answer.finish} instead of {reason}.")
     is_nan = it.nan_at is not None and it.nan_at < len(whole)
     require(not is_nan, f"{name} has tokens behind logits that were not numbers.")
-    if request.sampling.prompt_logprobs is not None:
+    if request.work.sampling.prompt_logprobs is not None:
         scores = [sim_logprob(one, other) for one, other in pairwise(request.prompt_token_ids)]
         require(answer.scores == scores, f"{name} got other scores than it should.")
 
@@ -215,7 +215,11 @@ def _check_cached(plan: Plan, answer: Answer, answers: Sequence[Answer]) -> None
     own, most = answer.ask.request, 0
     for other in answers:
         it = other.ask.request
-        if other is not answer and (it.cache_salt, it.adapter) == (own.cache_salt, own.adapter):
+        if (
+            other is not answer
+            and it.cache_salt == own.cache_salt
+            and it.work.adapter == own.work.adapter
+        ):
             tokens = [*it.prompt_token_ids, *expected_tokens(it, plan.engine.max_model_len)]
             most = max(most, _num_common(own.prompt_token_ids, tokens))
     text = f"{own.request_id} found {answer.num_cached_tokens} tokens, and others computed {most}."

@@ -12,7 +12,7 @@ import msgspec
 
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.fleet.takers import SMALL_FLEET
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import Role
@@ -296,15 +296,20 @@ def _draw_asks(
             prompt[rng.randrange(len(prompt))] = rng.choice([WORKER_POISON, ENGINE_POISON])
         direct = num_routers == 0 or rng.random() < 0.1
         router = -1 - rng.randrange(num_hosts) if direct else rng.randrange(num_routers)
-        shared = _draw_fields(rng, prompt, priorities)
+        ends = tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2])))
+        priority, cache_salt = rng.choice(priorities), rng.choice([None, None, "salt"])
+        adapter = rng.choice(["", "", "", ADAPTER])
+        session = rng.choice([None, f"s{prompt[0] % 3}"])
         # Several answers of one prompt come at once.
         for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
             number = len(asks)
             request = GenerateRequest(
                 request_id=f"r{number}",
                 prompt_token_ids=prompt,
-                sampling=_draw_sampling(rng),
-                **shared,  # type: ignore[arg-type]
+                work=Work(_draw_sampling(rng), eos_token_ids=ends, adapter=adapter),
+                priority=priority,
+                cache_salt=cache_salt,
+                session=session,
             )
             is_left = rng.random() < impatient
             way = rng.randrange(3) if is_left else 3
@@ -354,18 +359,6 @@ def _draw_prompt(
     prompt = rng.choice(documents)[:shared] + own
     most = max_model_len + (rng.random() < 0.02) * rng.randint(0, 2) - 1
     return prompt[: max(1, most)]
-
-
-def _draw_fields(
-    rng: random.Random, prompt: list[int], priorities: Sequence[int]
-) -> dict[str, object]:
-    return {
-        "eos_token_ids": tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
-        "priority": rng.choice(priorities),
-        "cache_salt": rng.choice([None, None, "salt"]),
-        "adapter": rng.choice(["", "", "", ADAPTER]),
-        "session": rng.choice([None, f"s{prompt[0] % 3}"]),
-    }
 
 
 def _draw_sampling(rng: random.Random) -> SamplingParams:

@@ -26,7 +26,7 @@ from pagoda.executor.sim import TransferFate
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.event_socket import SILENCE_S
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
@@ -355,7 +355,7 @@ class Life:
             request = GenerateRequest(
                 request_id=f"last{number}",
                 prompt_token_ids=[number % ENGINE_POISON, 1, 2],
-                sampling=SamplingParams(seed=number, max_tokens=1),
+                work=Work(SamplingParams(seed=number, max_tokens=1)),
             )
             answer = Answer(Ask(0.0, 0, 0, request, 3, None, None, None, 0.0, None))
             await ask(answer, home)

@@ -22,6 +22,7 @@ from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import ALL_LOGPROBS, MAX_TOKEN_LIST
+from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest, joined_deltas
 
 
@@ -54,11 +55,15 @@ async def begin_completion(
         body,
         generator,
         prompts,
-        max_tokens=body.max_tokens if is_bounded else default_tokens,
-        logprobs=0 if body.logprobs is None and _is_best_of(body) else body.logprobs,
-        prompt_logprobs=_num_top_of_prompt(body),
-        add_special_tokens=body.add_special_tokens is not False,
-        clamp_max_tokens=not is_bounded,
+        {
+            "max_tokens": body.max_tokens if is_bounded else default_tokens,
+            "logprobs": 0 if body.logprobs is None and _is_best_of(body) else body.logprobs,
+            "prompt_logprobs": _num_top_of_prompt(body),
+        },
+        Draft(
+            add_special_tokens=body.add_special_tokens is not False,
+            clamp_max_tokens=not is_bounded,
+        ),
     )
     envelope = Envelope(
         body,

@@ -14,6 +14,7 @@ from pagoda.backend.base import UnsupportedError
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -74,7 +75,7 @@ class _Engine:
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._computed[slot], self._held[slot] = 0, [0] * len(self._block_sizes)
         tables: list[list[int]] = [[] for _ in self._block_sizes]
-        self._starts.append(SlotStart(slot, list(prompt), len(prompt), 0, tables, sampling))
+        self._starts.append(SlotStart(slot, list(prompt), len(prompt), 0, tables, Work(sampling)))
 
     def submit(self, shares: dict[int, int]) -> None:
         """Submits a step of so many tokens of slots."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.messages.frontend import Work
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ class Scorer:
 
     def hidden_states(self, window: Sequence[int]) -> Iterator[Tensor]:
         """Hidden states [n, hidden] of the window's tokens, chunk by chunk."""
-        start = SlotStart(0, list(window), len(window), 0, self._block_ids, SamplingParams())
+        start = SlotStart(0, list(window), len(window), 0, self._block_ids, Work(SamplingParams()))
         self._batch.start(start)
         done = 0
         while done < len(window):

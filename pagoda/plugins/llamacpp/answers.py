@@ -139,7 +139,7 @@ class LlamaAnswer:
         return {
             "model": asked.model,
             "generation_settings": generation_settings(
-                _told(request.request.sampling, request.sampling), asked
+                _told(request.request.work.sampling, request.sampling), asked
             ),
             "prompt": self._prompt,
             "has_new_line": self._has_new_line,

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import EngineReady, GenerateRequest
+from pagoda.messages.spans import spans_fit
 
 
 def check_request(request: GenerateRequest, limits: EngineReady) -> None:
     """Raises InvalidRequestError: a value is out of range, a token id is outside the vocabulary, or the prompt is
     empty or longer than the context; a worker is to see nothing of that."""
-    request.sampling.checked().check_vocabulary(limits.vocab_size)
-    for name in ("prompt_token_ids", "output_token_ids", "eos_token_ids"):
-        ids: Sequence[int] = getattr(request, name)
+    request.work.sampling.checked().check_vocabulary(limits.vocab_size)
+    lists: dict[str, Sequence[int]] = {
+        "prompt_token_ids": request.prompt_token_ids,
+        "output_token_ids": request.output_token_ids,
+        "eos_token_ids": request.work.eos_token_ids,
+    }
+    for name, ids in lists.items():
         if ids and max(ids) >= limits.vocab_size:
             raise InvalidRequestError(
                 f"{name} takes token ids below the vocabulary size {limits.vocab_size}, got {max(ids)}.",
@@ -25,4 +30,9 @@ def check_request(request: GenerateRequest, limits: EngineReady) -> None:
         raise InvalidRequestError(
             f"a request has 1 to {limits.max_model_len} tokens here, got {length}.",
             param="prompt_token_ids",
+        )
+    if not spans_fit(request.work.spans, len(request.prompt_token_ids)):
+        raise InvalidRequestError(
+            "spans lie in the prompt, one behind the other, and have as many vectors as places.",
+            param="spans",
         )

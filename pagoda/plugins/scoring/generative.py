@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -20,6 +19,7 @@ from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.plugins.scoring.embeddings import envelope
+from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextGenerator, TextRequest
 
 MAX_LABELS = 16
@@ -111,13 +111,15 @@ async def _request(
     [request] = await generator.prepare(
         [*prompt, label],
         sampling,
-        param="query",
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        client_request=context.client_request,
+        Draft(
+            param="query",
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            num_scored_tokens=len(prompt),
+            client_request=context.client_request,
+        ),
     )
-    scored = msgspec.structs.replace(request.request, num_scored_tokens=len(prompt))
-    return replace(request, request=scored)
+    return request
 
 
 async def _logprob(generator: TextGenerator, request: TextRequest) -> float:

@@ -178,7 +178,9 @@ def _rendered(
     context: RequestContext, body: ChatRequest | CompletionRequest, request: TextRequest, name: str
 ) -> dict[str, Any]:
     sampling = msgspec.to_builtins(
-        msgspec.structs.replace(request.sampling, max_tokens=request.request.sampling.max_tokens),
+        msgspec.structs.replace(
+            request.sampling, max_tokens=request.request.work.sampling.max_tokens
+        ),
         str_keys=True,
     )
     return {

@@ -242,11 +242,8 @@ def _contents(shows: Shows, calls: _Calls | None) -> tuple[System, frozenset[str
     texts = {role for role, place in places.items() if shows(place(text), _ONE, _TWO)}
     parts = {role for role, place in places.items() if shows(place([one, two]), _ONE, _TWO)}
     if calls is not None:
-        beside = {
-            form: [_USER, calls.message(1) | {"content": it}]
-            for form, it in (("text", text), ("parts", [one, two]))
-        }
-        if shows(beside["text"], _ONE, _TWO) and not shows(beside["parts"], _ONE, _TWO):
+        words, listed = ([_USER, {**calls.message(1), "content": it}] for it in (text, [one, two]))
+        if shows(words, _ONE, _TWO) and not shows(listed, _ONE, _TWO):
             parts.discard("assistant")
     singles = {role for role in places.keys() - texts if shows(places[role]([one]), _ONE)}
     if "system" not in texts | parts | singles:

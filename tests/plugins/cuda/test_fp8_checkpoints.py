@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from pagoda.backend.fp8 import HIGHEST, to_e4m3
 from pagoda.checkpoints.resolve import load_model_config
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
@@ -80,7 +81,7 @@ def _answer(directory: Path, backend: str) -> tuple[list[int], list[float], str]
     loaded = load_runner(plan_worker(config), Tracer("worker"))
     assert isinstance(loaded.runner, Runner)
     prompt = [7 * place % 96 for place in range(9)]
-    start = SlotStart(0, prompt, len(prompt), 0, [[]], sampling)
+    start = SlotStart(0, prompt, len(prompt), 0, [[]], Work(sampling))
     tokens, logprobs = [], []
     for step in range(3):
         starts, blocks = ([start], [NewBlocks(0, 0, [3, 2])]) if step == 0 else ([], [])

@@ -12,6 +12,7 @@ from counting import CountingDevice
 
 from pagoda.backend.kv_store import Event
 from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -53,7 +54,9 @@ def _run(
     assert isinstance(runner, Runner)
     groups = range(len(runner.batch.block_sizes))
     starts = [
-        SlotStart(slot, prompt, len(prompt), 0, [[2 * group + slot] for group in groups], sampling)
+        SlotStart(
+            slot, prompt, len(prompt), 0, [[2 * group + slot] for group in groups], Work(sampling)
+        )
         for slot, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
     ]
     results, were_computed = [], []

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -35,7 +36,7 @@ def _results(worker: loading.LoadedWorker) -> list[StepResult]:
     runner = worker.runner
     assert isinstance(runner, Runner)
     starts = [
-        SlotStart(slot, prompt, len(prompt), 0, [[slot]], sampling)
+        SlotStart(slot, prompt, len(prompt), 0, [[slot]], Work(sampling))
         for slot, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
     ]
     plans = [

@@ -81,7 +81,7 @@ async def test_fields_are_sampling(api) -> None:
     whole = (await api.post("/completion", body)).json()
     assert whole.get("error") is None
     assert (whole["stop_type"], whole["content"]) == ("limit", "o")
-    sampling = api.endpoint.requests[0].sampling
+    sampling = api.endpoint.requests[0].work.sampling
     assert (sampling.max_tokens, sampling.seed, sampling.temperature) == (1, 3, 0.5)
     assert sampling.repetition_penalty == 1.1
     assert sampling.logit_bias == {5: -1.0, ord("a"): -100.0, ord("b"): -100.0}

@@ -52,7 +52,7 @@ async def test_options_are_sampling(api) -> None:
     body = {"model": "tiny", "messages": HI, "stream": False, "options": {**options, "num_ctx": 64}}
     answer = await api.post("/api/chat", {**body, "keep_alive": "5m"})
     assert answer.json()["done_reason"] == "length"
-    sampling = api.endpoint.requests[0].sampling
+    sampling = api.endpoint.requests[0].work.sampling
     assert (sampling.max_tokens, sampling.seed, sampling.temperature) == (1, 7, 0.0)
     assert (sampling.top_k, sampling.repetition_penalty) == (3, 1.5)
 
@@ -107,7 +107,7 @@ async def test_generate_takes_the_template_or_not(api) -> None:
     templated, raw = (request.prompt_token_ids for request in api.endpoint.requests)
     assert bytes(raw) == b"hi"
     assert len(templated) > len(raw)
-    assert api.endpoint.requests[1].sampling.max_tokens == 254
+    assert api.endpoint.requests[1].work.sampling.max_tokens == 254
 
 
 async def test_nothing_to_answer_loads_the_model(api) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pagoda.backend.reference import backend as reference
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
@@ -166,7 +167,7 @@ def serve(replaced: list[Replaced]) -> list[int]:
     runner: Any = load_runner(plan_worker(config), Tracer("interpreted")).runner
     prompt = [7 * at % 900 for at in range(20)]
     sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=4)
-    start = SlotStart(0, prompt, len(prompt), 0, [[0, 1, 2]], sampling)
+    start = SlotStart(0, prompt, len(prompt), 0, [[0, 1, 2]], Work(sampling))
     plans = [StepPlan(0, [0], [len(prompt)], [start]), *(StepPlan(n, [0], [1]) for n in (1, 2, 3))]
     tokens = []
     for plan in plans:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
@@ -33,7 +34,7 @@ class Rig(NamedTuple):
     def prefill(self, sampling: Sequence[SamplingParams] = (GREEDY,) * 3) -> StepResult:
         """The first step of three requests."""
         starts = [
-            SlotStart(slot, prompt, len(prompt), 0, [[2 * slot, 2 * slot + 1]], own)
+            SlotStart(slot, prompt, len(prompt), 0, [[2 * slot, 2 * slot + 1]], Work(own))
             for slot, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True))
         ]
         lens = [len(prompt) for prompt in PROMPTS]

@@ -13,6 +13,7 @@ import torch
 from pypto_rig import GREEDY, PROMPTS, Rig
 
 from pagoda.backend.base import DeviceLostError
+from pagoda.messages.frontend import Work
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
@@ -149,7 +150,7 @@ def test_a_step_behind_one_that_failed_unawaited_says_why_that_failed(
     rig: Callable[..., Rig],
 ) -> None:
     found = rig(late_rate=0.0)
-    start = SlotStart(0, PROMPTS[0], len(PROMPTS[0]), 0, [[0, 1]], GREEDY)
+    start = SlotStart(0, PROMPTS[0], len(PROMPTS[0]), 0, [[0, 1]], Work(GREEDY))
     from pagoda_pypto_device.settings import Settings
 
     found.worker.settings = Settings(late_rate=0.0, failure_rate=1.0)
@@ -160,7 +161,7 @@ def test_a_step_behind_one_that_failed_unawaited_says_why_that_failed(
 
 def test_steps_that_want_no_row_are_not_awaited(rig: Callable[..., Rig]) -> None:
     found = rig()
-    start = SlotStart(0, PROMPTS[0], len(PROMPTS[0]), 0, [[0, 1]], GREEDY)
+    start = SlotStart(0, PROMPTS[0], len(PROMPTS[0]), 0, [[0, 1]], Work(GREEDY))
     found.runner.submit(StepPlan(0, [0], [60], [start])).result()
     found.runner.submit(StepPlan(1, [0], [60])).result()
     assert [run.program.name for run in found.worker.pending] == ["prefill", "prefill"]

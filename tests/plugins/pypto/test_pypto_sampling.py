@@ -12,6 +12,7 @@ from pypto_rig import GREEDY, PROMPTS, Rig
 from torch import Tensor
 
 from pagoda.backend.reference.sampling import sample_rows
+from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.plugins.backend_check.sampling import row_of, table_of
@@ -59,7 +60,9 @@ def started(mix: Mix) -> Sampler:
     """The state of sampling of three requests, whose tokens are those of the reference, from all logits."""
     sampler = Sampler(4, VOCAB, sample_rows)
     for slot, (prompt, own) in enumerate(zip(PROMPTS, mix, strict=True)):
-        sampler.start(SlotStart(slot, prompt, len(prompt), 0, [[2 * slot, 2 * slot + 1]], own))
+        sampler.start(
+            SlotStart(slot, prompt, len(prompt), 0, [[2 * slot, 2 * slot + 1]], Work(own))
+        )
     return sampler
 
 

@@ -29,8 +29,10 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenChunks,
     UnsubscribeCache,
+    Work,
 )
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.spans import embedded_span
 from pagoda.plugins.router.messages import HostMessage
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
@@ -215,6 +217,7 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
         ({"prompt_token_ids": [512]}, "prompt_token_ids takes token ids below"),
         ({"output_token_ids": [2**31 - 1]}, "output_token_ids takes token ids below"),
         ({"eos_token_ids": (999,)}, "eos_token_ids takes token ids below"),
+        ({"spans": (embedded_span(0, 99, bytes(4 * 99)),)}, "spans lie in the prompt"),
         ({"prompt_token_ids": []}, "1 to 256 tokens"),
         ({"prompt_token_ids": [1] * 257}, "1 to 256 tokens"),
         ({"sampling": SamplingParams(logit_bias={512: 1.0})}, "logit_bias takes token ids below"),
@@ -228,7 +231,11 @@ async def test_what_no_frontend_would_send_is_refused_before_the_engine(
 ) -> None:
     endpoint = ScriptedEndpoint("ok")
     async with Door(endpoint) as door:
-        await door.say(msgspec.structs.replace(request("r"), **wrong))
+        asked = request("r")
+        wrong = dict(wrong)
+        own = {name: wrong.pop(name) for name in Work.__struct_fields__ if name in wrong}
+        work = msgspec.structs.replace(asked.work, **own)
+        await door.say(msgspec.structs.replace(asked, work=work, **wrong))
         said = msgspec.msgpack.decode(await door.socket.recv(), type=HostMessage)
         assert isinstance(said, RequestRefused)
         assert reason in said.error

@@ -38,6 +38,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenChunks,
     TokenLogprobs,
+    Work,
 )
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.load import LoadReport, ProcessMemory, ReplicaLoad, StepTotals, TierLoad
@@ -166,7 +167,7 @@ class Fleet:
         self.router.add(host.replica)
 
     async def ask(self) -> list[int]:
-        asked = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, sampling=ASKED)
+        asked = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, work=Work(ASKED))
         return [i async for chunk in self.router.generate(asked) for i in chunk.token_ids]
 
     def check_what_is_told(self, *messages: HostMessage) -> None:
@@ -249,7 +250,7 @@ def test_a_chunk_that_cannot_be_of_the_answer_is_refused(
 ) -> None:
     if isinstance(scores := changes.get("prompt_logprobs"), dict):
         changes = {"prompt_logprobs": msgspec.structs.replace(SCORES, **scores)}
-    asked = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, sampling=ASKED)
+    asked = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, work=Work(ASKED))
     AnswerCheck(asked, 512).take(GOOD)
     with pytest.raises(PeerError, match=clause):
         AnswerCheck(asked, 512).take(msgspec.structs.replace(GOOD, **changes))
@@ -259,7 +260,7 @@ def test_a_vector_is_whole() -> None:
     sampling = SamplingParams(seed=1, max_tokens=0)
     for pooling, good, bad in ((Pooling.LAST, 8, (0, 7)), (Pooling.SCORE, 4, (0, 8))):
         asked = GenerateRequest(
-            request_id="r", prompt_token_ids=PROMPT, sampling=sampling, pooling=pooling
+            request_id="r", prompt_token_ids=PROMPT, work=Work(sampling, pooling=pooling)
         )
         end = TokenChunk("1", [], FinishReason.LENGTH, embedding=bytes(good))
         AnswerCheck(asked, 512).take(end)

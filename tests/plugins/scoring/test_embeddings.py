@@ -52,7 +52,7 @@ async def test_embeddings(api, given: Any, texts: list[Any], route: str) -> None
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (num_tokens, num_tokens)
     for request in api.endpoint.requests:
-        assert (request.pooling, request.sampling.max_tokens) == (Pooling.LAST, 0)
+        assert (request.work.pooling, request.work.sampling.max_tokens) == (Pooling.LAST, 0)
 
 
 async def test_forms_of_vectors(api) -> None:
@@ -66,7 +66,7 @@ async def test_forms_of_vectors(api) -> None:
     assert array("f", base64.b64decode(encoded)).tolist() == raw
     assert await embedding(dimensions=3) == pytest.approx(vector_of("abc", 3), abs=1e-6)
     await embedding(pooling="mean", user="me")
-    assert api.endpoint.requests[-1].pooling is Pooling.MEAN
+    assert api.endpoint.requests[-1].work.pooling is Pooling.MEAN
 
 
 @pytest.mark.parametrize(("most", "kept"), [(2, b"ab"), (5, b"abcde"), (-1, b"abcdef")])

@@ -21,7 +21,7 @@ async def test_one_prompt(api) -> None:
         assert meta["finish_reason"] == {"type": "stop", "matched": got["output_ids"][-1]}
         assert meta["e2e_latency"] >= 0
         assert api.endpoint.requests[-1].prompt_token_ids == [104, 105]
-        assert api.endpoint.requests[-1].sampling.max_tokens == 128
+        assert api.endpoint.requests[-1].work.sampling.max_tokens == 128
 
 
 async def test_sampling_has_sglangs_names(api) -> None:
@@ -37,7 +37,7 @@ async def test_sampling_has_sglangs_names(api) -> None:
         "spaces_between_special_tokens": True,
     }
     assert (await api.post("/generate", {"text": "hi", "sampling_params": params})).status == 200
-    sampling = api.endpoint.requests[0].sampling
+    sampling = api.endpoint.requests[0].work.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (254, 1, 7)
     assert sampling.logit_bias == {65: 1.5}
     cut = {"text": "hi", "sampling_params": {"max_new_tokens": 1}}

@@ -58,7 +58,7 @@ async def test_what_is_rendered_can_be_generated(api) -> None:
     assert (await api.post("/v1/chat/completions", chat)).status == 200
     first, second = api.endpoint.requests
     assert first.prompt_token_ids == second.prompt_token_ids
-    assert first.sampling.max_tokens == second.sampling.max_tokens
+    assert first.work.sampling.max_tokens == second.work.sampling.max_tokens
     body = {"prompt": ["a", "b"], "n": 2}
     both = (await api.post("/v1/completions/render", body)).json()
     assert [bytes(one["token_ids"]) for one in both] == [b"a", b"b"]
