@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from pagoda.api.bootstrap import ask, room_of
 from pagoda.api.constraint_fields import FieldGrammar, constraint_of, constraint_size
 from pagoda.api.errors import GenerationError
 from pagoda.api.fields import (
@@ -21,12 +20,13 @@ from pagoda.api.fields import (
     sampling_params,
     session_of,
 )
-from pagoda.api.kv_transfer import Handoff, handoff_of
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventStream
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.frontend import KVSource
+from pagoda.plugins.disaggregation.bootstrap import ask, room_of
+from pagoda.plugins.disaggregation.kv_transfer import Handoff, handoff_of
 from pagoda.text.beam_search import BeamSearchParams, beam_search
 from pagoda.text.reasoning_border import ReasoningBorder
 from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest

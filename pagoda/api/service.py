@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
-from pagoda.api.bootstrap import Rooms
 from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
@@ -26,6 +25,7 @@ from pagoda.concurrency.async_utils import LongWork
 from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.hosts.registry import Registry
 from pagoda.fleet.trace_control import TraceControl
+from pagoda.plugins.disaggregation.bootstrap import Rooms
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.text_generator import TextGenerator
 

@@ -21,7 +21,7 @@ from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.links import HandoffLinks
+from pagoda.plugins.disaggregation.links import HandoffLinks
 
 _WAITING_CACHES = 8
 """KV caches that the tokens of waiting prompts may fill."""

@@ -41,7 +41,7 @@ from pagoda.messages.transfers import TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import even_share
-from pagoda.pd.links import HandoffLinks
+from pagoda.plugins.disaggregation.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0

@@ -35,12 +35,12 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.connector import Arrived, Failed, RemoteKV
-from pagoda.pd.exporter import KVExporter, Unwanted
-from pagoda.pd.links import HandoffLinks
-from pagoda.pd.messages import KVPrefilled
-from pagoda.pd.token_conditions import token_conditions
-from pagoda.pd.transfer_tokens import TransferTokens
+from pagoda.plugins.disaggregation.connector import Arrived, Failed, RemoteKV
+from pagoda.plugins.disaggregation.exporter import KVExporter, Unwanted
+from pagoda.plugins.disaggregation.links import HandoffLinks
+from pagoda.plugins.disaggregation.messages import KVPrefilled
+from pagoda.plugins.disaggregation.token_conditions import token_conditions
+from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
 
 TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""

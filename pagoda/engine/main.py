@@ -62,7 +62,7 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.tracing import StartTrace, StopTrace
-from pagoda.pd.links import open_links
+from pagoda.plugins.disaggregation.links import open_links
 from pagoda.registry import EXECUTORS, load
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer

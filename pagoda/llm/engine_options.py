@@ -42,7 +42,7 @@ from pagoda.messages.engine_config import (
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 from pagoda.registry import EXECUTORS, registered
 from pagoda.text.text_files import calibration_windows
 

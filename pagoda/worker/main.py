@@ -327,7 +327,7 @@ def _load(
         worker = _Worker(loaded, loaded.ready, populator(loaded), rendezvous, target, answers)
     if not config.has_transfer_link:
         return worker
-    from pagoda.worker.kv.handoff import KVHandoff
+    from pagoda.plugins.disaggregation.worker.handoff import KVHandoff
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker, open_tiers
 

@@ -40,7 +40,7 @@ from pagoda.messages.hosts import HostJoin, HostMessage, JoinAnswer, RouterMessa
 from pagoda.messages.transfers import TransferMessage, Transfers
 from pagoda.messages.worker import StepPlan, WorkerMessage, WorkerOrder, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 
 UNIONS: tuple[Any, ...] = (
     *(FrontendMessage, EngineMessage, WorkerOrder, WorkerMessage, Transfers, TransferMessage),

@@ -30,7 +30,7 @@ from pagoda.ipc.event_socket import SILENCE_S
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer
-from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 
 _MOST_S = 2000.0
 """Virtual seconds after which a life is stuck: no fault and no time-out lasts so long."""

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from pagoda.api.fields import GenerationFields, StreamOptions
 from pagoda.api.generation import Answer, Generation
-from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.sse import DONE, EventTemplate, event
 from pagoda.messages.frontend import FinishReason
+from pagoda.plugins.disaggregation.kv_transfer import transfer_fields
 from pagoda.text.text_generator import TextDelta
 from pagoda.version import __version__
 

@@ -12,10 +12,10 @@ from typing import Any
 from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer
-from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.sse import EventTemplate, encode_json
 from pagoda.messages.frontend import FinishReason
+from pagoda.plugins.disaggregation.kv_transfer import transfer_fields
 from pagoda.text.text_generator import TextDelta
 
 ABORTED = ApiError(503, "The answer was aborted.")

@@ -11,10 +11,10 @@ from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.items import new_id
-from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.messages.frontend import FinishReason
+from pagoda.plugins.disaggregation.kv_transfer import transfer_fields
 from pagoda.plugins.responses.bodies import ResponsesRequest
 from pagoda.plugins.responses.events import EventWriter
 from pagoda.plugins.responses.output import Output

@@ -33,7 +33,7 @@ from pagoda.messages.transfers import (
     Transfers,
 )
 from pagoda.messages.worker import WorkerReady
-from pagoda.worker.kv.handoff import KVHandoff
+from pagoda.plugins.disaggregation.worker.handoff import KVHandoff
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.manifest import make_manifest
 from pagoda.worker.kv.memory import HostArena, copy_bytes
