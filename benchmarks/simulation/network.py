@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 from pagoda.executor.sim import SimNeighbours
 from pagoda.ipc.clock import Clock
 from pagoda.messages.worker_config import Role
-from pagoda.plugins.disaggregation.links import HandoffLinks, PeerLost
+from pagoda.plugins.disaggregation.hooks import HandoffLinks
+from pagoda.plugins.disaggregation.links import PeerLost
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 
 T = TypeVar("T")

@@ -17,18 +17,23 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
+from pagoda.engine.request import Request
+from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.frontend import KVSource
+from pagoda.messages.frontend import KVSource, TokenChunk, TokenLogprobs
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, KVPeer, RemoteBlocks, TransferEnd
 from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disaggregation import messages
 from pagoda.plugins.disaggregation.fetches import Fetch, Load, PrefillPeer
 from pagoda.plugins.disaggregation.links import PeerLost, Peers
+from pagoda.plugins.disaggregation.token_conditions import conditions_of
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
 
 SILENCE_S = 5.0
@@ -48,12 +53,45 @@ class Arrived(NamedTuple):
     request_id: str
     token: messages.KVPrefilled
 
+    def apply(self, scheduler: Scheduler, request: Request) -> list[TokenChunk]:
+        """Appends the token behind a request's prompt as if it had been sampled here.
+
+        The token is ignored if the request has got further, is being computed and will sample it, asks for
+        log-probabilities that the other engine did not send, or would have been sampled under other conditions.
+        """
+        token, kv = self.token, scheduler.kv
+        if request.slot is not None or request.num_pending_samples:
+            return []
+        if request.transfer_id is not None:  # the engine that fetches from here wants the KV, too
+            return []
+        if kv.sequence_key(request.table, request.token_ids) != token.key:
+            return []
+        if token.conditions != conditions_of(request):
+            return []
+        num_top, logprobs = request.sampling.logprobs, token.logprobs
+        if num_top is None:
+            logprobs = None
+        elif logprobs is None or len(logprobs.top_token_ids) < num_top:
+            return []
+        else:
+            top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
+            logprobs = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
+        chunk = scheduler.append(
+            request, [token.token_id], None if logprobs is None else [logprobs]
+        )
+        num_cached_tokens = min(token.num_cached_tokens, request.num_prompt_tokens)
+        return [msgspec.structs.replace(chunk, num_cached_tokens=num_cached_tokens)]
+
 
 class Failed(NamedTuple):
     """A request's KV cannot be fetched; `reason` is a clause."""
 
     request_id: str
     reason: str
+
+    def apply(self, scheduler: Scheduler, request: Request) -> list[TokenChunk]:
+        error = f"KV of this request could not be fetched: {self.reason}."
+        return [scheduler.fail(request, error)]
 
 
 class RemoteKV:

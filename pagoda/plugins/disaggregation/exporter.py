@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.engine.request import Request
+from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.layout import KVLayout
-from pagoda.messages.frontend import KVSource, TokenLogprobs
+from pagoda.messages.frontend import FinishReason, KVSource, TokenChunk, TokenLogprobs
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disaggregation import messages
@@ -57,6 +59,10 @@ class Unwanted(NamedTuple):
     """A request whose prompt no engine needs any more, though it is not computed yet."""
 
     request_id: str
+
+    def apply(self, scheduler: Scheduler, request: Request) -> list[TokenChunk]:
+        scheduler.finish(request, FinishReason.ABORT)
+        return [TokenChunk(request.request_id, [], FinishReason.ABORT)]
 
 
 class KVExporter:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's connections to other engines: a listener if it exports KV, outgoing ones if it fetches KV."""
+"""Connections to other engines: a listener if the engine exports KV, outgoing ones if it fetches KV."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -17,14 +15,13 @@ from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.addresses import allow_ipv6, numeric
 from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_client, encrypt_server, start_authenticator
+from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.door import guard, pieces
-from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 
 _MAX_ANSWER_BYTES = 16 * 2**20
-_LINGER_MS = 1000
+LINGER_MS = 1000
 """Milliseconds that the last messages of an engine that ends may take to go out."""
 _CONNECT_TIMEOUT_MS = 5000
 _LOSSES: dict[int, str] = {
@@ -82,43 +79,6 @@ class Peers(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class HandoffLinks:
-    engine_id: str
-    listener: Listener | None = None
-    peers: Peers | None = None
-    context: Context | None = None
-    """Context of the sockets; None if the links have none."""
-
-    def close(self) -> None:
-        """Closes the links, and waits up to `_LINGER_MS` until what was sent is out."""
-        for link in (self.listener, self.peers):
-            if link is not None:
-                link.close()
-        if self.context is not None:
-            self.context.term()
-
-
-def open_links(config: HandoffConfig, replica: int, faults: Faults | None = None) -> HandoffLinks:
-    """Returns links over ZeroMQ; `faults` are those of this process.
-
-    Raises ConfigError if the listener's port is taken or this host does not have the address.
-    """
-    context: Context = zmq.Context()
-    start_authenticator(context, config.keys)
-    listener = peers = None
-    try:
-        if config.role.holds_kv:
-            port = config.port + replica if config.port else 0
-            listener = SocketListener(context, config.host, port, config.keys, faults)
-        if config.role.fetches_kv:
-            peers = SocketPeers(context, config.keys, faults)
-    except BaseException:
-        context.term()
-        raise
-    return HandoffLinks(secrets.token_hex(8), listener, peers, context)
-
-
 class SocketListener:
     def __init__(
         self,
@@ -137,7 +97,7 @@ class SocketListener:
         host = _numeric(host)
         self._transmit = (faults or Faults(None)).messages("handoff.send", self._send)
         self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         encrypt_server(self._socket, keys)
         allow_ipv6(self._socket, host)
         try:
@@ -194,7 +154,7 @@ class _Connection:
         """Raises zmq.ZMQError if `address` is malformed."""
         self.address = address
         self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)

@@ -12,6 +12,7 @@ import hashlib
 
 import msgspec
 
+from pagoda.engine.request import Request
 from pagoda.messages.frontend import Grammar
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -48,3 +49,10 @@ def token_conditions(
     biases = sorted((sampling.logit_bias or {}).items())
     shaping = msgspec.structs.replace(shaping, logit_bias=None)
     return hashlib.sha256(msgspec.msgpack.encode((shaping, biases, grammar))).digest()
+
+
+def conditions_of(request: Request) -> bytes:
+    """`token_conditions` of the next token of a request."""
+    return token_conditions(
+        request.sampling, request.end_token_ids, request.num_output_tokens, request.grammar
+    )

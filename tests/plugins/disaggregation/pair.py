@@ -22,6 +22,7 @@ from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.plugins.disaggregation.connector import RemoteKV
 from pagoda.plugins.disaggregation.exporter import KVExporter
+from pagoda.plugins.disaggregation.hooks import HandoffHooks
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
 
@@ -66,14 +67,19 @@ class Engine(Harness):
         )
 
     @property
+    def peers(self) -> HandoffHooks:
+        assert isinstance(self.hooks.peers, HandoffHooks)
+        return self.hooks.peers
+
+    @property
     def exporter(self) -> KVExporter:
-        exporter = self.hooks.exporter
+        exporter = self.peers.exporter
         assert exporter is not None
         return exporter
 
     @property
     def remote(self) -> RemoteKV:
-        remote = self.hooks.remote
+        remote = self.peers.remote
         assert remote is not None
         return remote
 
@@ -92,13 +98,13 @@ class Engine(Harness):
 
     def check_books(self) -> None:
         check_books(self.scheduler)
-        if self.hooks.remote is not None:
+        if self.peers.remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
         super().check_nothing_left()
-        if self.hooks.remote is not None:
+        if self.peers.remote is not None:
             assert not self.remote.fetches
             assert not any(peer.fetches for peer in self.remote.peers.values())
 

@@ -16,7 +16,8 @@ from pagoda.ipc.door import pieces
 from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.plugins.disaggregation.links import HandoffLinks, Listener, PeerLost, Peers, open_links
+from pagoda.plugins.disaggregation.hooks import HandoffLinks, open_links
+from pagoda.plugins.disaggregation.links import Listener, PeerLost, Peers
 from pagoda.plugins.disaggregation.messages import (
     DecodeMessage,
     KVBlocks,

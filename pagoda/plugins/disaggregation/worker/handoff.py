@@ -130,3 +130,11 @@ class KVHandoff:
     def close(self) -> None:
         for memory in self._exported.values():
             memory.close()
+
+
+def open_handoff(plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None) -> KVHandoff:
+    """An `OpenRemoteMemory`."""
+    config = plan.config.kv_handoff
+    if config is None:
+        raise ValueError("Memory is opened for a configuration with handoff.")
+    return KVHandoff(config, plan, loaded, faults)
