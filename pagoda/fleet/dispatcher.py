@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -31,6 +31,7 @@ from pagoda.fleet.admission import Admission
 from pagoda.fleet.drain import Drain
 from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.fleet.fleet_health import health_of
+from pagoda.fleet.offload import Offload
 from pagoda.fleet.outliers import Ejection, OutlierDetector
 from pagoda.fleet.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.fleet.placer import Placer
@@ -50,9 +51,6 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.telemetry.tracer import Tracer
 
-if TYPE_CHECKING:
-    from pagoda.fleet.prefill_decode import PrefillOffload
-
 DEFAULT_NO_REPLICA_TIMEOUT_S = 30
 """Seconds that a router lets requests wait while it has no host that takes them."""
 _MOVED_RETRY_S = 1
@@ -71,7 +69,7 @@ class Dispatcher:
         self,
         replicas: Sequence[Replica],
         policy: Policy,
-        offload: PrefillOffload | None = None,
+        offload: Offload | None = None,
         *,
         keeps_half: bool = True,
         tracer: Tracer | None = None,
