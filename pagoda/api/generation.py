@@ -20,13 +20,12 @@ from pagoda.api.fields import (
     sampling_params,
     session_of,
 )
+from pagoda.api.handoffs import Asked
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventStream
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.frontend import KVSource
-from pagoda.plugins.disaggregation.bootstrap import ask, room_of
-from pagoda.plugins.disaggregation.kv_transfer import Handoff, handoff_of
 from pagoda.text.beam_search import BeamSearchParams, beam_search
 from pagoda.text.reasoning_border import ReasoningBorder
 from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest
@@ -95,10 +94,12 @@ class Generation:
         generator: TextGenerator,
         requests: Sequence[TextRequest],
         beams: BeamSearchParams | None = None,
+        transfer_fields: Callable[[KVSource | None], dict[str, Any]] = lambda _: {},
     ) -> None:
-        """`beams` lets the answers to each prompt be its best beams."""
+        """`beams` lets the answers to each prompt be its best beams; `transfer_fields` are `Handoffs.fields`."""
         self.generator = generator
         self._beams = beams
+        self.transfer_fields = transfer_fields
         self.requests = requests
         prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
         self.usage = Usage(sum(map(len, prompts)))
@@ -231,21 +232,9 @@ async def prepare(
     if grammar is None:
         make = partial(constraint_of, body)
         grammar = await generator.run_sized(make, constraint_size(body))
-    is_router = caller.service.is_router
-    role = generator.endpoint.limits.role
-    handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
-    if len(prompts) != 1 and body.kv_transfer_params is None:
-        handoff = Handoff()
-    room = room_of(body, role, caller.service.config.bootstrap_hosts)
-    if room is not None:
-        source = (
-            None
-            if role.holds_kv
-            else await ask(body, caller.authorization, caller.service.config.bootstrap_tls)
-        )
-        handoff = Handoff(role.holds_kv, source)
-    if handoff != Handoff() and len(prompts) != 1:
-        refuse("prompt", "must be a single prompt with kv_transfer_params")
+    role, handoffs = generator.endpoint.limits.role, caller.service.handoffs
+    asked = Asked(body, len(prompts), max_tokens, role, caller.authorization)
+    handoff = await handoffs.handoff(asked)
     fields = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
@@ -287,8 +276,8 @@ async def prepare(
             f"asks for {num_scores} log-probabilities of prompt tokens in all answers together, "
             f"at most {MAX_KEPT_LOGPROBS} are told",
         )
-    if room is not None and handoff.holds_kv:
-        tell = partial(caller.service.rooms.tell, room)
+    if handoff.on_kv_source is not None:
+        tell = handoff.on_kv_source
         requests = [replace(request, on_kv_source=tell) for request in requests]
     beams = None
     if body.use_beam_search:
@@ -296,4 +285,4 @@ async def prepare(
             refuse("use_beam_search", "does not go together with a grammar", "not_supported")
         resolved = [request.request.sampling.max_tokens or 0 for request in requests]
         beams = beam_search_params(body, min(resolved), generator.endpoint.limits.vocab_size)
-    return Generation(generator, requests, beams)
+    return Generation(generator, requests, beams, handoffs.fields)

@@ -130,11 +130,6 @@ class ServerOptions:
     """A path before all routes, such as /models/a, under which a proxy shows the server."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """Refuse requests with unknown fields that may change the answer, or log each name once and ignore it."""
-    bootstrap_hosts: Annotated[
-        tuple[str, ...], Parameter(metavar="HOST", negative=(), show_default=False)
-    ] = ()
-    """A prefill server that sglang-router's requests to this decode server may name; may be repeated. It is
-    asked by https if this server has --ssl-certfile."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, and give it in each event where there are no stream_options."""
     return_tokens_as_token_ids: bool = False
@@ -203,8 +198,7 @@ class ServerOptions:
             cors_origins=CorsOrigins(self.cors_origins),
             root_path=root,
             ignored_names=IgnoredNames(takes_unknown=self.unknown_fields == "warn"),
-            bootstrap_hosts=self.bootstrap_hosts,
-            bootstrap_tls=None if tls is None else client_context(tls_files(self)),
+            client_tls=None if tls is None else client_context(tls_files(self)),
             always_usage=self.enable_force_include_usage,
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,

@@ -8,20 +8,14 @@ goes on after the token.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from pagoda.api.fields import GenerationFields, KVTransferParams
+from pagoda.api.handoffs import Handoff
 from pagoda.errors import refuse
 from pagoda.ipc.addresses import bracketed
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
-
-
-class Handoff(NamedTuple):
-    """The part of a request in a handoff; by default none."""
-
-    holds_kv: bool = False
-    kv_source: KVSource | None = None
 
 
 def handoff_of(

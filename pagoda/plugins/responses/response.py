@@ -14,7 +14,6 @@ from pagoda.api.items import new_id
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.messages.frontend import FinishReason
-from pagoda.plugins.disaggregation.kv_transfer import transfer_fields
 from pagoda.plugins.responses.bodies import ResponsesRequest
 from pagoda.plugins.responses.events import EventWriter
 from pagoda.plugins.responses.output import Output
@@ -169,7 +168,7 @@ class ResponseAnswer:
         }
         if self._body.enable_response_messages and not self.is_running:
             fields |= self._raw_messages()
-        return fields | transfer_fields(self._generation.kv_source)
+        return fields | self._generation.transfer_fields(self._generation.kv_source)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage

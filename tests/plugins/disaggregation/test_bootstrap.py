@@ -14,6 +14,7 @@ from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.disaggregation import bootstrap
 from pagoda.plugins.disaggregation.bootstrap import MAX_ROOMS, Rooms
+from pagoda.plugins.disaggregation.handoffs import BootstrapHosts
 
 SOURCE = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1", block_ids=(7,))
 
@@ -21,7 +22,8 @@ SOURCE = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1
 async def pair(serve_api, **config: Any) -> tuple[Any, Any, dict[str, Any]]:
     """A prefill and a decode server, and the fields by which a router brings them together."""
     prefill = await serve_api("yes", role=Role.PREFILL, **config)
-    decode = await serve_api("yes", role=Role.DECODE, bootstrap_hosts=("127.0.0.1",), **config)
+    hosts = {BootstrapHosts: BootstrapHosts(("127.0.0.1",))}
+    decode = await serve_api("yes", role=Role.DECODE, options=hosts, **config)
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "bootstrap_room": 2**62}
     return prefill, decode, room
 
