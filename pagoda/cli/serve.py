@@ -34,7 +34,7 @@ from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
 from pagoda.cli.options import SERVER, GeneralOptions, ProfileOptions, Seconds, bytes_of, tls_files
-from pagoda.cli.plugin_flags import PluginOptions, opened
+from pagoda.cli.plugin_flags import ConnectorOptions, PluginOptions, opened
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
@@ -49,7 +49,6 @@ from pagoda.ipc.tls import ServerTls, TlsFiles, client_context
 from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
-    HandoffOptions,
     ParallelOptions,
 )
 from pagoda.messages.adapters import Adapter
@@ -344,7 +343,7 @@ def serve(
     parallel: ParallelOptions = ParallelOptions(),
     executor: ExecutorOptions = ExecutorOptions(),
     join: JoinOptions = JoinOptions(),
-    handoff: HandoffOptions = HandoffOptions(),
+    connector: ConnectorOptions = ConnectorOptions(),
     adapters: AdapterOptions = AdapterOptions(),
     profile: ProfileOptions = ProfileOptions(),
     plugins: PluginOptions = PluginOptions(),
@@ -360,10 +359,8 @@ def serve(
     general.apply(default_level="info")
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
-    handed = handoff.config(
-        cluster_key_file=join.cluster_key_file,
-        advertise="" if handoff.role == "none" else join.advertised.host,
-        num_replicas=parallel.data_parallel_size,
+    handed = connector.config(
+        join.cluster_key_file, lambda: join.advertised.host, parallel.data_parallel_size
     )
     config = executor.engine_config(engine, files.model, parallel, handed)
     config = adapters.applied(config)
