@@ -49,7 +49,7 @@ WITHOUT_TORCH = {
         "ipc",
         "kv",
     ),
-    *("llm", "messages", "pd", "plugins", "sim", "telemetry", "text", "tools", "tests"),
+    *("llm", "messages", "plugins", "sim", "telemetry", "text", "tools", "tests"),
     *(
         "anthropic",
         "batches",

@@ -18,11 +18,11 @@ class Handoff(NamedTuple):
     holds_kv: bool = False
     kv_source: KVSource | None = None
     on_kv_source: Callable[[KVSource], None] | None = None
-    """Is told where the KV of the prompt will be."""
+    """A function that is told where the KV of the prompt will be."""
 
 
 class Asked(NamedTuple):
-    """What a client has asked."""
+    """A body, and who asks whom."""
 
     body: GenerationFields
     num_prompts: int

@@ -63,7 +63,7 @@ class ConnectorOptions(_flags_of_connector()):  # type: ignore[misc]  # as above
     def config(
         self, cluster_key_file: Path | None, advertise: Callable[[], str], num_replicas: int
     ) -> Handoff | None:
-        """As `ConnectorFlags.config`; `advertise` is called with a role alone."""
+        """The same as `ConnectorFlags.config`; `advertise` is called with a role alone."""
         flags: ConnectorFlags | None = getattr(self, "connector", None)
         if flags is None:
             return None

@@ -34,7 +34,7 @@ class PeerHooks(KVHooks):
     """Loads KV of other engines; None if this engine fetches none."""
 
     def news(self) -> Sequence[PeerNews]:
-        """What other engines have said since the last call; answers their questions."""
+        """Answers questions of other engines; returns their news since the last call."""
         return ()
 
 

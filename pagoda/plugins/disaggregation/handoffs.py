@@ -36,7 +36,7 @@ class HandoffState:
         service.handoffs = self
 
     async def handoff(self, asked: Asked) -> Handoff:
-        """As `Handoffs.handoff`."""
+        """The same as `Handoffs.handoff`."""
         body, role = asked.body, asked.role
         is_router = self._service.is_router
         handoff = handoff_of(body, role, max_tokens=asked.max_tokens, is_router=is_router)

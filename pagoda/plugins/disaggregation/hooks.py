@@ -220,7 +220,7 @@ class HandoffHooks(PeerHooks):
         return min((at for at in instants if at is not None), default=None)
 
     def pollables(self) -> list[object]:
-        """Those of the exporter; the tiers ask the connector."""
+        """Sockets of the exporter; the tiers ask the connector for its own."""
         return [] if self.exporter is None else self.exporter.pollables()
 
     def close(self) -> None:

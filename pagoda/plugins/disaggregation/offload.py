@@ -43,14 +43,14 @@ class PrefillOffload:
         self._numbers = itertools.count()
 
     def needs_prefixes(self, slots: ReplicaSet) -> bool:
-        """As `Offload.needs_prefixes`."""
+        """The same as `Offload.needs_prefixes`."""
         return len(self._prefill.slots) > 0 or slots.num_helpers > 1
 
     @asynccontextmanager
     async def prepare(
         self, tracked: TrackedRequest, placement: Placement, slots: ReplicaSet
     ) -> AsyncIterator[GenerateRequest]:
-        """As `Offload.prepare`."""
+        """The same as `Offload.prepare`."""
         request = tracked.value(placement.began_at)
         compute = self._prompt_source(request, tracked, placement, slots)
         if compute is None:
