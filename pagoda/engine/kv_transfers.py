@@ -249,7 +249,8 @@ class KVTransferHooks(KVHooks):
         """
         scheduler = self._scheduler
         chunks: list[TokenChunk] = []
-        for event in (*news, *self.tiers.drain_load_ends()):
+        events: list[PeerNews | LoadEnd] = [*news, *self.tiers.drain_load_ends()]
+        for event in events:
             request = scheduler.requests.get(event.request_id)
             if request is None:
                 continue
