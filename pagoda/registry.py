@@ -20,7 +20,7 @@ COMMANDS = "pagoda.commands"
 EXECUTORS = "pagoda.executors"
 """Group of `pagoda.executor.plugin.ExecutorPlugin` objects."""
 KV_CONNECTORS = "pagoda.kv_connectors"
-"""Group of `pagoda.kv.plugin.KVConnectorPlugin` objects."""
+"""Group of `pagoda.kv.connector_plugin.KVConnectorPlugin` objects."""
 
 T = TypeVar("T")
 

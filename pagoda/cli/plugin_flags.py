@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from cyclopts import Parameter
 
 from pagoda.api.routes import PLUGINS
-from pagoda.kv.plugin import connector_part, has_connector
+from pagoda.kv.connector_plugin import connector_part, has_connector
 from pagoda.llm.engine_options import Handoff
 
 

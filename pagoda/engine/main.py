@@ -40,7 +40,7 @@ from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
-from pagoda.kv.plugin import connector_part
+from pagoda.kv.connector_plugin import connector_part
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (

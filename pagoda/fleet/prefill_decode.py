@@ -16,7 +16,7 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.offload import Offload
 from pagoda.fleet.policies import POLICIES, Policy
 from pagoda.fleet.replica import Replica
-from pagoda.kv.plugin import connector_part, has_connector
+from pagoda.kv.connector_plugin import connector_part, has_connector
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 

@@ -327,7 +327,7 @@ def _load(
         worker = _Worker(loaded, loaded.ready, populator(loaded), rendezvous, target, answers)
     if not config.has_transfer_link:
         return worker
-    from pagoda.kv.plugin import connector_part
+    from pagoda.kv.connector_plugin import connector_part
     from pagoda.worker.kv.remote import OpenRemoteMemory
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker, open_tiers

@@ -17,7 +17,7 @@ The decode side pulls. The engines agree about which blocks and when; the worker
 needs from whichever ranks have it.
 """
 
-from pagoda.kv.plugin import KVConnectorPlugin
+from pagoda.kv.connector_plugin import KVConnectorPlugin
 
 CONNECTOR = KVConnectorPlugin(
     engine="pagoda.plugins.disaggregation.hooks:open_engine_links",
