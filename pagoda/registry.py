@@ -19,6 +19,8 @@ COMMANDS = "pagoda.commands"
 """Group of `pagoda.cli.command.CommandPlugin` objects."""
 EXECUTORS = "pagoda.executors"
 """Group of `pagoda.executor.plugin.ExecutorPlugin` objects."""
+KV_CONNECTORS = "pagoda.kv_connectors"
+"""Group of `pagoda.kv.connector_plugin.KVConnectorPlugin` objects."""
 
 T = TypeVar("T")
 

@@ -54,7 +54,7 @@ WITHOUT_TORCH = {
         "ipc",
         "kv",
     ),
-    *("llm", "messages", "pd", "plugins", "sim", "telemetry", "text", "tools", "tests"),
+    *("llm", "messages", "plugins", "sim", "telemetry", "text", "tools", "tests"),
     *(
         "anthropic",
         "batches",

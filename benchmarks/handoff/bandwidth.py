@@ -26,8 +26,8 @@ from benchmarks.handoff.bandwidth_exporter import HOST, SECRET
 from pagoda.cli import output
 from pagoda.ipc.machine import format_bytes
 from pagoda.kv.memory import OwnMemory, Region
-from pagoda.pd.transport.base import Access, MemoryLink, Span
-from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.plugins.disaggregation.transport.base import Access, MemoryLink, Span
+from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 
 _SOCKET, _MAPPED = "plain socket", "plain mapped memory"
 _BESIDE = {"shm": _MAPPED}

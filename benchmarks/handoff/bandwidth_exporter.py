@@ -16,8 +16,8 @@ import threading
 
 from pagoda.errors import TransportError
 from pagoda.kv.memory import MemoryFile, OwnMemory, Region
-from pagoda.pd.transport.base import Access, ExportedMemory
-from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.plugins.disaggregation.transport.base import Access, ExportedMemory
+from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 
 HOST = "127.0.0.1"
 SECRET = b"bytes that both processes know"

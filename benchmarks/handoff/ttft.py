@@ -29,12 +29,12 @@ from pagoda.fleet.replica import Replica
 from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
-    HandoffOptions,
     ParallelOptions,
 )
 from pagoda.messages.frontend import GenerateRequest, KVSource, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import Role
+from pagoda.plugins.disaggregation.options import HandoffOptions
 
 Dtype = Literal["float32", "bfloat16"]
 

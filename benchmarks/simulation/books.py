@@ -10,6 +10,8 @@ from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.messages.transfers import HostSlots
+from pagoda.plugins.disaggregation.exporter import KVExporter
+from pagoda.plugins.disaggregation.hooks import HandoffHooks
 
 
 class BrokenInvariantError(Exception):
@@ -33,7 +35,7 @@ def check_books(scheduler: Scheduler) -> None:
     )
     exporter = None
     if isinstance(hooks, KVTransferHooks):
-        exporter, ledger = hooks.exporter, hooks.tiers.ledger
+        exporter, ledger = _exporter_of(hooks), hooks.tiers.ledger
         several = [*(it.blocks for it in ledger.transfers.values()), *ledger.held.values()]
         held.update(block.block_id for blocks in several for block in blocks)
     if exporter is not None:
@@ -148,7 +150,7 @@ def check_nothing_left(scheduler: Scheduler) -> None:
     require(not scheduler.quarantine.requests, "A request that has ended is in quarantine.")
     if isinstance(scheduler.hooks, KVTransferHooks):
         check_nothing_under_way(scheduler.hooks.tiers)
-        exporter = scheduler.hooks.exporter
+        exporter = _exporter_of(scheduler.hooks)
         is_empty = exporter is None or not (exporter.leases or exporter.early)
         require(is_empty, "KV is held for another engine.")
 
@@ -157,3 +159,7 @@ def check_nothing_under_way(tiers: TieredKVConnector) -> None:
     """No transfer is under way or due."""
     require(tiers.drain_transfers() == [], "A transfer was not handed out.")
     require(tiers.is_idle, "A transfer, load or look-up is under way.")
+
+
+def _exporter_of(hooks: KVTransferHooks) -> KVExporter | None:
+    return hooks.peers.exporter if isinstance(hooks.peers, HandoffHooks) else None

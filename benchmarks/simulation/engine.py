@@ -31,7 +31,7 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.load import LoadReport
-from pagoda.pd.links import HandoffLinks
+from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
 

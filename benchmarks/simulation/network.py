@@ -11,8 +11,9 @@ from typing import Generic, TypeVar
 from pagoda.executor.sim import SimNeighbours
 from pagoda.ipc.clock import Clock
 from pagoda.messages.worker_config import Role
-from pagoda.pd.links import HandoffLinks, PeerLost
-from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.disaggregation.hooks import HandoffLinks
+from pagoda.plugins.disaggregation.links import PeerLost
+from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 
 T = TypeVar("T")
 

@@ -35,9 +35,6 @@ READY = Route(info.health_ready, "Whether the model makes progress.", OPEN, stat
 MODELS = Route(
     info.models, "The models that are served.", ANY_KEY, answer=ModelList, needs_model=True
 )
-_bootstrap_room = Route(
-    info.bootstrap_room, "The place of KV, for decode servers.", ANSWER, statuses=(404,)
-)
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.", ANSWER)
 _chat = Route(
     chat_completions,
@@ -79,7 +76,6 @@ CORE_ROUTES: dict[str, dict[str, Route]] = {
     "/health/live": {"GET": Route(info.health_live, "The process answers.", OPEN)},
     "/health/ready": {"GET": READY},
     "/version": {"GET": Route(info.version, "The version of the server.", ANY_KEY)},
-    "/bootstrap/rooms/*": {"GET": _bootstrap_room},
     "/server_info": {"GET": _server_info},
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": MODELS},

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from pagoda.api.bootstrap import ask, room_of
 from pagoda.api.constraint_fields import constraint_of, constraint_size
 from pagoda.api.errors import GenerationError
 from pagoda.api.fields import (
@@ -21,7 +20,7 @@ from pagoda.api.fields import (
     sampling_params,
     session_of,
 )
-from pagoda.api.kv_transfer import Handoff, handoff_of
+from pagoda.api.handoffs import Asked
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventStream
 from pagoda.concurrency.async_utils import gather_all
@@ -95,10 +94,12 @@ class Generation:
         generator: TextGenerator,
         requests: Sequence[TextRequest],
         beams: BeamSearchParams | None = None,
+        transfer_fields: Callable[[KVSource | None], dict[str, Any]] = lambda _: {},
     ) -> None:
-        """`beams` lets the answers to each prompt be its best beams."""
+        """`beams` lets the answers to each prompt be its best beams; `transfer_fields` are `Handoffs.fields`."""
         self.generator = generator
         self._beams = beams
+        self.transfer_fields = transfer_fields
         self.requests = requests
         prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
         self.usage = Usage(sum(map(len, prompts)))
@@ -225,22 +226,10 @@ async def prepare(
         make = partial(constraint_of, body)
         grammar = await generator.run_sized(make, constraint_size(body))
         draft = replace(draft, grammar=grammar)
-    is_router = caller.service.is_router
-    role = generator.endpoint.limits.role
-    handoff = handoff_of(body, role, max_tokens=counts["max_tokens"], is_router=is_router)
-    if len(prompts) != 1 and body.kv_transfer_params is None:
-        handoff = Handoff()
-    room = room_of(body, role, caller.service.config.bootstrap_hosts)
-    if room is not None:
-        source = (
-            None
-            if role.holds_kv
-            else await ask(body, caller.authorization, caller.service.config.bootstrap_tls)
-        )
-        handoff = Handoff(role.holds_kv, source)
-    if handoff != Handoff() and len(prompts) != 1:
-        refuse("prompt", "must be a single prompt with kv_transfer_params")
     fields, max_tokens = {**counts}, counts["max_tokens"]
+    role, handoffs = generator.endpoint.limits.role, caller.service.handoffs
+    asked = Asked(body, len(prompts), max_tokens, role, caller.authorization)
+    handoff = await handoffs.handoff(asked)
     if body.best_of is not None and not body.use_beam_search:
         fields["n"] = body.best_of
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
@@ -270,8 +259,8 @@ async def prepare(
             f"asks for {num_scores} log-probabilities of prompt tokens in all answers together, "
             f"at most {MAX_KEPT_LOGPROBS} are told",
         )
-    if room is not None and handoff.holds_kv:
-        tell = partial(caller.service.rooms.tell, room)
+    if handoff.on_kv_source is not None:
+        tell = handoff.on_kv_source
         requests = [replace(request, on_kv_source=tell) for request in requests]
     beams = None
     if body.use_beam_search:
@@ -279,4 +268,4 @@ async def prepare(
             refuse("use_beam_search", "does not go together with a grammar", "not_supported")
         resolved = [request.request.work.sampling.max_tokens or 0 for request in requests]
         beams = beam_search_params(body, min(resolved), generator.endpoint.limits.vocab_size)
-    return Generation(generator, requests, beams)
+    return Generation(generator, requests, beams, handoffs.fields)

@@ -115,14 +115,6 @@ async def server_info(context: RequestContext) -> web.StreamResponse:
     )
 
 
-async def bootstrap_room(context: RequestContext) -> web.StreamResponse:
-    """The place of the KV of the request in a room, for a decode server; waits some seconds for the request."""
-    room = context.path_argument
-    if not (room.isascii() and room.isdigit() and len(room) < 20):
-        raise ApiError(404, f"There is no room {room[:200]!r}.")
-    return context.json(await context.service.rooms.wait(int(room)))
-
-
 async def load(context: RequestContext) -> web.StreamResponse:
     """The load of the whole server and of each replica: requests, pending tokens, KV blocks."""
     report = await context.service.ready_generator().endpoint.load()

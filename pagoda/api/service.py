@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
-from pagoda.api.bootstrap import Rooms
 from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.handoffs import Handoffs, NoHandoffs
 from pagoda.api.ignored_fields import IgnoredNames
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
@@ -52,10 +52,8 @@ class ApiConfig:
     """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
     ignored_names: IgnoredNames = field(default_factory=IgnoredNames)
     """Fields of bodies that were ignored."""
-    bootstrap_hosts: Sequence[str] = ()
-    """Prefill servers that requests with `bootstrap_room` may name."""
-    bootstrap_tls: ssl.SSLContext | None = None
-    """Certificates by which these are asked; None asks them by plain HTTP."""
+    client_tls: ssl.SSLContext | None = None
+    """Certificates by which other servers are asked; None asks them by plain HTTP."""
     always_usage: bool = False
     """Events of streams have their usage so far if the client has no `stream_options`, and streams end with it."""
     tokens_as_ids: bool = False
@@ -114,7 +112,8 @@ class Service:
     states: dict[type[Any], PluginState] = field(default_factory=dict)
     """States of plugins by type."""
     chats: ChatStore = field(init=False)
-    rooms: Rooms = field(default_factory=Rooms)
+    handoffs: Handoffs = field(default_factory=NoHandoffs)
+    """The handoffs of KV that bodies may ask for; the state of a plugin puts itself here."""
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the model is loaded, or will not be."""
     num_held: int = 0

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from cyclopts import Parameter
 
@@ -15,6 +16,8 @@ from pagoda.api.routes import PLUGINS
 from pagoda.cli.cluster import HostFlags, ServerStart
 from pagoda.errors import ConfigError
 from pagoda.fleet.fleet import Entrance
+from pagoda.kv.connector_plugin import connector_part, has_connector
+from pagoda.llm.engine_options import Handoff
 
 
 def _flags_of_plugins() -> type[Any]:
@@ -48,6 +51,44 @@ class PluginOptions(_flags_of_plugins()):  # type: ignore[misc]  # which ones is
         if server.cluster.port is not None:
             raise ConfigError("--advertise with a port needs the plugin router, which is not here.")
         return None
+
+
+class ConnectorFlags(Protocol):
+    """Flags of a connector between engines (`KVConnectorPlugin.options`)."""
+
+    @property
+    def role(self) -> str:
+        """The role of this server, or `none`."""
+
+    def config(
+        self, *, cluster_key_file: Path | None, advertise: str, num_replicas: int
+    ) -> Handoff | None:
+        """None without a role. Raises ConfigError if a flag lacks another or has an impossible value."""
+
+
+def _flags_of_connector() -> type[Any]:
+    """A dataclass that has the flags of the connector between engines in a field, if there is one."""
+    kinds = [connector_part("options")] if has_connector() else []
+    flags = [("connector", kind, field(default=kind())) for kind in kinds]
+    return make_dataclass("Flags", flags, frozen=True)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ConnectorOptions(_flags_of_connector()):  # type: ignore[misc]  # as above
+    """The flags of `pagoda serve` by which KV goes between engines."""
+
+    def config(
+        self, cluster_key_file: Path | None, advertise: Callable[[], str], num_replicas: int
+    ) -> Handoff | None:
+        """The same as `ConnectorFlags.config`; `advertise` is called with a role alone."""
+        flags: ConnectorFlags | None = getattr(self, "connector", None)
+        if flags is None:
+            return None
+        host = "" if flags.role == "none" else advertise()
+        return flags.config(
+            cluster_key_file=cluster_key_file, advertise=host, num_replicas=num_replicas
+        )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
 from pagoda.cli.cluster import ClusterOptions, ServerStart
 from pagoda.cli.options import SERVER, GeneralOptions, ProfileOptions, Seconds, bytes_of, tls_files
-from pagoda.cli.plugin_flags import PluginOptions, opened
+from pagoda.cli.plugin_flags import ConnectorOptions, PluginOptions, opened
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError
@@ -47,7 +47,6 @@ from pagoda.ipc.tls import ServerTls, client_context
 from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
-    HandoffOptions,
     ParallelOptions,
 )
 from pagoda.messages.adapters import Adapter
@@ -127,11 +126,6 @@ class ServerOptions:
     """A path before all routes, such as /models/a, under which a proxy shows the server."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """Refuse requests with unknown fields that may change the answer, or log each name once and ignore it."""
-    bootstrap_hosts: Annotated[
-        tuple[str, ...], Parameter(metavar="HOST", negative=(), show_default=False)
-    ] = ()
-    """A prefill server that sglang-router's requests to this decode server may name; may be repeated. It is
-    asked by https if this server has --ssl-certfile."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, and give it in each event where there are no stream_options."""
     return_tokens_as_token_ids: bool = False
@@ -200,8 +194,7 @@ class ServerOptions:
             cors_origins=CorsOrigins(self.cors_origins),
             root_path=root,
             ignored_names=IgnoredNames(takes_unknown=self.unknown_fields == "warn"),
-            bootstrap_hosts=self.bootstrap_hosts,
-            bootstrap_tls=None if tls is None else client_context(tls_files(self)),
+            client_tls=None if tls is None else client_context(tls_files(self)),
             always_usage=self.enable_force_include_usage,
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
@@ -282,7 +275,7 @@ def serve(
     parallel: ParallelOptions = ParallelOptions(),
     executor: ExecutorOptions = ExecutorOptions(),
     cluster: ClusterOptions = ClusterOptions(),
-    handoff: HandoffOptions = HandoffOptions(),
+    connector: ConnectorOptions = ConnectorOptions(),
     adapters: AdapterOptions = AdapterOptions(),
     profile: ProfileOptions = ProfileOptions(),
     plugins: PluginOptions = PluginOptions(),
@@ -299,11 +292,10 @@ def serve(
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
     join = None if plugins.of_hosts is None else plugins.of_hosts.join
-    advertise = "" if handoff.role == "none" else Advertised.parse(cluster.advertise, join).host
-    handed = handoff.config(
-        cluster_key_file=cluster.cluster_key_file,
-        advertise=advertise,
-        num_replicas=parallel.data_parallel_size,
+    handed = connector.config(
+        cluster.cluster_key_file,
+        lambda: Advertised.parse(cluster.advertise, join).host,
+        parallel.data_parallel_size,
     )
     config = executor.engine_config(engine, files.model, parallel, handed)
     config = adapters.applied(config)

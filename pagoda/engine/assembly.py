@@ -12,6 +12,7 @@ from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.grammar_compiler import compile_grammar
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
+from pagoda.engine.peer_hooks import EngineLinks
 from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
@@ -21,7 +22,6 @@ from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.links import HandoffLinks
 
 _WAITING_CACHES = 8
 """KV caches that the tokens of waiting prompts may fill."""
@@ -78,7 +78,7 @@ def build_parts(
     config: EngineConfig,
     worker: WorkerReady,
     clock: Clock,
-    links: HandoffLinks | None,
+    links: EngineLinks | None,
     build_tiers: TiersBuilder,
     open_grammars: GrammarsOpener,
 ) -> EngineParts:

@@ -14,6 +14,7 @@ from pagoda.engine.canary import Canary
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.deadlines import Deadlines
 from pagoda.engine.kv_transfers import TiersBuilder
+from pagoda.engine.peer_hooks import EngineLinks
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.request import Request
 from pagoda.engine.result_check import is_alike
@@ -41,7 +42,6 @@ from pagoda.messages.transfers import TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import even_share
-from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
@@ -115,7 +115,7 @@ class EngineCore:
         executor: Executor,
         clock: Clock,
         build_tiers: TiersBuilder = build_tiers,
-        handoff: HandoffLinks | None = None,
+        handoff: EngineLinks | None = None,
         tracer: Tracer | None = None,
         open_grammars: GrammarsOpener = open_grammars,
     ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that comes from tiers and other engines, and KV that is held for other engines.
+"""KV that comes from tiers and other engines.
 
 A request AWAITING_KV holds no blocks; one LOADING holds blocks that transfers fill. Neither runs or is in line.
 When a load ends, the loaded blocks are published like computed ones and the request lets go of them: the common
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
+from pagoda.engine.peer_hooks import NO_PEERS, EngineLinks, PeerHooks, PeerNews
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
@@ -26,21 +27,9 @@ from pagoda.kv.manager import PrefixHit
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import (
-    FinishReason,
-    GenerateRequest,
-    KVSource,
-    TokenChunk,
-    TokenLogprobs,
-)
+from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
 from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.connector import Arrived, Failed, RemoteKV
-from pagoda.pd.exporter import KVExporter, Unwanted
-from pagoda.pd.links import HandoffLinks
-from pagoda.pd.messages import KVPrefilled
-from pagoda.pd.token_conditions import token_conditions
-from pagoda.pd.transfer_tokens import TransferTokens
 
 TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""
@@ -50,7 +39,7 @@ _order_key = attrgetter("order_key")
 
 
 class KVTransferHooks(KVHooks):
-    """Loads from a `TieredKVConnector`, and holds KV with a `KVExporter`.
+    """Loads from a `TieredKVConnector`; `peers` hold KV for other engines.
 
     Every `on_queued` of a connector is followed by exactly one `on_dequeued`.
     """
@@ -59,14 +48,13 @@ class KVTransferHooks(KVHooks):
         self,
         scheduler: Scheduler,
         tiers: TieredKVConnector,
-        exporter: KVExporter | None = None,
-        remote: RemoteKV | None = None,
+        peers: PeerHooks = NO_PEERS,
     ) -> None:
-        """`exporter` holds KV; `remote`, if KV is fetched from other engines, is one of the connectors."""
+        """The connector of `peers`, if they have one, is one of the `tiers`."""
         self._scheduler = scheduler
         self._kv, self._places = scheduler.kv, scheduler.places
         self._max_awaiting = scheduler.limits.max_num_seqs
-        self.tiers, self.exporter, self.remote = tiers, exporter, remote
+        self.tiers, self.peers = tiers, peers
         self.near_pools = tiers.near_pools
         self._awaiting: dict[str, Request] = {}
         self._blocked: set[str] = set()
@@ -78,21 +66,15 @@ class KVTransferHooks(KVHooks):
     # ---- requests come, go and get on
 
     def refusal(self, message: GenerateRequest) -> str | None:
-        return super().refusal(message) if self.exporter is None else None
+        return self.peers.refusal(message)
 
     def on_added(self, message: GenerateRequest, request: Request) -> list[TokenChunk]:
-        chunks = []
-        if message.holds_kv and self.exporter is not None:
-            num_blocks = self._kv.num_handed_over(request.num_tokens)
-            source = self.exporter.open(request.request_id, num_blocks)
-            request.transfer_id = source.transfer_id
-            chunks = [TokenChunk(request.request_id, [], kv_source=source)]
+        chunks = self.peers.on_added(message, request)
         self._on_queued(request, self._num_hits(request))
         return chunks
 
     def on_refused(self, message: GenerateRequest) -> None:
-        if self.remote is not None and message.kv_source is not None:
-            self.remote.release(message.kv_source)
+        self.peers.on_refused(message)
 
     def _on_queued(self, request: Request, num_hits: int) -> None:
         """The request is queued; `num_hits` leading blocks are on the device."""
@@ -128,13 +110,7 @@ class KVTransferHooks(KVHooks):
         num_prompt_blocks = request.num_prompt_tokens // self._kv.block_size
         if table.num_published >= num_prompt_blocks > request.num_saved_tail:
             self._save_tails(request)
-        if request.transfer_id is not None and self.exporter is not None:
-            missing = self.exporter.missing(request.transfer_id)
-            first, end = missing.start, min(missing.stop, table.num_published)
-            if end > first:
-                parts = self._kv.part(table, missing.stop, first, end)
-                keys = table.keys[first + 1 : end + 1]
-                self.exporter.hold(request.transfer_id, parts, keys)
+        self.peers.on_published(request)
 
     def _save_tails(self, request: Request) -> None:
         """Saves what groups that do not keep all have at the end of what is computed.
@@ -150,38 +126,22 @@ class KVTransferHooks(KVHooks):
     def on_prefilled(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
     ) -> KVSource | None:
-        transfer_id, request.transfer_id = request.transfer_id, None
-        if transfer_id is None or self.exporter is None:
-            return None
-        key = self._kv.sequence_key(request.table, request.token_ids)
-        num_cached_tokens = request.num_cached_tokens or 0
-        conditions = _conditions(request)
-        return self.exporter.finish(
-            transfer_id, key, token_id, conditions, logprobs, num_cached_tokens
-        )
+        return self.peers.on_prefilled(request, token_id, logprobs)
 
     def on_preempted(self, request: Request) -> None:
-        """Lets go of held KV: two requests that hold each other's room for others would wait for ever."""
         self._save_tails(request)
-        self._drop(request, "its request was preempted", goes_on=True)
+        self.peers.on_preempted(request)
         self._on_queued(request, request.table.num_published)
 
     def on_finished(self, request: Request) -> None:
-        if self.exporter is not None:
-            self.exporter.request_ended(request.request_id)
         if request.state is RequestState.RUNNING:
             self._save_tails(request)
-        self._drop(request, "its request failed or was aborted")
+        self.peers.on_finished(request)
         self._abandon(request)
         self._on_dequeued(request)
 
-    def _drop(self, request: Request, reason: str, *, goes_on: bool = False) -> None:
-        transfer_id, request.transfer_id = request.transfer_id, None
-        if transfer_id is not None and self.exporter is not None:
-            self.exporter.drop(transfer_id, reason, goes_on=goes_on)
-
     def make_room(self) -> bool:
-        return self.exporter is not None and self.exporter.make_room()
+        return self.peers.make_room()
 
     # ---- awaiting and loading
 
@@ -279,77 +239,36 @@ class KVTransferHooks(KVHooks):
         self.tiers.transfer_ended(end)
 
     def step(self) -> list[TokenChunk]:
-        if self.exporter is not None:
-            self.exporter.step()
-        if self.remote is None:
-            return self.apply_events()
-        self.remote.step()
-        return self.apply_events(self.remote.drain_events())
+        return self.apply_events(self.peers.news())
 
-    def apply_events(self, remote: Iterable[Arrived | Failed] = ()) -> list[TokenChunk]:
-        """Applies releases by other engines, their first tokens and failures, ends of loads, and look-ups that
-        may be answered now.
+    def apply_events(self, news: Iterable[PeerNews] = ()) -> list[TokenChunk]:
+        """Applies news of other engines, ends of loads, and look-ups that may be answered now.
 
-        `remote` is news of other engines from which KV is fetched. An event of a request that has finished, even
-        by an event right before it, is dropped here and nowhere else.
+        An event of a request that has finished, even by an event right before it, is dropped here and nowhere
+        else.
         """
         scheduler = self._scheduler
         chunks: list[TokenChunk] = []
-        unwanted = [] if self.exporter is None else self.exporter.drain_unwanted()
-        for event in (*unwanted, *remote, *self.tiers.drain_load_ends()):
+        events: list[PeerNews | LoadEnd] = [*news, *self.tiers.drain_load_ends()]
+        for event in events:
             request = scheduler.requests.get(event.request_id)
             if request is None:
                 continue
-            match event:
-                case Unwanted():
-                    scheduler.finish(request, FinishReason.ABORT)
-                    chunks.append(TokenChunk(request.request_id, [], FinishReason.ABORT))
-                case Arrived(_, token):
-                    chunks += self._apply_first_token(request, token)
-                case Failed(_, reason):
-                    error = f"KV of this request could not be fetched: {reason}."
-                    chunks.append(scheduler.fail(request, error))
-                case LoadEnd(failure=failure):
-                    self._end_load(request, event)
-                    if failure is not None:
-                        chunks.append(scheduler.fail(request, failure))
-        news = self.tiers.poll()
-        if news:
-            self._blocked.difference_update(news)
-            awaiting = (self._awaiting[it] for it in news if it in self._awaiting)
+            if not isinstance(event, LoadEnd):
+                chunks += event.apply(scheduler, request)
+                continue
+            self._end_load(request, event)
+            if event.failure is not None:
+                chunks.append(scheduler.fail(request, event.failure))
+        answered = self.tiers.poll()
+        if answered:
+            self._blocked.difference_update(answered)
+            awaiting = (self._awaiting[it] for it in answered if it in self._awaiting)
             for request in sorted(awaiting, key=_order_key):
                 scheduler.place(request)
             for request in nsmallest(_NUM_PREFETCHED, self._prefetching.values(), key=_order_key):
                 self._prefetch(request, self._num_hits(request))
         return chunks
-
-    def _apply_first_token(self, request: Request, token: KVPrefilled) -> list[TokenChunk]:
-        """Appends the token behind a request's prompt as if it had been sampled here.
-
-        The token is ignored if the request has got further, is being computed and will sample it, asks for
-        log-probabilities that the other engine did not send, or would have been sampled under other conditions.
-        """
-        if request.slot is not None or request.num_pending_samples:
-            return []
-        if request.transfer_id is not None:  # the engine that fetches from here wants the KV, too
-            return []
-        if self._kv.sequence_key(request.table, request.token_ids) != token.key:
-            return []
-        if token.conditions != _conditions(request):
-            return []
-        num_top, logprobs = request.work.sampling.logprobs, token.logprobs
-        if num_top is None:
-            logprobs = None
-        elif logprobs is None or len(logprobs.top_token_ids) < num_top:
-            return []
-        else:
-            top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
-            logprobs = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
-        chunk = self._scheduler.append(
-            request, [token.token_id], None if logprobs is None else [logprobs]
-        )
-        num_cached_tokens = min(token.num_cached_tokens, request.num_prompt_tokens)
-        return [msgspec.structs.replace(chunk, num_cached_tokens=num_cached_tokens)]
 
     def _end_load(self, request: Request, end: LoadEnd) -> None:
         """Publishes the loaded blocks of a request that awaited KV, and frees them."""
@@ -370,15 +289,13 @@ class KVTransferHooks(KVHooks):
 
     def workers_ready(self, worker: WorkerReady) -> None:
         self.tiers.workers_ready(worker)
-        if self.exporter is not None:
-            self.exporter.workers_ready(worker)
+        self.peers.workers_ready(worker)
 
     def workers_lost(self) -> list[Request]:
         """Requests in line may load from now on. Those whose blocks were being filled do not try again: that load
         may be what ended the worker.
         """
-        if self.exporter is not None:
-            self.exporter.workers_lost()
+        self.peers.workers_lost()
         for request in self._places.waiting:
             request.load_tried = False
             if request.prefix is None:
@@ -387,8 +304,6 @@ class KVTransferHooks(KVHooks):
         self._awaiting.clear()
         self._blocked.clear()
         requests = self._scheduler.requests.values()
-        for request in requests:
-            request.transfer_id = None
         awaiting = [request for request in requests if request.is_awaiting_kv]
         for request in awaiting:
             self._kv.free(request.table)
@@ -396,43 +311,25 @@ class KVTransferHooks(KVHooks):
         return awaiting
 
     def drain_transfers(self) -> Transfers | None:
-        transfers = self.tiers.drain_transfers()
-        added, removed = ([], []) if self.remote is None else self.remote.drain_peer_changes()
-        return Transfers(transfers, added, removed) if transfers or added or removed else None
+        transfers, changes = self.tiers.drain_transfers(), self.peers.drain_transfers()
+        if not transfers:
+            return changes
+        changes = changes or Transfers()
+        return msgspec.structs.replace(changes, transfers=transfers)
 
     def load_figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"tiers": self.tiers.load_report()}
-        if self.exporter is not None:
-            figures |= {
-                "num_leases": len(self.exporter.leases),
-                "num_wanted_leases": self.exporter.num_wanted,
-                "num_leased_blocks": self.exporter.num_leased_blocks,
-                "num_leases_expired": self.exporter.num_expired,
-            }
-        return figures
+        return {"tiers": self.tiers.load_report()} | self.peers.load_figures()
 
     def next_event_at(self) -> float | None:
-        parts = (self.tiers, self.exporter, self.remote)
-        instants = (part.next_event_at() for part in parts if part is not None)
+        instants = (self.tiers.next_event_at(), self.peers.next_event_at())
         return min((at for at in instants if at is not None), default=None)
 
     def pollables(self) -> list[object]:
-        own = [] if self.exporter is None else self.exporter.pollables()
-        return [*own, *self.tiers.pollables()]
+        return [*self.peers.pollables(), *self.tiers.pollables()]
 
     def close(self) -> None:
-        if self.exporter is not None:
-            self.exporter.close()
+        self.peers.close()
         self.tiers.close()
-
-
-def _conditions(request: Request) -> bytes:
-    return token_conditions(
-        request.work.sampling,
-        request.end_token_ids,
-        request.num_output_tokens,
-        request.message.grammar,
-    )
 
 
 def attach_hooks(
@@ -440,41 +337,14 @@ def attach_hooks(
     config: EngineConfig,
     worker: WorkerReady,
     clock: Clock,
-    links: HandoffLinks | None,
+    links: EngineLinks | None,
     build_tiers: TiersBuilder,
     recorder: CacheRecorder,
 ) -> None:
     """Attaches hooks to the scheduler if it has tiers, or `links` to other engines."""
     kv = scheduler.kv
     ledger = TransferLedger(kv.pool)
-    remote: RemoteKV | None = None
-    exporter: KVExporter | None = None
-    handoff = config.handoff
-    if links is not None and handoff is not None:
-        tokens, engine_id = TransferTokens(handoff.keys), links.engine_id
-        if links.peers is not None:
-            remote = RemoteKV(
-                links.peers,
-                ledger,
-                kv.layout,
-                clock,
-                tokens=tokens,
-                engine_id=engine_id,
-                also_holds=handoff.role.holds_kv,
-                fails=config.fail_on_load_failure,
-            )
-        if links.listener is not None:
-            tp_size = config.worker.parallel.tensor_parallel_size
-            exporter = KVExporter(
-                links.listener,
-                kv.pool,
-                kv.layout,
-                clock,
-                tokens,
-                engine_id,
-                handoff.lease_s,
-                tp_size,
-            )
+    peers = NO_PEERS if links is None else links.hooks(config, scheduler, ledger, clock)
     tiers = build_tiers(
         config.kv_tiers,
         worker,
@@ -482,9 +352,9 @@ def attach_hooks(
         ledger,
         clock,
         recorder,
-        remote,
+        peers.connector,
         fail_on_load_failure=config.fail_on_load_failure,
     )
-    if tiers is not None or exporter is not None:
+    if tiers is not None or links is not None:
         tiers = tiers or TieredKVConnector([], kv.pool, ledger, clock, layout=kv.layout)
-        KVTransferHooks(scheduler, tiers, exporter, remote)
+        KVTransferHooks(scheduler, tiers, peers)

@@ -23,6 +23,7 @@ import zmq
 from pagoda.engine.assembly import open_grammars
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_events import KVEventPublisher
+from pagoda.engine.peer_hooks import OpenLinks
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
@@ -39,6 +40,7 @@ from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
+from pagoda.kv.connector_plugin import connector_part
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
@@ -62,7 +64,6 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.tracing import StartTrace, StopTrace
-from pagoda.pd.links import open_links
 from pagoda.registry import EXECUTORS, load
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
@@ -176,7 +177,8 @@ class EngineProcess:
                 )
                 stack.callback(self._publisher.close)
             if config.handoff is not None:
-                links = open_links(config.handoff, replica, self._faults)
+                open_links: OpenLinks = connector_part("engine")
+                links = open_links(config, self._faults)
                 stack.callback(links.close)
             self._executor = _make_executor(
                 config, self._directory, self._clock, self._tracer, self._faults

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 
@@ -26,6 +26,7 @@ from pagoda.errors import (
 )
 from pagoda.fleet.admission import Admission
 from pagoda.fleet.endpoint import Health, ReplicaState
+from pagoda.fleet.offload import Offload
 from pagoda.fleet.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.fleet.placer import Placer
 from pagoda.fleet.policies import Policy
@@ -41,9 +42,6 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.telemetry.tracer import Tracer
-
-if TYPE_CHECKING:
-    from pagoda.fleet.prefill_decode import PrefillOffload
 
 DEFAULT_NO_REPLICA_TIMEOUT_S = 30
 """Seconds that a router lets requests wait while it has no host that takes them."""
@@ -63,7 +61,7 @@ class Dispatcher:
         self,
         replicas: Sequence[Replica],
         policy: Policy,
-        offload: PrefillOffload | None = None,
+        offload: Offload | None = None,
         *,
         keeps_half: bool = True,
         tracer: Tracer | None = None,

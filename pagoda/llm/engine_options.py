@@ -11,7 +11,7 @@ import importlib.util
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -26,11 +26,9 @@ from pagoda.faults.injector import plan_of
 from pagoda.fleet.adapters import parse_adapters
 from pagoda.fleet.kv_directory import check_kv_directory
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
-from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
-from pagoda.ipc.curve import keys_of, read_cluster_secret
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.llm.flag_hints import hint
+from pagoda.llm.option_fields import checked, flag_of, given_fields, require, shared
 from pagoda.messages.engine_config import (
     EngineConfig,
     HandoffConfig,
@@ -42,7 +40,6 @@ from pagoda.messages.kv_formats import KVDtype
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.pd.transport.choose import TRANSPORTS
 from pagoda.registry import EXECUTORS, registered
 from pagoda.text.text_files import calibration_windows
 
@@ -59,14 +56,14 @@ Timeout = Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)]
 
 _CALIBRATION = "--quantization-calibration"
 
-T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions", "HandoffOptions")
-
 
 class Handoff(NamedTuple):
     """The parts of an engine and of its workers in prefill/decode handoff."""
 
     engine: HandoffConfig
     workers: KVHandoffConfig
+    stays_on_host: str = ""
+    """The flags by which KV does not leave this host; empty if it does."""
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=10))
@@ -162,14 +159,14 @@ class EngineOptions:
 
         Raises ConfigError if a value is not allowed.
         """
-        options = _checked(self)
+        options = checked(self)
         options._check_needs(Role.NONE if handoff is None else handoff.engine.role)
-        tiers = KVTiersConfig(**_shared(options, KVTiersConfig, "kv_"))
+        tiers = KVTiersConfig(**shared(options, KVTiersConfig, "kv_"))
         if tiers.disk_path is not None:
             path = check_kv_directory(tiers.disk_path, tiers.disk_bytes, model)
             tiers = msgspec.structs.replace(tiers, disk_path=path)
         faults = plan_of(os.environ)
-        worker = _shared(options, WorkerConfig) | {
+        worker = shared(options, WorkerConfig) | {
             "faults": faults,
             "kv_disk_path": tiers.disk_path,
             "kv_handoff": None if handoff is None else handoff.workers,
@@ -189,7 +186,7 @@ class EngineOptions:
         address = options.kv_events
         events = None if address is None else KVEventsConfig.parse(address)
         return EngineConfig(
-            **_shared(options, EngineConfig) | {"kv_events": events},
+            **shared(options, EngineConfig) | {"kv_events": events},
             worker=WorkerConfig(**worker),
             kv_tiers=tiers if tiers.host_bytes or tiers.disk_path else None,
             handoff=None if handoff is None else handoff.engine,
@@ -210,7 +207,7 @@ class EngineOptions:
         has_cache, has_disk = self.enable_prefix_caching, self.kv_disk_path is not None
         has_source = has_disk or self.kv_host_bytes is not None or role.fetches_kv
         cache = "the prefix cache; leave --enable-prefix-caching on"
-        _require(
+        require(
             self,
             ("quantization_group_size", "--quantization int4", self.quantization == "int4"),
             (
@@ -271,11 +268,11 @@ class ParallelOptions:
 
     def config(self, backend: str = AUTO) -> ParallelConfig:
         """Raises ConfigError if a value is not allowed or the devices do not fit the sizes or the backend."""
-        options = _checked(self)
+        options = checked(self)
         given = options.devices or ()
         devices = tuple(given.split(",")) if isinstance(given, str) else given
         return ParallelConfig(
-            **_shared(options, ParallelConfig) | {"devices": with_kind(devices, backend)},
+            **shared(options, ParallelConfig) | {"devices": with_kind(devices, backend)},
             expert_parallel=options.enable_expert_parallel,
         )
 
@@ -371,10 +368,10 @@ class ExecutorOptions:
         check_topology(model, engine.load_format, topology)
         if self.executor == "local":
             return msgspec.structs.replace(config, worker=_on_this_host(worker))
-        if handoff is not None and handoff.workers.transports == ("shm",):
+        if handoff is not None and handoff.stays_on_host:
             raise ConfigError(
-                f"--kv-transports shm does not go with --executor {self.executor}, whose workers may be on other "
-                "hosts; name tcp too."
+                f"{handoff.stays_on_host} does not go with --executor {self.executor}, whose workers may be on "
+                "other hosts; name tcp too."
             )
         return msgspec.structs.replace(config, ray_address=self.ray_address)
 
@@ -382,22 +379,22 @@ class ExecutorOptions:
         if self.executor not in _UNUSED and self.executor not in (others := registered(EXECUTORS)):
             known = ", ".join(sorted({*_UNUSED, *others}))
             raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
-        _checked(self)
-        _checked(engine)
+        checked(self)
+        checked(engine)
         if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
             engine.check_calibrates_alone("several devices or replicas")
-        for name in (*_given(engine), *_given(parallel)):
+        for name in (*given_fields(engine), *given_fields(parallel)):
             if name in _UNUSED.get(self.executor, _UNUSED_ELSEWHERE):
-                raise ConfigError(f"{_flag(name)} has no effect with --executor {self.executor}.")
+                raise ConfigError(f"{flag_of(name)} has no effect with --executor {self.executor}.")
         for name, executor in (
             ("ray_address", "ray"),
             *((field.name, "sim") for field in fields(self) if field.name.startswith("sim_")),
         ):
-            _require(self, (name, f"--executor {executor}", self.executor == executor))
+            require(self, (name, f"--executor {executor}", self.executor == executor))
         if self.executor == "sim":
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
-                    raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
+                    raise ConfigError(f"{flag_of(name)} is at most {limit} with --executor sim.")
         if self.executor not in _UNUSED and engine.kv_disk_path is not None:
             raise ConfigError(
                 f"--kv-disk-path does not go with --executor {self.executor}, whose workers may be on hosts where "
@@ -407,76 +404,13 @@ class ExecutorOptions:
             raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
 
     def _sim_config(self, engine: EngineOptions) -> SimConfig:
-        sizes = _shared(engine, SimConfig) | _shared(self, SimConfig, "sim_")
+        sizes = shared(engine, SimConfig) | shared(self, SimConfig, "sim_")
         if engine.num_kv_blocks is not None:
             sizes["num_blocks"] = engine.num_kv_blocks
         return SimConfig(
             base_s=(self.sim_base_ms or 0.0) / 1000,
             per_token_s=(self.sim_per_token_ms or 0.0) / 1000,
             **sizes,
-        )
-
-
-@Parameter(name="*", group=Group("Prefill and decode apart", sort_key=27))
-@dataclass(frozen=True, kw_only=True)
-class HandoffOptions:
-    """Options of prefill/decode handoff: the part that this host computes, and the way of KV between hosts."""
-
-    role: Literal["none", "prefill", "decode", "both"] = "none"
-    """prefill computes prompts and holds their KV for others; decode fetches it and generates; both does
-    either."""
-    kv_transports: Annotated[str, Parameter(metavar="LIST")] = "shm,tcp"
-    """Ways that KV may take between hosts, the best first: shm (within one machine), tcp, nixl, mooncake."""
-    kv_lease: Annotated[float, Meta(ge=1, le=3600)] = 30.0
-    """Seconds for which KV is held for a host that does not renew its request."""
-    kv_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port at which other hosts ask for KV, and the next ones for further replicas; 0 takes free ports."""
-    kv_encrypt: bool = False
-    """Encrypt KV between hosts; hosts that ask for KV must know the cluster's secret in any case."""
-
-    def config(
-        self, *, cluster_key_file: Path | None, advertise: str, num_replicas: int
-    ) -> Handoff | None:
-        """None without a role. Raises ConfigError if a flag lacks another or has an impossible value."""
-        options, role = _checked(self), Role(self.role)
-        if role is Role.NONE:
-            for name in _given(options):
-                raise ConfigError(f"{_flag(name)} needs --role prefill, decode or both.")
-            return None
-        if cluster_key_file is None:
-            raise ConfigError(
-                f"--role {role} needs --cluster-key-file, a file with the secret that all hosts share."
-            )
-        if self.kv_port + num_replicas - 1 > 65535:
-            raise ConfigError(
-                f"--kv-port {self.kv_port} leaves too few ports for {num_replicas} replicas."
-            )
-        if self.kv_port and not role.holds_kv:
-            raise ConfigError(
-                "--kv-port needs --role prefill or both; no host fetches KV from a decode host."
-            )
-        transports = tuple(name.strip() for name in self.kv_transports.split(","))
-        if len(set(transports)) < len(transports) or not set(transports) <= TRANSPORTS.keys():
-            raise ConfigError(
-                f"--kv-transports takes some of {', '.join(TRANSPORTS)}, each once, such as shm,tcp, "
-                f"got {self.kv_transports!r}."
-            )
-        secret = read_cluster_secret(cluster_key_file)
-        return Handoff(
-            HandoffConfig(
-                role=role,
-                host=advertise,
-                port=self.kv_port,
-                keys=keys_of(secret),
-                lease_s=self.kv_lease,
-            ),
-            KVHandoffConfig(
-                role=role,
-                transports=transports,
-                host=advertise,
-                secret=secret,
-                encrypts=self.kv_encrypt,
-            ),
         )
 
 
@@ -492,65 +426,3 @@ def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
     return msgspec.structs.replace(
         worker, workers_on_host=num_ranks, host_memory_bytes=available_memory_bytes()
     )
-
-
-# ---- fields of options
-
-
-def _checked(options: T) -> T:
-    """The same options, with every value of the type that its field says, and amounts of memory in bytes."""
-    kind, given = type(options), dict(vars(options))
-    for name, value in given.items():
-        if name.endswith("_bytes") and isinstance(value, str):
-            try:
-                given[name] = parse_bytes(value)
-            except ValueError as error:
-                raise ConfigError(f"{_flag(name)} {error}, got {value!r}.") from None
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        rule, _, place = str(error).replace("`", "").partition(" - at $.")
-        rule = rule.removeprefix("Expected ").partition(", got ")[0].replace(" | null", "")
-        if rule.startswith("Invalid enum value"):
-            rule = f"one of {', '.join(_choices(get_type_hints(kind)[place]))}"
-        said = f"{_flag(place)} must be {rule}, got {given[place]!r}."
-        raise ConfigError(said + hint(_flag(place), given[place])) from None
-
-
-def _choices(hint: object) -> list[str]:
-    """The values of a Literal, which may stand beside None."""
-    return [
-        choice
-        for value in get_args(hint)
-        for choice in (_choices(value) if get_args(value) else [str(value)])
-        if value is not type(None)
-    ]
-
-
-def _given(options: T) -> list[str]:
-    """The names of the fields that have another value than the default."""
-    return [
-        field.name for field in fields(options) if getattr(options, field.name) != field.default
-    ]
-
-
-def _require(options: T, *needs: tuple[str, str, bool]) -> None:
-    """Checks what fields need, each where it has another value than the default: (field, need, is it there).
-
-    Raises ConfigError if a need is not met.
-    """
-    given = _given(options)
-    for name, need, is_met in needs:
-        if name in given and not is_met:
-            raise ConfigError(f"{_flag(name)} needs {need}.")
-
-
-def _shared(options: T, config: type[msgspec.Struct], prefix: str = "") -> dict[str, Any]:
-    """The fields of a configuration that options have under the same names, less a prefix, and that are not
-    None."""
-    values = {name: getattr(options, prefix + name, None) for name in config.__struct_fields__}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -58,7 +58,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Address of a prompt's KV: the engine that computes or holds it."""
 
     address: Name
-    """`tcp://host:port` of that engine's listener (`pagoda.pd.links`)."""
+    """`tcp://host:port` of that engine's listener."""
     engine_id: Name
     """New at each start of that engine."""
     transfer_id: Name

@@ -46,7 +46,7 @@ class KVHandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     transports: tuple[str, ...]
-    """Names of transports (`pagoda.pd.transport`), the best first."""
+    """Names of transports, the best first."""
     host: str
     """The address at which workers of other engines reach this host, where `WorkerConfig.bind_host` says none."""
     secret: bytes

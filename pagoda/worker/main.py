@@ -327,19 +327,21 @@ def _load(
         worker = _Worker(loaded, loaded.ready, populator(loaded), rendezvous, target, answers)
     if not config.has_transfer_link:
         return worker
-    from pagoda.worker.kv.handoff import KVHandoff
+    from pagoda.kv.connector_plugin import connector_part
+    from pagoda.worker.kv.remote import OpenRemoteMemory
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker, open_tiers
 
     with free_threads(cores):
         tiers = open_tiers(plan, loaded, faults)
         worker.ready = tiers.described(worker.ready)
-        handoff = None
+        remote = None
         if config.kv_handoff is not None:
-            handoff = KVHandoff(config.kv_handoff, plan, loaded, faults)
-            worker.ready = handoff.described(worker.ready)
-        spans = TransferSpans(tracer, plan.bytes_per_block, handoff.group_bytes if handoff else ())
-        open_transfers = partial(TransferWorker, tiers, handoff, faults=faults)
+            open_remote_memory: OpenRemoteMemory = connector_part("worker")
+            remote = open_remote_memory(plan, loaded, faults)
+            worker.ready = remote.described(worker.ready)
+        spans = TransferSpans(tracer, plan.bytes_per_block, remote.group_bytes if remote else ())
+        open_transfers = partial(TransferWorker, tiers, remote, faults=faults)
         worker.transfers = TransferThread(context, address, config, open_transfers, spans)
     return worker
 

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from pagoda.cli.main import build_app
+from pagoda.cli.plugin_flags import ConnectorOptions
 from pagoda.fleet.replica import QUERY_TIMEOUT_S
 from pagoda.ipc.addresses import Advertised, parse_address
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.curve import keys_of
-from pagoda.llm.engine_options import HandoffOptions
 from pagoda.plugins.batches.directory import MAX_TEMPORARY_BYTES
 from pagoda.plugins.router.discovery.choice import registering
 
@@ -71,10 +71,9 @@ def test_every_command_is_understood(path: Path, tmp_path: Path) -> None:
             for router in join.split(","):
                 parse_address(router, "--join", fixed=True)
             registering(join, keys_of(b"a secret of all hosts and routers"))
-            handed = bound.arguments.get("handoff", HandoffOptions()).config(
-                cluster_key_file=secret,
-                advertise=Advertised.parse(cluster.advertise).host,
-                num_replicas=1,
+            advertised = Advertised.parse(cluster.advertise).host
+            handed = bound.arguments.get("connector", ConnectorOptions()).config(
+                secret, lambda host=advertised: host, 1
             )
             assert handed is None or handed.engine.port in {0, *ports}
         assert bound.arguments["server"].port in ports

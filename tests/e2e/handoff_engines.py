@@ -20,13 +20,13 @@ from pagoda.fleet.replica import Replica
 from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
-    HandoffOptions,
     ParallelOptions,
 )
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs, Work
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.disaggregation.options import HandoffOptions
 
 BLOCK_SIZE = 16
 LEASE_S = 5.0

@@ -40,7 +40,7 @@ from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import KVDirectory, Transfer
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.pd.links import HandoffLinks
+from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
 

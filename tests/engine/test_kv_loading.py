@@ -12,9 +12,9 @@ from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason
-from pagoda.pd.connector import Arrived, Failed
-from pagoda.pd.messages import KVPrefilled
-from pagoda.pd.token_conditions import token_conditions
+from pagoda.plugins.disaggregation.connector import Arrived, Failed
+from pagoda.plugins.disaggregation.messages import KVPrefilled
+from pagoda.plugins.disaggregation.token_conditions import token_conditions
 
 PROMPT = [1] * 40
 

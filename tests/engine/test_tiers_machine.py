@@ -24,7 +24,7 @@ from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
-from pagoda.pd.connector import Failed
+from pagoda.plugins.disaggregation.connector import Failed
 
 DOCUMENTS = ([0] * MAX_MODEL_LEN, [0, 1] * (MAX_MODEL_LEN // 2), [1] * MAX_MODEL_LEN)
 

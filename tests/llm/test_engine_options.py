@@ -17,11 +17,11 @@ from pagoda.llm.engine_options import (
     EngineOptions,
     ExecutorOptions,
     Handoff,
-    HandoffOptions,
     ParallelOptions,
 )
 from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, KVTiersConfig
 from pagoda.messages.worker_config import Role, WorkerConfig
+from pagoda.plugins.disaggregation.options import HandoffOptions
 
 SECRET = b"a secret that all hosts have"
 GIB = 2**30

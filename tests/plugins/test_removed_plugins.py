@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -117,3 +118,41 @@ def test_several_hosts_are_refused_without_the_router(words: str, sentence: str)
     assert ended.returncode == 2
     assert sentence in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("house", ["disaggregation"], indirect=True)
+@pytest.mark.usefixtures("house")
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("serve", "--role prefill"),
+        ("serve", "--kv-transports shm"),
+        ("serve", "--kv-port 5700"),
+        ("serve", "--bootstrap-hosts 10.0.0.2"),
+        ("route", "--bootstrap-hosts 10.0.0.2"),
+    ],
+)
+def test_roles_are_refused_without_disaggregation(command: str, flag: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pagoda", command, *flag.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert f"Unknown option: {flag.split()[0]}." in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("house", ["disaggregation"], indirect=True)
+@pytest.mark.usefixtures("house")
+def test_bodies_that_ask_for_a_handoff_are_refused_without_disaggregation() -> None:
+    with server_process(["--executor", "sim", "--log-level", "warning"]) as server:
+        for fields in ({"kv_transfer_params": {"do_remote_decode": True}}, {"bootstrap_room": 7}):
+            body = json.dumps({"prompt": "hi", "max_tokens": 1} | fields).encode()
+            headers = {"Content-Type": "application/json"}
+            asked = Request(f"{server.base_url}/v1/completions", body, headers)
+            with pytest.raises(HTTPError) as refused:
+                urlopen(asked, timeout=60)
+            assert refused.value.code == 400
+            assert "needs a server with the plugin disaggregation" in refused.value.read().decode()

@@ -27,7 +27,7 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.outliers import SILENCE_S
 from pagoda.fleet.policies import POLICIES, PolicyName
-from pagoda.fleet.prefill_decode import PATIENCE_S, PrefillDecodeRouter, is_better_here
+from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.frontend import (
@@ -39,6 +39,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
 )
 from pagoda.messages.worker_config import CurveKeys, Role
+from pagoda.plugins.disaggregation.offload import PATIENCE_S, is_better_here
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
 LONG, SHORT = list(range(40)), list(range(10))

@@ -93,7 +93,8 @@ async def test_each_beam_says_what_ended_it() -> None:
     texts = _texts(await start_fleet([SimEngine(engine_config(vocab_size=3))], "round-robin"))
     sampling = texts.check_sampling(SamplingParams(max_tokens=1, stop_token_ids=[2]))
     [wanted] = await texts.prepare([1], sampling)
-    wanted = replace(wanted, request=msgspec.structs.replace(wanted.request, eos_token_ids=(0,)))
+    work = msgspec.structs.replace(wanted.request.work, eos_token_ids=(0,))
+    wanted = replace(wanted, request=msgspec.structs.replace(wanted.request, work=work))
     params = BeamSearchParams(beam_width=3, max_tokens=1)
     reasons = {0: ("stop", None), 1: ("length", None), 2: ("stop", 2)}
     ended = await beam_search(texts, wanted, params)

@@ -25,8 +25,8 @@ from pagoda.messages.transfers import (
 from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disaggregation.worker.handoff import KVHandoff
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVAllocation, shares_kv
 from pagoda.worker.kv.store import HostKVStore

@@ -16,7 +16,7 @@ from pagoda.backend.kv_store import KVStore
 from pagoda.messages.transfers import DeviceBlocks, KVPeer, RemoteBlocks, Transfer, TransferEnd
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.worker.kv.handoff import KVHandoff
+from pagoda.plugins.disaggregation.worker.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker

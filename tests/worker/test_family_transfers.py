@@ -18,8 +18,8 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVPeer, KVRank
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.disaggregation.worker.plan import find_runs, make_spans, own_parts, plan_slices
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.kv.plan import find_runs, make_spans, own_parts, plan_slices
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, load_runner, plan_worker
 from pagoda.worker.runner import Runner
 

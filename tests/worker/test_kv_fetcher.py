@@ -20,8 +20,8 @@ from pagoda.errors import ConfigError, TransportError
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
-from pagoda.pd.transport.tcp import TcpDescriptor
-from pagoda.worker.kv import fetcher
+from pagoda.plugins.disaggregation.transport.tcp import TcpDescriptor
+from pagoda.plugins.disaggregation.worker import fetcher
 from pagoda.worker.kv.jobs import Jobs
 
 MakeEngine = Callable[..., Engine]
@@ -319,7 +319,7 @@ def test_a_peer_that_is_silent_does_not_keep_others_waiting(
 def test_a_silent_peer_that_parts_ends_its_transfers(
     make: MakeEngine, model: Path, silence: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.pd.transport.tcp.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("pagoda.plugins.disaggregation.transport.tcp.HANDSHAKE_S", 0.5)
     prefill, engine = both(make, model)
     engine.add_peer(silent_peer(prefill, silence))
     ids = [engine.begin([0, 1], [2, 3], "silent") for _ in range(3)]

@@ -28,7 +28,7 @@ from pagoda.kv.memory import DirectMemory
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
-from pagoda.pd.transport import nixl
+from pagoda.plugins.disaggregation.transport import nixl
 from pagoda.worker.kv.store import HostKVStore
 
 if importlib.util.find_spec("triton") is None:

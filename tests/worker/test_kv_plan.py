@@ -16,7 +16,7 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.messages.transfers import KVPart, KVPeer, KVRank
 from pagoda.model.sharding import shard_of
 from pagoda.parallel.config import ParallelConfig
-from pagoda.worker.kv.plan import (
+from pagoda.plugins.disaggregation.worker.plan import (
     OwnPart,
     PlanError,
     Run,

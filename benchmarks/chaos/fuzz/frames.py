@@ -35,7 +35,7 @@ from pagoda.messages.frontend import (
 from pagoda.messages.transfers import TransferMessage, Transfers
 from pagoda.messages.worker import StepPlan, WorkerMessage, WorkerOrder, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 from pagoda.plugins.router.discovery.etcd_client import EtcdClient, EtcdError
 from pagoda.plugins.router.host_client import HostClient, Identity
 from pagoda.plugins.router.host_server import HostServer

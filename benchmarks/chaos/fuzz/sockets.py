@@ -42,9 +42,9 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
-from pagoda.pd.exporter import KVExporter
-from pagoda.pd.messages import DecodeMessage
-from pagoda.pd.transfer_tokens import TransferTokens
+from pagoda.plugins.disaggregation.exporter import KVExporter
+from pagoda.plugins.disaggregation.messages import DecodeMessage
+from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
 from pagoda.text.model_text import synthetic_model_text
 from pagoda.text.text_generator import TextGenerator
 

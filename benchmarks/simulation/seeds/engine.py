@@ -49,7 +49,7 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.transfers import Transfer
-from pagoda.pd.links import HandoffLinks
+from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
 _FRONTEND = b"frontend"

@@ -29,7 +29,7 @@ from pagoda.ipc.event_socket import SILENCE_S
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer
-from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 from pagoda.plugins.router.host_client import HANG_TIMEOUT_S
 
 _MOST_S = 2000.0

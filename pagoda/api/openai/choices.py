@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from pagoda.api.fields import GenerationFields, StreamOptions
 from pagoda.api.generation import Answer, Generation
-from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.sse import DONE, EventTemplate, event
 from pagoda.messages.frontend import FinishReason
 from pagoda.text.text_generator import TextDelta
@@ -84,7 +83,7 @@ class Envelope:
 
     def whole(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """The response in one piece."""
-        fields |= transfer_fields(self._generation.kv_source)
+        fields |= self._generation.transfer_fields(self._generation.kv_source)
         return self._around(choices, usage=self.usage(), **fields)
 
     def event(self, choice: dict[str, Any], delta: TextDelta | None = None, **fields: Any) -> bytes:
@@ -94,7 +93,7 @@ class Envelope:
         if delta is not None:
             if self.sends_continuous_usage:
                 fields["usage"] = self.usage()
-            fields.update(transfer_fields(delta.kv_source))
+            fields.update(self._generation.transfer_fields(delta.kv_source))
         return event(self._around([choice], **fields))
 
     def begin(self, choice: dict[str, Any], **fields: Any) -> bytes:

@@ -12,7 +12,6 @@ from typing import Any
 from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer
-from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.sse import EventTemplate, encode_json
 from pagoda.messages.frontend import FinishReason
@@ -143,7 +142,7 @@ class MessageAnswer:
             "usage": self._usage(),
             **self._edits,
         }
-        return message | transfer_fields(self._generation.kv_source)
+        return message | self._generation.transfer_fields(self._generation.kv_source)
 
     def _content(self, *, is_cut: bool) -> list[dict[str, Any]]:
         """All blocks. A call that was cut is left out; one that the model has not spelled as JSON becomes text."""

@@ -11,7 +11,6 @@ from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.items import new_id
-from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.messages.frontend import FinishReason
@@ -169,7 +168,7 @@ class ResponseAnswer:
         }
         if self._body.enable_response_messages and not self.is_running:
             fields |= self._raw_messages()
-        return fields | transfer_fields(self._generation.kv_source)
+        return fields | self._generation.transfer_fields(self._generation.kv_source)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage

@@ -2,7 +2,7 @@
 """The worker's half of KV transfers: copies blocks between device, tiers and other engines, beside the steps.
 
 Every block is copied by one thread: those between device and host memory by one, reads from disk by some, and
-writes to disk by others, which let reads go first; `KVFetcher` has threads of its own for other engines. No
+writes to disk by others, which let reads go first; a `Fetcher` has threads of its own for other engines. No
 thread holds the interpreter while it copies, computes a checksum or waits for the disk.
 
 A copy comes behind the steps that were executed when it begins, and its transfer ends when the device has done it:
@@ -33,10 +33,10 @@ from pagoda.messages.transfers import (
     Transfers,
 )
 from pagoda.messages.worker import WorkerReady
-from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.manifest import make_manifest
 from pagoda.worker.kv.memory import HostArena, copy_bytes
+from pagoda.worker.kv.remote import RemoteMemory
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 NUM_READERS = 2
@@ -116,7 +116,7 @@ class TransferWorker:
     def __init__(
         self,
         tiers: KVTiers,
-        handoff: KVHandoff | None,
+        remote: RemoteMemory | None,
         jobs: Jobs,
         faults: Faults | None = None,
     ) -> None:
@@ -125,9 +125,9 @@ class TransferWorker:
         self._store = tiers.store
         self._arena = tiers.arena
         self._files = tiers.files
-        self._handoff = handoff
+        self._remote = remote
         self._jobs = jobs
-        self.fetcher = None if handoff is None else handoff.open_fetcher(jobs)
+        self.fetcher = None if remote is None else remote.open_fetcher(jobs)
         self._num_reads = 0
         """Blocks that are to be read from disk for a request that waits; guarded like the jobs."""
         self._owed: dict[tuple[Job, int], bool] = {}
@@ -164,8 +164,8 @@ class TransferWorker:
         for transfer in transfers:
             count = num_blocks(transfer)
             match transfer.source, transfer.target:
-                case RemoteBlocks() as remote, DeviceBlocks(targets) if self.fetcher:
-                    self.fetcher.start(transfer, remote, targets)
+                case RemoteBlocks() as sources, DeviceBlocks(targets) if self.fetcher:
+                    self.fetcher.start(transfer, sources, targets)
                 case _:
                     lane, urgency = self._route(transfer)
                     if lane is self._lanes.get("read"):
@@ -238,8 +238,8 @@ class TransferWorker:
 
     def close(self) -> None:
         """Ends exports to others, all transfers and the threads, and waits for these."""
-        if self._handoff is not None:
-            self._handoff.close()
+        if self._remote is not None:
+            self._remote.close()
         self._jobs.close()
         if self.fetcher is not None:
             self.fetcher.close()
