@@ -28,11 +28,11 @@ from pagoda.cli.progress import progress
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import DiskScanner
-from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.objects import FAN_OUTS, Manifest, object_name, open_directory
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import KVDirectory
+from pagoda.plugins.disk_tier.objects import FAN_OUTS, Manifest, object_name, open_directory
+from pagoda.plugins.disk_tier.scanner import DiskScanner
+from pagoda.plugins.disk_tier.tier import DiskTier
 
 _OBJECTS = 1_000_000
 _PREFIX_BLOCKS = 250

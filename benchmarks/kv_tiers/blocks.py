@@ -14,8 +14,8 @@ from pagoda.backend.base import KVCache
 from pagoda.backend.kv_store import layout_of
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
+from pagoda.plugins.disk_tier.objects import Manifest, ObjectFiles, open_directory
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker

@@ -11,7 +11,7 @@ from typing import Any
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
 from pagoda.kv.connector import OtherBlocks
-from pagoda.kv.disk_scanner import (
+from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
     FanOutListed,

@@ -62,12 +62,15 @@ _CORE = {
     "kv": Command("Directories of KV blocks, as serve --kv-disk-path keeps them."),
     "kv ls": Command(
         "List the models whose KV blocks are in a directory, and what they take.",
-        "pagoda.cli.kv:ls",
+        "pagoda.plugins.disk_tier.command:ls",
     ),
     "kv verify": Command(
-        "Read every KV block in a directory, and list damaged ones.", "pagoda.cli.kv:verify"
+        "Read every KV block in a directory, and list damaged ones.",
+        "pagoda.plugins.disk_tier.command:verify",
     ),
-    "kv clear": Command("Remove the KV blocks in a directory.", "pagoda.cli.kv:clear"),
+    "kv clear": Command(
+        "Remove the KV blocks in a directory.", "pagoda.plugins.disk_tier.command:clear"
+    ),
 }
 """Commands by their words; a group comes before its members."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
-from pagoda.kv.disk_scanner import DiskScanner
-from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.layout import KVLayout
@@ -24,6 +22,8 @@ from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker import WorkerReady
+from pagoda.plugins.disk_tier.scanner import DiskScanner
+from pagoda.plugins.disk_tier.tier import DiskTier
 
 
 @dataclass(frozen=True)

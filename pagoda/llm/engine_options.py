@@ -25,7 +25,6 @@ from pagoda.errors import ConfigError
 from pagoda.faults.injector import plan_of
 from pagoda.fleet.adapters import parse_adapters
 from pagoda.fleet.fleet import read_cluster_secret
-from pagoda.fleet.kv_directory import check_kv_directory
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
@@ -43,6 +42,7 @@ from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.plugins.disk_tier.directory import check_kv_directory
 from pagoda.registry import EXECUTORS, registered
 from pagoda.text.text_files import calibration_windows
 

@@ -36,7 +36,7 @@ class HostSlots(msgspec.Struct, frozen=True, array_like=True, tag="host"):
 
 
 class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
-    """Objects in each worker's directory (`pagoda.kv.objects`), one block each."""
+    """Objects in each worker's directory (`pagoda.plugins.disk_tier.objects`), one block each."""
 
     keys: list[bytes]
 

@@ -18,14 +18,13 @@ import pytest
 import torch
 from kv_ranks import NUM_BLOCKS as NUM_HANDED
 from kv_sides import Side, cache_shape, handoff_plan
-from kv_tiers import small_manifest
+from small_objects import small_manifest
 from tier_server import COUNT, Server
 from tiny_models import continuation, save_model
 
 from pagoda.backend.base import KVCache
 from pagoda.backend.kv_store import KVStore
 from pagoda.errors import ConfigError
-from pagoda.kv.objects import ObjectFiles, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -36,6 +35,7 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disk_tier.objects import ObjectFiles, open_directory
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena, slot_bytes
 from pagoda.worker.kv.store import HostKVStore

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kv_tiers import small_manifest
+from small_objects import small_manifest
 
 from pagoda.backend.kv_store import DONE, Event
-from pagoda.kv.objects import ObjectFiles, object_name, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -22,6 +21,7 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferPlace,
 )
+from pagoda.plugins.disk_tier.objects import ObjectFiles, object_name, open_directory
 from pagoda.worker.kv import transfers
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena

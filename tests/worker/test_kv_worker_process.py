@@ -11,10 +11,10 @@ import pytest
 from replica import Replica, new_executor, next_event, worker_config
 from tiny_models import save_model
 
-from pagoda.kv.objects import object_name
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, TransferEnd
 from pagoda.messages.worker import WorkerReady
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disk_tier.objects import object_name
 
 PROMPT, OTHER = ([random.Random(seed).randrange(320) for _ in range(40)] for seed in (1, 2))
 KEYS = [bytes([number]) * 32 for number in (1, 2)]

@@ -33,10 +33,16 @@ from pagoda.cli.main import build_app
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.fleet.discovery.hosts_file import read_hosts
 from pagoda.ipc.clock import MonotonicClock
-from pagoda.kv.disk_scanner import DiskScanner, ScanEnded
-from pagoda.kv.objects import Manifest, ObjectError, ObjectFiles, open_directory, seal
 from pagoda.messages.transfers import KVDirectory
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disk_tier.objects import (
+    Manifest,
+    ObjectError,
+    ObjectFiles,
+    open_directory,
+    seal,
+)
+from pagoda.plugins.disk_tier.scanner import DiskScanner, ScanEnded
 from pagoda.plugins.trace.report.reporting import report_of
 from pagoda.telemetry.merge.chrome import read_chrome_trace, write_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments

@@ -30,7 +30,6 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
-from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.tiers import build_tiers
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
@@ -50,6 +49,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.transfers import Transfer
 from pagoda.pd.links import HandoffLinks
+from pagoda.plugins.disk_tier.scanner import DiskScanner
 from pagoda.telemetry.tracer import Tracer
 
 _FRONTEND = b"frontend"

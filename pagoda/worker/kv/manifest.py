@@ -10,8 +10,8 @@ import msgspec
 
 from pagoda.backend.kv_store import KVStore, layout_of
 from pagoda.checkpoints.fingerprint import weights_digest
-from pagoda.kv.objects import Manifest
 from pagoda.messages.kv_groups import KVGroup
+from pagoda.plugins.disk_tier.objects import Manifest
 from pagoda.worker.loading import WorkerPlan
 
 

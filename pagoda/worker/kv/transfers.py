@@ -21,7 +21,6 @@ import msgspec
 
 from pagoda.backend.kv_store import Event, KVStore
 from pagoda.faults.injector import Faults
-from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError, open_in_time
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -33,6 +32,12 @@ from pagoda.messages.transfers import (
     Transfers,
 )
 from pagoda.messages.worker import WorkerReady
+from pagoda.plugins.disk_tier.objects import (
+    ObjectError,
+    ObjectFiles,
+    ObjectUnreadableError,
+    open_in_time,
+)
 from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.manifest import make_manifest

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.bounded import within
-from pagoda.kv.disk_policy import check_quota
-from pagoda.kv.objects import OPEN_TIMEOUT_S
+from pagoda.plugins.disk_tier.objects import OPEN_TIMEOUT_S
+from pagoda.plugins.disk_tier.policy import check_quota
 
 
 def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:

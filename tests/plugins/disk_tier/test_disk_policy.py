@@ -11,7 +11,7 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import group_key
-from pagoda.kv.disk_policy import AdmissionFilter, WriteBackoff, check_quota
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, WriteBackoff, check_quota
 
 
 def key(number: int) -> bytes:

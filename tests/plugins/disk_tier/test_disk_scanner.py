@@ -17,8 +17,10 @@ import msgspec
 import pytest
 
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv import disk_scanner
-from pagoda.kv.disk_scanner import (
+from pagoda.messages.transfers import KVDirectory
+from pagoda.plugins.disk_tier import scanner as disk_scanner
+from pagoda.plugins.disk_tier.objects import MANIFEST_NAME, Manifest, object_name, open_directory
+from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
     DiskScanner,
@@ -30,8 +32,6 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
-from pagoda.kv.objects import MANIFEST_NAME, Manifest, object_name, open_directory
-from pagoda.messages.transfers import KVDirectory
 
 ReadOnly = Callable[[Path], AbstractContextManager[None]]
 KEYS = [bytes([number % 5]) + bytes([number]) * 31 for number in range(40)]

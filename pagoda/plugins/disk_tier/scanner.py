@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.connector import OtherBlocks
-from pagoda.kv.objects import (
+from pagoda.messages.transfers import KVDirectory
+from pagoda.plugins.disk_tier.objects import (
     FAN_OUTS,
     FoundFile,
     list_files,
@@ -30,7 +31,6 @@ from pagoda.kv.objects import (
     object_name,
     read_manifest,
 )
-from pagoda.messages.transfers import KVDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import group_key
-from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.disk_scanner import OWN, Removed
+from pagoda.plugins.disk_tier.index import DiskIndex
+from pagoda.plugins.disk_tier.scanner import OWN, Removed
 
 _GENERATION = 2**17
 _CREDIT_BITS = 16

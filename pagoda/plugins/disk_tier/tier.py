@@ -17,20 +17,6 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest
-from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff
-from pagoda.kv.disk_scanner import (
-    OWN,
-    DirectoryFound,
-    DiskScanner,
-    FanOutListed,
-    News,
-    ObjectsFound,
-    Probe,
-    ProbeAnswer,
-    Removed,
-    ScanEnded,
-)
 from pagoda.kv.events import CacheRecorder, Medium
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
@@ -43,6 +29,20 @@ from pagoda.messages.transfers import (
     TransferEnd,
 )
 from pagoda.messages.worker import WorkerReady
+from pagoda.plugins.disk_tier.index import DiskIndex
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, WriteBackoff
+from pagoda.plugins.disk_tier.scanner import (
+    OWN,
+    DirectoryFound,
+    DiskScanner,
+    FanOutListed,
+    News,
+    ObjectsFound,
+    Probe,
+    ProbeAnswer,
+    Removed,
+    ScanEnded,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from disk_rig import EPOCH, KEYS, OTHER_KEYS, UNIT, DiskRig, prefix
 
 from benchmarks.simulation.disk import list_fan_outs
 from pagoda.errors import ConfigError
-from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved
 from pagoda.messages.transfers import KVDirectory
+from pagoda.plugins.disk_tier.scanner import OWN
 
 # ---- the quota
 

@@ -10,16 +10,16 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kv_tiers import small_manifest
+from small_objects import small_manifest
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
-from pagoda.kv.disk_scanner import DiskScanner
-from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.objects import ObjectError, ObjectFiles, open_directory, parse_name
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import DiskObjects, KVDirectory, TransferEnd
+from pagoda.plugins.disk_tier.objects import ObjectError, ObjectFiles, open_directory, parse_name
+from pagoda.plugins.disk_tier.scanner import DiskScanner
+from pagoda.plugins.disk_tier.tier import DiskTier
 
 QUOTA_BLOCKS = 40
 

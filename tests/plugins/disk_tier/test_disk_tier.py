@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved, BlockStored, Medium
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer
+from pagoda.plugins.disk_tier.scanner import OWN
 
 # ---- what requests find
 

@@ -14,14 +14,14 @@ from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import OWN
-from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DiskObjects, KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
+from pagoda.plugins.disk_tier.scanner import OWN
+from pagoda.plugins.disk_tier.tier import DiskTier
 
 SIZE = 4
 UNIT = 100
