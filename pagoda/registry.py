@@ -19,6 +19,8 @@ COMMANDS = "pagoda.commands"
 """Group of `pagoda.cli.command.CommandPlugin` objects."""
 EXECUTORS = "pagoda.executors"
 """Group of `pagoda.executor.plugin.ExecutorPlugin` objects."""
+KV_TIERS = "pagoda.kv_tiers"
+"""Group of `pagoda.kv.plugin.KVTierPlugin` objects."""
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from pagoda.cli.main import build_app
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.fleet.discovery.hosts_file import read_hosts
 from pagoda.ipc.clock import MonotonicClock
-from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.transfers import TierPlace
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disk_tier.objects import (
     Manifest,
@@ -289,7 +289,9 @@ def _open_directory(room: Path) -> Iterator[Feed]:
         own = open_directory(root, _MANIFEST)
         for line in data.splitlines()[:32]:
             _make_entry(own if line[:1] == b"+" else root, line[1:])
-        scanner = DiskScanner([KVDirectory(str(own), _MANIFEST.object_bytes)], MonotonicClock())
+        scanner = DiskScanner(
+            [TierPlace("disk", str(own), _MANIFEST.object_bytes)], MonotonicClock()
+        )
         try:
             scanner.remove(0, [_KEY])
             while not any(isinstance(news, ScanEnded) for news in scanner.poll()):

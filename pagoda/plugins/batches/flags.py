@@ -12,10 +12,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pagoda.cli.options import SERVER, bytes_of
+from pagoda.files import check_quota
 from pagoda.plugins.batches.directory import files_directory
 from pagoda.plugins.batches.files import DEFAULT_MAX_BYTES
 from pagoda.plugins.batches.state import FilesDirectory
-from pagoda.plugins.disk_tier.policy import check_quota
 
 
 @Parameter(name="*", group=SERVER)
