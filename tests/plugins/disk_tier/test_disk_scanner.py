@@ -113,7 +113,7 @@ def put(directory: TierPlace, keys: Sequence[bytes], *, age_s: float = 0) -> Non
         path = path_of(directory, key)
         path.parent.mkdir(exist_ok=True)
         path.touch()
-        os.truncate(path, directory.object_bytes)
+        os.truncate(path, directory.block_bytes)
         make_old(path, age_s)
 
 
@@ -212,7 +212,7 @@ def test_directories_of_other_models_are_found_behind_the_own_one(disk: Disk) ->
     news = disk.keep().until(ScanEnded)
     assert found(news) == set(KEYS[:3])
     (meeting,) = [item for item in news if isinstance(item, DirectoryFound)]
-    assert meeting == DirectoryFound(1, other.object_bytes)
+    assert meeting == DirectoryFound(1, other.block_bytes)
     assert found(news, 1) == set(KEYS[2:6])
     kinds = [item.directory for item in news if isinstance(item, FanOutListed)]
     assert kinds == sorted(kinds)
