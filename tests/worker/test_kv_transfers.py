@@ -21,9 +21,9 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferPlace,
 )
+from pagoda.plugins.disk_tier import transfers
 from pagoda.plugins.disk_tier.objects import ObjectFiles, object_name, open_directory
 from pagoda.plugins.disk_tier.transfers import DiskFiles
-from pagoda.worker.kv import transfers
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
