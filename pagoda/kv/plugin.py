@@ -69,11 +69,11 @@ class KVTierPlugin:
 
 @dataclass(frozen=True)
 class TierContext:
-    """What an engine's half of a tier is built from."""
+    """Parts from which an engine's half of a tier is built."""
 
     config: KVTierConfig
     places: tuple[TierPlace, ...]
-    """Where each rank keeps the tier's blocks; at least one."""
+    """Places in which ranks keep the tier's blocks, at least one."""
     ledger: TransferLedger
     clock: Clock
     host: HostTier | None
@@ -88,7 +88,7 @@ class WorkerTier(Protocol):
 
     @property
     def place(self) -> TierPlace:
-        """What engines are told of it."""
+        """The place of this rank's blocks, as engines are told."""
 
     def start(
         self, jobs: Jobs, store: KVStore, arena: HostArena | None, faults: Faults

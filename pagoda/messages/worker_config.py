@@ -59,11 +59,11 @@ class KVTierConfig(msgspec.Struct, frozen=True):
     """A tier of a plugin, for blocks that outlive the workers."""
 
     path: str
-    """Its place, such as a directory; may be shared by replicas, and by servers of other models."""
+    """The place, such as a directory; may be shared by replicas, and by servers of other models."""
     num_bytes: int
     """The most that all blocks there may take, whoever wrote them."""
     settings: dict[str, int | str] = {}
-    """What else the plugin is told."""
+    """Further options, which the plugin reads."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes two blocks under one key the same: the model, its weights and its KV groups."""
+"""Digests of all on which engines must agree to share KV: the model, its weights and its KV groups."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def model_digest(plan: WorkerPlan) -> str:
 
 
 def quantization_name(plan: WorkerPlan) -> str:
-    """How weights are rounded, `none` if they are not."""
+    """Name of the rounding of weights; `none` without it."""
     return "none" if plan.quantization is None else plan.quantization.summary
