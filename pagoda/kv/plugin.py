@@ -8,7 +8,7 @@ Each process imports only the half that it needs, and only where a server is ask
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagoda.registry import KV_TIERS, load, registered
@@ -33,8 +33,8 @@ class KVTierPlugin:
     """One tier. Each field is a module and a name in it, as in `pagoda_x.tier:open_tier`."""
 
     options: str
-    """A frozen dataclass whose fields, all with defaults, become flags and arguments of `LLM` beside
-    `--kv-host-bytes`. Options of the engine inherit it."""
+    """A frozen dataclass whose fields, the tier's place first and all with defaults, become flags and arguments of
+    `LLM` behind `--kv-host-bytes`. Options of the engine inherit it."""
     configure: str
     """`configure(options, model)` gives a `KVTierConfig`; called if an option has another value than the default.
     Raises ConfigError: an option has an impossible value, or lacks another."""
@@ -48,6 +48,10 @@ class KVTierPlugin:
     def options_type(self) -> type[Any]:
         kind: type[Any] = pkgutil.resolve_name(self.options)
         return kind
+
+    def option_names(self) -> list[str]:
+        """Names of the options, that of the tier's place first."""
+        return [field.name for field in fields(self.options_type())]
 
     def configured(self, options: object, model: str) -> KVTierConfig:
         """Raises ConfigError as `configure` does."""

@@ -218,7 +218,7 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
 
     def given_of(self, *plugins: KVTierPlugin) -> list[str]:
         """The names of those options of tiers that have another value than the default."""
-        names = {field.name for plugin in plugins for field in fields(plugin.options_type())}
+        names = [name for plugin in plugins for name in plugin.option_names()]
         return [name for name in _given(self) if name in names]
 
     def _check_needs(self, role: Role) -> None:
@@ -228,6 +228,10 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
                 "--max-num-batched-tokens of --max-model-len or more computes each in one step."
             )
         has_cache, of_tiers = self.enable_prefix_caching, self.given_of(*TIERS.values())
+        sources = [
+            "--kv-host-bytes",
+            *(_flag(plugin.option_names()[0]) for plugin in TIERS.values()),
+        ]
         has_source = bool(of_tiers) or self.kv_host_bytes is not None or role.fetches_kv
         cache = "the prefix cache; leave --enable-prefix-caching on"
         _require(
@@ -240,7 +244,7 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             ),
             (
                 "kv_load_failure",
-                "--kv-host-bytes, --kv-disk-path, or --role decode or both",
+                f"{', '.join(sources)}, or --role decode or both",
                 has_source,
             ),
             *((name, cache, has_cache) for name in ("kv_events", *of_tiers, "kv_host_bytes")),
@@ -320,7 +324,7 @@ _UNUSED = {
         *("kv_cache_dtype", "backend", "batch_invariant", "lora", "max_lora_rank"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
         *("kv_host_bytes", "tensor_parallel_size", "devices"),
-        *(field.name for plugin in TIERS.values() for field in fields(plugin.options_type())),
+        *(name for plugin in TIERS.values() for name in plugin.option_names()),
     ),
 }
 """Flags that change nothing, by executor."""
