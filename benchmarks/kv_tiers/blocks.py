@@ -16,7 +16,7 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.messages.transfers import DeviceBlocks, TierBlocks, Transfer, TransferPlace
 from pagoda.plugins.disk_tier.objects import Manifest, ObjectFiles, open_directory
-from pagoda.plugins.disk_tier.transfers import DiskFiles
+from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
@@ -55,7 +55,7 @@ class Blocks:
         self._num_transfers = 0
         self._jobs = Jobs(self._ended.release)
         self._transfers = TransferWorker(
-            KVTiers(memory, None, {"disk": DiskFiles(self.files)}), None, self._jobs
+            KVTiers(memory, None, {"disk": tier_of(self.files)}), None, self._jobs
         )
 
     def write(self) -> None:

@@ -8,8 +8,9 @@ Each process imports only the half that it needs, and only where a server is ask
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagoda.registry import KV_TIERS, load, registered
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from pagoda.backend.kv_store import KVStore
     from pagoda.faults.injector import Faults
     from pagoda.ipc.clock import Clock
-    from pagoda.kv.connector import KVConnector
     from pagoda.kv.events import CacheRecorder
     from pagoda.kv.host_tier import HostTier
     from pagoda.kv.transfers import TransferLedger
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pagoda.messages.worker_config import KVTierConfig
     from pagoda.worker.kv.jobs import Jobs
     from pagoda.worker.kv.memory import HostArena
-    from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +41,13 @@ class KVTierPlugin:
     """`open_tier(context)` gives the `KVConnector` of an engine from a `TierContext`, which it may keep.
     Raises ConfigError: the tier is too small."""
     worker_half: str
-    """`open_tier(config, plan, loaded, faults)` gives a `WorkerTier`.
+    """`open_tier(config, plan, loaded, faults)` gives a `WorkerTier` from a `KVTierConfig`, a `WorkerPlan`, a
+    `LoadedWorker`, and the faults of this process, if any.
     Raises ConfigError: the place cannot be used."""
-
-    def options_type(self) -> type[Any]:
-        kind: type[Any] = pkgutil.resolve_name(self.options)
-        return kind
 
     def option_names(self) -> list[str]:
         """Names of the options, that of the tier's place first."""
-        return [field.name for field in fields(self.options_type())]
-
-    def configured(self, options: object, model: str) -> KVTierConfig:
-        """Raises ConfigError as `configure` does."""
-        config: KVTierConfig = pkgutil.resolve_name(self.configure)(options, model)
-        return config
-
-    def open_connector(self, context: TierContext) -> KVConnector:
-        """Raises ConfigError as `engine_half` does."""
-        connector: KVConnector = pkgutil.resolve_name(self.engine_half)(context)
-        return connector
-
-    def open_worker_tier(
-        self, config: KVTierConfig, plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None
-    ) -> WorkerTier:
-        """Raises ConfigError as `worker_half` does. `faults` are those of this process."""
-        tier: WorkerTier = pkgutil.resolve_name(self.worker_half)(config, plan, loaded, faults)
-        return tier
+        return [field.name for field in fields(pkgutil.resolve_name(self.options))]
 
 
 @dataclass(frozen=True)
@@ -87,17 +66,14 @@ class TierContext:
     """Time at which the clock read 0, in seconds since 1970."""
 
 
-class WorkerTier(Protocol):
+@dataclass(frozen=True)
+class WorkerTier:
     """The worker's half of a tier, opened."""
 
-    @property
-    def place(self) -> TierPlace:
-        """The place of this rank's blocks, as engines are told."""
-
-    def start(
-        self, jobs: Jobs, store: KVStore, arena: HostArena | None, faults: Faults
-    ) -> TierTransfers:
-        """Starts to copy blocks of this rank. Transfers end in `jobs`."""
+    place: TierPlace
+    """The place of this rank's blocks, as engines are told."""
+    start: Callable[[Jobs, KVStore, HostArena | None, Faults], TierTransfers]
+    """Starts to copy blocks of this rank; transfers end in the jobs. Faults are those of this process."""
 
 
 class TierTransfers(Protocol):

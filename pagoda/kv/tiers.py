@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
@@ -46,7 +47,7 @@ def build_tiers(
         connectors.append(host)
     for name, tier in ({} if config is None else config.further).items():
         if places := ready.places_of(name):
-            open_tier = openers.get(name) or tier_plugin(name).open_connector
+            open_tier = openers.get(name) or resolve_name(tier_plugin(name).engine_half)
             context = TierContext(tier, places, ledger, clock, host, recorder, epoch_s)
             connectors.append(open_tier(context))
     if remote is not None:

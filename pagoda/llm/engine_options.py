@@ -11,6 +11,7 @@ import importlib.util
 import os
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -136,7 +137,7 @@ class _NearOptions:
 
 def _options_of_tiers() -> type[Any]:
     """A dataclass that has the options of each plugin's tier."""
-    bases = tuple(plugin.options_type() for plugin in TIERS.values())
+    bases = tuple(resolve_name(plugin.options) for plugin in TIERS.values())
     return make_dataclass("TierOptions", [], bases=bases, frozen=True, kw_only=True)
 
 
@@ -178,7 +179,7 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
         tiers = KVTiersConfig(
             **_shared(options, KVTiersConfig, "kv_"),
             further={
-                name: plugin.configured(options, model)
+                name: resolve_name(plugin.configure)(options, model)
                 for name, plugin in TIERS.items()
                 if options.given_of(plugin)
             },

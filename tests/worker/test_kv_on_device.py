@@ -36,7 +36,7 @@ from pagoda.messages.transfers import (
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disk_tier.objects import ObjectFiles, open_directory
-from pagoda.plugins.disk_tier.transfers import DiskFiles
+from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena, slot_bytes
 from pagoda.worker.kv.store import HostKVStore
@@ -69,7 +69,7 @@ class Rig:
         manifest = small_manifest(size)
         files = ObjectFiles(open_directory(root, manifest), manifest)
         arena = HostArena(8 * slot_bytes(size), size)
-        tiers = KVTiers(self.store, arena, {"disk": DiskFiles(files)})
+        tiers = KVTiers(self.store, arena, {"disk": tier_of(files)})
         self._ended = threading.Semaphore(0)
         self.jobs = Jobs(self._ended.release)
         self.transfers = TransferWorker(tiers, None, self.jobs)

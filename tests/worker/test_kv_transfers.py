@@ -23,7 +23,7 @@ from pagoda.messages.transfers import (
 )
 from pagoda.plugins.disk_tier import transfers
 from pagoda.plugins.disk_tier.objects import ObjectFiles, object_name, open_directory
-from pagoda.plugins.disk_tier.transfers import DiskFiles
+from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
@@ -72,7 +72,7 @@ class Rig:
         self._ended = threading.Semaphore(0)
         files = ObjectFiles(self.directory, manifest)
         self.arena = HostArena(4 * 5056, BLOCK_BYTES)
-        tiers = KVTiers(self.memory, self.arena, {"disk": DiskFiles(files)})
+        tiers = KVTiers(self.memory, self.arena, {"disk": tier_of(files)})
         self.jobs = Jobs(self._ended.release)
         self.transfers = TransferWorker(tiers, None, self.jobs)
         self._next_id = 0

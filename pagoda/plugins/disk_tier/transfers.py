@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pagoda.backend.kv_store import KVStore
 from pagoda.faults.injector import Faults
+from pagoda.kv.plugin import WorkerTier
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, TierPlace, Transfer
 from pagoda.messages.worker_config import KVTierConfig
 from pagoda.plugins.disk_tier.directory import TIER
@@ -48,25 +49,18 @@ _HANGS = f"the disk of KV blocks has not answered for {READ_TIMEOUT_S:g} s"
 
 def open_tier(
     config: KVTierConfig, plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None
-) -> DiskFiles:
+) -> WorkerTier:
     """The objects of one rank. Raises ConfigError if the directory cannot be used."""
     manifest = make_manifest(plan, loaded.kv, loaded.ready.arithmetic)
     was_open = plan.config.kept_blocks is not None
     directory = open_in_time(Path(config.path), manifest, was_open=was_open)
-    return DiskFiles(ObjectFiles(directory, manifest, faults))
+    return tier_of(ObjectFiles(directory, manifest, faults))
 
 
-class DiskFiles:
-    """The objects of one rank, before transfers begin."""
-
-    def __init__(self, files: ObjectFiles) -> None:
-        self.files = files
-        self.place = TierPlace(TIER, str(files.directory), files.object_bytes)
-
-    def start(
-        self, jobs: Jobs, store: KVStore, arena: HostArena | None, faults: Faults
-    ) -> DiskTransfers:
-        return DiskTransfers(self.files, jobs, store, arena, faults)
+def tier_of(files: ObjectFiles) -> WorkerTier:
+    """The tier of these objects, whose transfers begin later."""
+    place = TierPlace(TIER, str(files.directory), files.object_bytes)
+    return WorkerTier(place, partial(DiskTransfers, files))
 
 
 class DiskTransfers:

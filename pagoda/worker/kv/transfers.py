@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 
 import msgspec
 
@@ -65,7 +66,7 @@ def open_tiers(plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None = N
     if config.kv_host_bytes:
         arena = HostArena(config.kv_host_bytes, store.block_bytes)
     further = {
-        name: tier_plugin(name).open_worker_tier(tier, plan, loaded, faults)
+        name: resolve_name(tier_plugin(name).worker_half)(tier, plan, loaded, faults)
         for name, tier in config.kv_tiers.items()
     }
     return KVTiers(store, arena, further)
