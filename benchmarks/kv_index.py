@@ -28,11 +28,13 @@ from pagoda.cli.progress import progress
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import DiskScanner
-from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.objects import FAN_OUTS, Manifest, object_name, open_directory
+from pagoda.kv.plugin import TierContext
 from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.transfers import TierPlace
+from pagoda.messages.worker_config import KVTierConfig
+from pagoda.plugins.disk_tier.directory import MIN_TOUCHES
+from pagoda.plugins.disk_tier.objects import FAN_OUTS, Manifest, object_name, open_directory
+from pagoda.plugins.disk_tier.tier import open_tier
 
 _OBJECTS = 1_000_000
 _PREFIX_BLOCKS = 250
@@ -161,15 +163,10 @@ def measure(directory: Path, objects: int) -> None:
     process, clock = psutil.Process(), MonotonicClock()
     gc.collect()
     rss, cpu, started = process.memory_info().rss, process.cpu_times(), clock.now()
-    tier = DiskTier(
-        [KVDirectory(str(directory), _MANIFEST.object_bytes)],
-        TransferLedger(BlockPool(1)),
-        clock,
-        DiskScanner,
-        quota_bytes=2 * objects * _MANIFEST.object_bytes,
-        min_touches=2,
-        epoch_s=time.time() - clock.now(),
-    )
+    place = TierPlace("disk", str(directory), _MANIFEST.object_bytes)
+    config = KVTierConfig("/kv", 2 * objects * _MANIFEST.object_bytes, {MIN_TOUCHES: 2})
+    ledger, epoch_s = TransferLedger(BlockPool(1)), time.time() - clock.now()
+    tier = open_tier(TierContext(config, (place,), ledger, clock, None, None, epoch_s))
     poller = select.poll()
     (descriptor,) = tier.pollables()
     poller.register(int(str(descriptor)), select.POLLIN)

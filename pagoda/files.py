@@ -46,3 +46,23 @@ def read_file(path: Path, flag: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}.") from error
+
+
+def check_quota(path: Path, quota: int, flag: str) -> None:
+    """Makes sure that the file system on which `path` lies, or will lie, is as large as the `quota` of a flag.
+
+    Raises ConfigError if the file system is smaller or its size cannot be read.
+    """
+    existing = path.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:
+        file_system = os.statvfs(existing)
+    except OSError as error:
+        raise ConfigError(f"{existing} cannot be used: {error.strerror or error}.") from error
+    size = file_system.f_frsize * file_system.f_blocks
+    if quota > size:
+        raise ConfigError(
+            f"{flag} {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
+            f"system of {path}; lower it."
+        )

@@ -21,6 +21,8 @@ EXECUTORS = "pagoda.executors"
 """Group of `pagoda.executor.plugin.ExecutorPlugin` objects."""
 KV_CONNECTORS = "pagoda.kv_connectors"
 """Group of `pagoda.kv.connector_plugin.KVConnectorPlugin` objects."""
+KV_TIERS = "pagoda.kv_tiers"
+"""Group of `pagoda.kv.plugin.KVTierPlugin` objects."""
 
 T = TypeVar("T")
 

@@ -14,8 +14,9 @@ from pagoda.backend.base import KVCache
 from pagoda.backend.kv_store import layout_of
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
+from pagoda.messages.transfers import DeviceBlocks, TierBlocks, Transfer, TransferPlace
+from pagoda.plugins.disk_tier.objects import Manifest, ObjectFiles, open_directory
+from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
@@ -46,14 +47,16 @@ class Blocks:
         )
         self.files = ObjectFiles(open_directory(root, manifest), manifest)
         self._device = DeviceBlocks(list(range(num_blocks)))
-        self._disk = DiskObjects(
-            [hashlib.sha256(b"%d" % number).digest() for number in range(num_blocks)]
+        self._disk = TierBlocks(
+            "disk", [hashlib.sha256(b"%d" % number).digest() for number in range(num_blocks)]
         )
         self._digest = self._device_digest()
         self._ended = threading.Semaphore(0)
         self._num_transfers = 0
         self._jobs = Jobs(self._ended.release)
-        self._transfers = TransferWorker(KVTiers(memory, None, self.files), None, self._jobs)
+        self._transfers = TransferWorker(
+            KVTiers(memory, None, {"disk": tier_of(self.files)}), None, self._jobs
+        )
 
     def write(self) -> None:
         """

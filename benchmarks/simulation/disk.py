@@ -6,14 +6,19 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
-from pagoda.kv.connector import OtherBlocks
-from pagoda.kv.disk_scanner import (
+from pagoda.kv.connector import KVConnector, OtherBlocks
+from pagoda.kv.plugin import TierContext
+from pagoda.messages.engine_config import KVTiersConfig
+from pagoda.messages.worker_config import KVTierConfig
+from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
+from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
+    DiskScanner,
     FanOutListed,
     News,
     ObjectsFound,
@@ -22,10 +27,17 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
+from pagoda.plugins.disk_tier.tier import open_tier
 
 Job = Callable[[], list[News]]
 OTHER_BYTES = 50
 """Bytes of each object in directories of other models."""
+
+
+def disk_tiers(num_bytes: int, min_touches: int, host_bytes: int = 0) -> KVTiersConfig:
+    """A tier on a disk in virtual time, behind one in host memory where that has bytes."""
+    disk = KVTierConfig("/nowhere", num_bytes, {MIN_TOUCHES: min_touches})
+    return KVTiersConfig(host_bytes=host_bytes, further={TIER: disk})
 
 
 class SimDisk:
@@ -39,6 +51,10 @@ class SimDisk:
     def open(self, clock: Clock) -> SimScanner:
         self._scanner = SimScanner({OWN: self.objects}, clock, self._delay_s, 1e9)
         return self._scanner
+
+    def open_tier(self, context: TierContext) -> KVConnector:
+        """The engine's half of a tier on this disk."""
+        return open_tier(context, lambda _, clock: cast(DiskScanner, self.open(clock)))
 
     def next_event_at(self) -> float | None:
         return None if self._scanner is None else self._scanner.next_event_at()

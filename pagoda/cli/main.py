@@ -55,15 +55,6 @@ _CORE = {
         "List the keys in a file: names, scopes, weights and limits.", "pagoda.cli.keys:list"
     ),
     "keys revoke": Command("Remove a key from a file.", "pagoda.cli.keys:revoke"),
-    "kv": Command("Directories of KV blocks, as serve --kv-disk-path keeps them."),
-    "kv ls": Command(
-        "List the models whose KV blocks are in a directory, and what they take.",
-        "pagoda.cli.kv:ls",
-    ),
-    "kv verify": Command(
-        "Read every KV block in a directory, and list damaged ones.", "pagoda.cli.kv:verify"
-    ),
-    "kv clear": Command("Remove the KV blocks in a directory.", "pagoda.cli.kv:clear"),
 }
 """Commands by their words; a group comes before its members."""
 

@@ -400,7 +400,8 @@ def _facts(
         yield "role", limits.role.value
     yield "KV cache", f"{cached:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}"
     if tiers is not None:
-        sizes = {"host memory": tiers.host_bytes, str(tiers.disk_path): tiers.disk_bytes}
+        sizes = {"host memory": tiers.host_bytes}
+        sizes |= {tier.path: tier.num_bytes for tier in tiers.further.values()}
         shown = (f"{format_bytes(size)} in {place}" for place, size in sizes.items() if size)
         yield "KV tiers", ", ".join(shown)
     yield (

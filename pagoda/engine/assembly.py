@@ -85,7 +85,7 @@ def build_parts(
     recorder = CacheRecorder(
         worker.kv_groups,
         keeps_events=config.kv_events is not None,
-        has_disk=config.kv_tiers is not None and config.kv_tiers.disk_path is not None,
+        outlives_workers=config.kv_tiers is not None and bool(config.kv_tiers.further),
     )
     limits = SchedulerLimits.within(config, worker)
     kv = KVManager(

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from pagoda.messages.transfers import (
-    DiskObjects,
     KVRank,
     RemoteBlocks,
+    TierBlocks,
     Transfer,
     TransferEnd,
     longest_transfer_s,
@@ -36,10 +36,10 @@ class GroupTransfers:
         """Time until which a rank with open transfers must have ended one; None without open transfers.
 
         Transfers from another engine have longer: the worker itself gives up on an engine that does not answer.
-        Those with a disk have for ever: the next worker would wait for the same disk. Requests do not wait, and
-        nothing further is asked of a disk that hangs (`TieredKVConnector`).
+        Those with a plugin's tier have for ever: the next worker would wait for the same disk. Requests do not
+        wait, and nothing further is asked of one that hangs (`TieredKVConnector`).
         """
-        patience_s = dict.fromkeys(_Kind, self._timeout_s) | {_Kind.DISK: math.inf}
+        patience_s = dict.fromkeys(_Kind, self._timeout_s) | {_Kind.TIER: math.inf}
         limits_s = (entry.limit_s for entry in self._under_way.values())
         patience_s[_Kind.REMOTE] += max(limits_s, default=0.0)
         instants = (
@@ -92,7 +92,7 @@ class _Kind(enum.Enum):
     """Resource that a transfer depends on; one resource may hang while the others make progress."""
 
     MEMORY = enum.auto()
-    DISK = enum.auto()
+    TIER = enum.auto()
     REMOTE = enum.auto()
 
 
@@ -100,7 +100,7 @@ def _kind(transfer: Transfer) -> _Kind:
     places = transfer.source, transfer.target
     if any(isinstance(place, RemoteBlocks) for place in places):
         return _Kind.REMOTE
-    return _Kind.DISK if any(isinstance(place, DiskObjects) for place in places) else _Kind.MEMORY
+    return _Kind.TIER if any(isinstance(place, TierBlocks) for place in places) else _Kind.MEMORY
 
 
 class _UnderWay:

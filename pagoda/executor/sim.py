@@ -32,11 +32,11 @@ from pagoda.messages.kv_groups import KVKind, full_group
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
     KVPeer,
     KVRank,
     RemoteBlocks,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferPlace,
@@ -177,7 +177,7 @@ class SimExecutor:
             summary="simulated worker",
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
-            kv_directories=config.kv_directories,
+            kv_places=config.kv_places,
             kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, descriptors=descriptors),),
             kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
         )
@@ -511,7 +511,7 @@ def _places(place: TransferPlace) -> list[_Place]:
             return [("device", block_id) for block_id in block_ids]
         case HostSlots(slots):
             return [("host", slot) for slot in slots]
-        case DiskObjects(keys):
+        case TierBlocks(_, keys):
             return [("disk", key) for key in keys]
         case RemoteBlocks(_, block_ids):
             return [("remote", block_id) for block_id in block_ids]
@@ -519,7 +519,7 @@ def _places(place: TransferPlace) -> list[_Place]:
 
 def _overwritten(place: TransferPlace) -> set[_Place]:
     """Places that are overwritten bit by bit. Objects on disk are not: a new one replaces the old one at once."""
-    return set() if isinstance(place, DiskObjects | RemoteBlocks) else set(_places(place))
+    return set() if isinstance(place, TierBlocks | RemoteBlocks) else set(_places(place))
 
 
 class _Slot:

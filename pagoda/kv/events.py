@@ -17,13 +17,12 @@ from pagoda.messages.kv_groups import KVGroup, KVKind
 
 
 class Medium(enum.StrEnum):
-    """Tiers, by the names that vLLM's subscribers know."""
+    """Tiers of the core, by the names that vLLM's subscribers know. Those of plugins have names of their own."""
 
     DEVICE = "GPU"
     """The memory that the worker computes from, whatever the device is."""
     HOST = "CPU"
     """The arena in host memory."""
-    DISK = "DISK"
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -97,23 +96,23 @@ class CacheRecorder:
         groups: Sequence[KVGroup] = (),
         *,
         keeps_events: bool = True,
-        has_disk: bool = False,
+        outlives_workers: bool = False,
     ) -> None:
         """One group keeps all where `groups` is empty."""
         self.changed: dict[bytes, None] | None = None
-        """Keys of group 0 stored or removed, but on disk, oldest first, since a listener put a dict here."""
+        """Keys of group 0 stored or removed in tiers of the core since a listener put a dict here, in order."""
         self._groups = groups
         self._keeps_events = keeps_events
-        self._has_disk = has_disk
+        self._outlives_workers = outlives_workers
         self._events: list[KVEvent] = []
-        self._last: dict[tuple[Medium, int | None], BlockStored | BlockRemoved] = {}
+        self._last: dict[tuple[str, int | None], BlockStored | BlockRemoved] = {}
 
     def store(
         self,
         key: bytes,
         parent: bytes | None,
         token_ids: Sequence[int],
-        medium: Medium = Medium.DEVICE,
+        medium: str = Medium.DEVICE,
         group: int = 0,
     ) -> None:
         """A block can be found there from now on; `parent` is None for the first of a prefix."""
@@ -140,7 +139,7 @@ class CacheRecorder:
         )
         self._append(medium, group, event)
 
-    def remove(self, key: bytes, medium: Medium = Medium.DEVICE, group: int | None = 0) -> None:
+    def remove(self, key: bytes, medium: str = Medium.DEVICE, group: int | None = 0) -> None:
         """A block can be found there no longer; `group` is None if it is not known."""
         self._change(key, medium, group)
         if not self._keeps_events:
@@ -151,8 +150,8 @@ class CacheRecorder:
             return
         self._append(medium, group, BlockRemoved([key], medium, group))
 
-    def _change(self, key: bytes, medium: Medium, group: int | None) -> None:
-        if self.changed is not None and group == 0 and medium is not Medium.DISK:
+    def _change(self, key: bytes, medium: str, group: int | None) -> None:
+        if self.changed is not None and group == 0 and isinstance(medium, Medium):
             self.changed[key] = None
 
     def lose(self, blocks: Iterable[tuple[bytes, int]], medium: Medium = Medium.DEVICE) -> None:
@@ -161,11 +160,11 @@ class CacheRecorder:
         Where nothing outlives the workers, one event says so for all tiers.
         """
         for key, group in blocks:
-            if self._has_disk:
+            if self._outlives_workers:
                 self.remove(key, medium, group)
             else:
                 self._change(key, medium, group)
-        if self._has_disk:
+        if self._outlives_workers:
             return
         if self._keeps_events and not (
             self._events and isinstance(self._events[-1], AllBlocksCleared)
@@ -179,9 +178,9 @@ class CacheRecorder:
         self._last.clear()
         return events
 
-    def _append(self, medium: Medium, group: int | None, event: BlockStored | BlockRemoved) -> None:
+    def _append(self, medium: str, group: int | None, event: BlockStored | BlockRemoved) -> None:
         for key in list(self._last):
-            if key[0] is medium and None in (group, key[1]):
+            if key[0] == medium and None in (group, key[1]):
                 del self._last[key]
         self._events.append(event)
         self._last[medium, group] = event

@@ -213,7 +213,7 @@ class HostTier:
                 f"The arenas in host memory have {ready.kv_host_slots} slots, "
                 f"those before had {self.pool.num_blocks}."
             )
-        each = max((directory.object_bytes for directory in ready.kv_directories), default=1)
+        each = max((place.block_bytes for place in ready.kv_places), default=1)
         most = min(self.pool.num_blocks // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
         self._max_reserved = max(1, most)
 

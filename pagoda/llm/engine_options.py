@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from pkgutil import resolve_name
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -24,10 +25,10 @@ from pagoda.devices import AUTO, check_backend, check_devices_of_host, with_kind
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import plan_of
 from pagoda.fleet.adapters import parse_adapters
-from pagoda.fleet.kv_directory import check_kv_directory
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.machine import available_memory_bytes
+from pagoda.kv.plugin import KVTierPlugin, tier_plugins
 from pagoda.llm.option_fields import checked, flag_of, given_fields, require, shared
 from pagoda.messages.engine_config import (
     EngineConfig,
@@ -66,10 +67,13 @@ class Handoff(NamedTuple):
     """The flags by which KV does not leave this host; empty if it does."""
 
 
-@Parameter(name="*", group=Group("Engine", sort_key=10))
+TIERS = tier_plugins()
+"""Plugins of KV tiers by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Options that say how a model is loaded and scheduled."""
+class _NearOptions:
+    """Options of the engine down to those of its tier in host memory."""
 
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
@@ -125,12 +129,19 @@ class EngineOptions:
     next port."""
     kv_host_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
     """Host memory that holds KV blocks for which the device has no room, such as 8GiB; of all workers together."""
-    kv_disk_path: Annotated[str | None, Parameter(metavar="DIR")] = None
-    """A directory on SSD that holds KV blocks, also from one start to the next; may be shared by servers."""
-    kv_disk_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
-    """The most that all KV blocks in that directory may take, such as 100GiB."""
-    kv_disk_min_touches: Count = 2
-    """A KV block is written to disk once this many requests have passed through it."""
+
+
+def _options_of_tiers() -> type[Any]:
+    """A dataclass that has the options of each plugin's tier."""
+    bases = tuple(resolve_name(plugin.options) for plugin in TIERS.values())
+    return make_dataclass("TierOptions", [], bases=bases, frozen=True, kw_only=True)
+
+
+@Parameter(name="*", group=Group("Engine", sort_key=10))
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  # which ones is known when it is made
+    """Options that say how a model is loaded and scheduled."""
+
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     """recompute computes KV blocks that cannot be loaded; fail ends their request with an error."""
     lora: Annotated[
@@ -161,14 +172,18 @@ class EngineOptions:
         """
         options = checked(self)
         options._check_needs(Role.NONE if handoff is None else handoff.engine.role)
-        tiers = KVTiersConfig(**shared(options, KVTiersConfig, "kv_"))
-        if tiers.disk_path is not None:
-            path = check_kv_directory(tiers.disk_path, tiers.disk_bytes, model)
-            tiers = msgspec.structs.replace(tiers, disk_path=path)
+        tiers = KVTiersConfig(
+            **shared(options, KVTiersConfig, "kv_"),
+            further={
+                name: resolve_name(plugin.configure)(options, model)
+                for name, plugin in TIERS.items()
+                if options.given_of(plugin)
+            },
+        )
         faults = plan_of(os.environ)
         worker = shared(options, WorkerConfig) | {
             "faults": faults,
-            "kv_disk_path": tiers.disk_path,
+            "kv_tiers": tiers.further,
             "kv_handoff": None if handoff is None else handoff.workers,
             "model": model,
             "num_blocks": options.num_kv_blocks,
@@ -188,7 +203,7 @@ class EngineOptions:
         return EngineConfig(
             **shared(options, EngineConfig) | {"kv_events": events},
             worker=WorkerConfig(**worker),
-            kv_tiers=tiers if tiers.host_bytes or tiers.disk_path else None,
+            kv_tiers=tiers if tiers.host_bytes or tiers.further else None,
             handoff=None if handoff is None else handoff.engine,
             fail_on_load_failure=options.kv_load_failure == "fail",
             step_timeout_s=options.step_timeout,
@@ -198,14 +213,23 @@ class EngineOptions:
             worker_timeout_s=options.worker_timeout,
         )
 
+    def given_of(self, *plugins: KVTierPlugin) -> list[str]:
+        """The names of those options of tiers that have another value than the default."""
+        names = [name for plugin in plugins for name in plugin.option_names()]
+        return [name for name in given_fields(self) if name in names]
+
     def _check_needs(self, role: Role) -> None:
         if not self.enable_chunked_prefill:
             raise ConfigError(
                 "--no-enable-chunked-prefill is not there: prompts are computed in chunks, which changes no bit; "
                 "--max-num-batched-tokens of --max-model-len or more computes each in one step."
             )
-        has_cache, has_disk = self.enable_prefix_caching, self.kv_disk_path is not None
-        has_source = has_disk or self.kv_host_bytes is not None or role.fetches_kv
+        has_cache, of_tiers = self.enable_prefix_caching, self.given_of(*TIERS.values())
+        sources = [
+            "--kv-host-bytes",
+            *(flag_of(plugin.option_names()[0]) for plugin in TIERS.values()),
+        ]
+        has_source = bool(of_tiers) or self.kv_host_bytes is not None or role.fetches_kv
         cache = "the prefix cache; leave --enable-prefix-caching on"
         require(
             self,
@@ -215,15 +239,12 @@ class EngineOptions:
                 "--quantization int8 or int4",
                 self.quantization in ("int8", "int4"),
             ),
-            ("kv_disk_path", "--kv-disk-bytes, such as 100GiB", self.kv_disk_bytes is not None),
-            ("kv_disk_bytes", "--kv-disk-path", has_disk),
-            ("kv_disk_min_touches", "--kv-disk-path", has_disk),
             (
                 "kv_load_failure",
-                "--kv-host-bytes, --kv-disk-path, or --role decode or both",
+                f"{', '.join(sources)}, or --role decode or both",
                 has_source,
             ),
-            *((name, cache, has_cache) for name in ("kv_events", "kv_disk_path", "kv_host_bytes")),
+            *((name, cache, has_cache) for name in ("kv_events", *of_tiers, "kv_host_bytes")),
         )
         if role is not Role.NONE and not has_cache:
             raise ConfigError(f"--role {role.value} needs {cache}.")
@@ -299,8 +320,8 @@ _UNUSED = {
         *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
         *("kv_cache_dtype", "backend", "batch_invariant", "lora", "max_lora_rank"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
-        *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
-        *("tensor_parallel_size", "devices"),
+        *("kv_host_bytes", "tensor_parallel_size", "devices"),
+        *(name for plugin in TIERS.values() for name in plugin.option_names()),
     ),
 }
 """Flags that change nothing, by executor."""
@@ -395,10 +416,10 @@ class ExecutorOptions:
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{flag_of(name)} is at most {limit} with --executor sim.")
-        if self.executor not in _UNUSED and engine.kv_disk_path is not None:
+        if self.executor not in _UNUSED and (of_tiers := engine.given_of(*TIERS.values())):
             raise ConfigError(
-                f"--kv-disk-path does not go with --executor {self.executor}, whose workers may be on hosts where "
-                "the engine does not see their directories."
+                f"{flag_of(of_tiers[0])} does not go with --executor {self.executor}, whose workers may be on "
+                "hosts where the engine does not see their directories."
             )
         if self.executor == "ray" and importlib.util.find_spec("ray") is None:
             raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")

@@ -12,8 +12,8 @@ from pagoda.faults.injector import FaultPlan
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.transfers import KVDirectory
-from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
+from pagoda.messages.transfers import TierPlace
+from pagoda.messages.worker_config import CurveKeys, KVTierConfig, Role, WorkerConfig
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True):
@@ -56,12 +56,8 @@ class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host_bytes: int = 0
     """Memory of all workers of all replicas together; each has an equal part of it."""
-    disk_path: str | None = None
-    """A directory that may be shared by replicas, and by servers of other models."""
-    disk_bytes: int = 0
-    """The most that all objects in it may take, whoever wrote them."""
-    disk_min_touches: int = 2
-    """A block is written once this many requests have passed through it."""
+    further: dict[str, KVTierConfig] = {}
+    """Tiers of plugins by name, nearest first."""
 
 
 class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +89,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_groups: tuple[KVGroup, ...] = ()
     """KV groups of the model; empty for one that keeps all."""
     kv_host_slots: int = 0
-    kv_directories: tuple[KVDirectory, ...] = ()
+    kv_places: tuple[TierPlace, ...] = ()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

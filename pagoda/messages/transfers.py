@@ -35,9 +35,10 @@ class HostSlots(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     slots: list[int]
 
 
-class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
-    """Objects in each worker's directory (`pagoda.kv.objects`), one block each."""
+class TierBlocks(msgspec.Struct, frozen=True, array_like=True, tag="tier"):
+    """Blocks of a plugin's tier (`pagoda.kv.plugin`), each of whose places has its rank's part of them."""
 
+    tier: str
     keys: list[bytes]
 
 
@@ -94,7 +95,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
     group: int = 0
 
 
-TransferPlace = DeviceBlocks | HostSlots | DiskObjects | RemoteBlocks
+TransferPlace = DeviceBlocks | HostSlots | TierBlocks | RemoteBlocks
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
@@ -139,12 +140,13 @@ class TransferEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfer
     """Members of `failed` whose objects may be good, but could not be read this time, on any rank."""
 
 
-class KVDirectory(msgspec.Struct, frozen=True):
-    """Directory in which one rank keeps its objects."""
+class TierPlace(msgspec.Struct, frozen=True):
+    """Place in which one rank keeps its blocks of a plugin's tier, such as a directory."""
 
+    tier: Name
     path: Sentence
-    object_bytes: Count
-    """Bytes of each object, header and padding included."""
+    block_bytes: Count
+    """Bytes that each block takes there."""
 
 
 TransferMessage = TransferLink | TransferEnd

@@ -13,9 +13,9 @@ from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Seconds, Sentence, Size
 from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
-from pagoda.messages.transfers import KVDirectory, KVRank
+from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -112,7 +112,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Groups of layers, by whose numbers other messages name them; empty for one that keeps all."""
     kv_host_slots: Place = 0
     """Blocks in the arena in host memory: the smallest of all workers."""
-    kv_directories: tuple[KVDirectory, ...] = ()
+    kv_places: tuple[TierPlace, ...] = ()
+    """Places of plugins' tiers, by rank."""
     kv_ranks: tuple[KVRank, ...] = ()
     planned_memory_bytes: Count = 0
     """Memory that the worker reckoned to take, before it took any; of several workers, all together."""
@@ -120,6 +121,10 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Memory that weights took, and that the largest step and all that is allocated will have taken."""
     kv_digest: Sentence = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
+
+    def places_of(self, tier: str) -> tuple[TierPlace, ...]:
+        """Places of one tier, by rank."""
+        return tuple(place for place in self.kv_places if place.tier == tier)
 
     def __post_init__(self) -> None:
         if any(group.block_size % self.block_size for group in self.kv_groups):

@@ -55,6 +55,17 @@ class KVHandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     """True if KV is encrypted between hosts. The proof of the secret always is."""
 
 
+class KVTierConfig(msgspec.Struct, frozen=True):
+    """A tier of a plugin, for blocks that outlive the workers."""
+
+    path: str
+    """The place, such as a directory; may be shared by replicas, and by servers of other models."""
+    num_bytes: int
+    """The most that all blocks there may take, whoever wrote them."""
+    settings: dict[str, int | str] = {}
+    """Further options, which the plugin reads."""
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one worker. None takes the model's, the backend's or the host's own value, or switches off."""
 
@@ -103,8 +114,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Address of this host for its peers; empty when all are on one host."""
     kv_host_bytes: int = 0
     """Host memory of this worker for blocks that leave the device."""
-    kv_disk_path: str | None = None
-    """Directory of blocks that outlive the server."""
+    kv_tiers: dict[str, KVTierConfig] = {}
+    """Tiers of plugins by name."""
     kv_handoff: KVHandoffConfig | None = None
     adapters: tuple[Adapter, ...] = ()
     loads_adapters: bool = False
@@ -121,6 +132,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_transfer_link(self) -> bool:
         """True if the worker opens a second connection, for transfers."""
-        return (
-            self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None
-        )
+        return self.kv_host_bytes > 0 or bool(self.kv_tiers) or self.kv_handoff is not None

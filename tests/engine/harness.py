@@ -37,7 +37,7 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, 
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.transfers import KVDirectory, Transfer
+from pagoda.messages.transfers import TierPlace, Transfer
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
@@ -128,7 +128,7 @@ class Harness:
         self.late_s: Callable[[], float] = lambda: 0.0
         """Seconds by which the loop is late at a tick, so that several events meet in one turn."""
         self.disk = disk
-        directories = () if disk is None else (KVDirectory("/nowhere", 1),)
+        directories = () if disk is None else (TierPlace("disk", "/nowhere", 1),)
         sim = SimConfig(
             base_s=0.01,
             per_token_s=0.001,
@@ -139,7 +139,7 @@ class Harness:
             per_transferred_block_s=0.002,
             kv_groups=kv_groups,
             kv_host_slots=kv_host_slots,
-            kv_directories=directories,
+            kv_places=directories,
         )
         executor: Executor = SimExecutor(
             sim,
@@ -171,7 +171,7 @@ class Harness:
         )
         self.tracer = Tracer("engine dp0", clock_ns=self._clock_ns)
         disk = self.disk or SimDisk()
-        build = partial(build_tiers, open_scanner=lambda _, clock: disk.open(clock), epoch_s=1e9)
+        build = partial(build_tiers, openers={"disk": disk.open_tier}, epoch_s=1e9)
         self.core = EngineCore(
             config,
             executor,

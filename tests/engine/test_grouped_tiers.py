@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from group_models import NAMES, grouped, state
 from harness import Harness, assert_complete, make_request
 
-from benchmarks.simulation.disk import SimDisk
+from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.executor.sim import TransferFate
 from pagoda.kv.block_keys import group_key, prefix_keys
 from pagoda.messages.engine_config import KVTiersConfig
@@ -16,8 +15,8 @@ from pagoda.messages.kv_groups import KVGroup, full_group
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer
 
 GROUPED = ("window", "mixed", "chunk", "state", "all", "several")
-DISK = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
-TWICE = msgspec.structs.replace(DISK, disk_min_touches=2)
+DISK = disk_tiers(1000, 1)
+TWICE = disk_tiers(1000, 2)
 HOST = KVTiersConfig(host_bytes=1)
 LONG = 40
 """Tokens of a prompt that fills ten blocks."""

@@ -32,7 +32,7 @@ from pagoda.fleet.fleet import Fleet
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.events import CacheRecorder, Medium
+from pagoda.kv.events import CacheRecorder
 from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import (
     GenerateRequest,
@@ -354,7 +354,7 @@ def test_what_is_on_disk_alone_is_not_told() -> None:
     told = CacheReporter([BlockPool(4, recorder)], recorder, VirtualClock())
     told.follow()
     told.drain()
-    recorder.store(A, None, [1], Medium.DISK)
+    recorder.store(A, None, [1], "DISK")
     assert told.next_event_at() is None
 
 

@@ -17,15 +17,14 @@ from harness import VOCAB_SIZE, Harness, expected_tokens
 from mortal_executor import POISON, MortalExecutor, random_request
 
 from benchmarks.simulation.books import check_books, in_state
-from benchmarks.simulation.disk import SimDisk
+from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
-from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Work
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer, TransferEnd
 
 SEEDS_PER_TEST = 50
 FIRST_SEED = 1000
@@ -83,14 +82,14 @@ class FaultyTransfers:
                 count = len(block_ids)
             case HostSlots(slots):
                 count = len(slots)
-            case DiskObjects(keys):
+            case TierBlocks("disk", keys):
                 count = len(keys)
         match transfer.target:
             case DeviceBlocks():
                 self._met["loads"] += 1
                 self._met["loads slower than patience"] += delay_s > LOAD_TIMEOUT_S
                 self._met["loads behind a step"] += transfer.after_step >= 0
-            case HostSlots() if isinstance(transfer.source, DiskObjects):
+            case HostSlots() if isinstance(transfer.source, TierBlocks):
                 self._met["prefetches"] += 1
         failed: tuple[int, ...] = ()
         if rng.random() < self._failing:
@@ -179,11 +178,7 @@ class Life:
             kv_groups=groups,
             kv_host_slots=rng.choice([2, needed, 4 * needed]) if self._has_host else 0,
             disk=self._disk,
-            kv_tiers=KVTiersConfig(
-                host_bytes=1,
-                disk_bytes=rng.choice([needed, 10 * needed]),
-                disk_min_touches=rng.choice([1, 2]),
-            )
+            kv_tiers=disk_tiers(rng.choice([needed, 10 * needed]), rng.choice([1, 2]), host_bytes=1)
             if self._has_tiers
             else None,
             fails=self._fails,

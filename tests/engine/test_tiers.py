@@ -11,7 +11,7 @@ from harness import Harness, assert_complete, make_request
 from mortal_executor import SpeakingExecutor
 
 from benchmarks.simulation.books import check_books
-from benchmarks.simulation.disk import SimDisk
+from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
@@ -19,11 +19,11 @@ from pagoda.kv.events import AllBlocksCleared, BlockRemoved
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer, TransferEnd
 
 LONG = 40
 """Tokens of a prompt that fills ten blocks; the device has room for sixteen."""
-DISK = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
+DISK = disk_tiers(1000, 1)
 
 
 class Fates:
@@ -44,7 +44,7 @@ class Fates:
         return [
             it
             for it in self.begun
-            if isinstance(it.source, DiskObjects) and isinstance(it.target, HostSlots)
+            if isinstance(it.source, TierBlocks) and isinstance(it.target, HostSlots)
         ]
 
 
@@ -124,7 +124,7 @@ def test_a_prefix_may_come_from_both_tiers() -> None:
         it.serve(document(f"other {index}", index))
     it.fates.begun.clear()
     it.serve(document("whole", 1))
-    assert [type(transfer.source) for transfer in it.fates.loads()] == [HostSlots, DiskObjects]
+    assert [type(transfer.source) for transfer in it.fates.loads()] == [HostSlots, TierBlocks]
     assert it.num_cached("whole") == 36
 
 
@@ -446,7 +446,7 @@ def test_workers_without_tiers_or_room_for_them_have_none(kv_tiers: KVTiersConfi
 def test_blocks_are_touched_once_by_each_request() -> None:
     """A block is written when the second request passes through it, however often the first does."""
     disk = SimDisk()
-    tiers = msgspec.structs.replace(DISK, disk_min_touches=2)
+    tiers = disk_tiers(1000, 2)
     it = Tiered(disk=disk, kv_tiers=tiers, kv_host_slots=0, max_num_seqs=1)
     it.tick()
     low = document("low", 1, max_tokens=20, priority=5)

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 
 from benchmarks.simulation.books import check_books, check_nothing_under_way
-from benchmarks.simulation.disk import SimDisk
+from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
@@ -21,8 +21,7 @@ from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.kv.tiers import build_tiers
 from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.engine_config import KVTiersConfig
-from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
+from pagoda.messages.transfers import TierPlace, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.plugins.disaggregation.connector import Failed
 
@@ -77,9 +76,9 @@ class TiersMachine(SchedulerRules):
             summary="",
             kv_groups=groups,
             kv_host_slots=host_slots,
-            kv_directories=(KVDirectory("/nowhere", 1),),
+            kv_places=(TierPlace("disk", "/nowhere", 1),),
         )
-        config = KVTiersConfig(disk_bytes=disk_bytes, disk_min_touches=min_touches)
+        config = disk_tiers(disk_bytes, min_touches)
         kv = KVManager(num_blocks, BLOCK_SIZE, groups=groups, run_tokens=2 * budget)
         tiers = build_tiers(
             config,
@@ -87,7 +86,7 @@ class TiersMachine(SchedulerRules):
             kv.pool,
             TransferLedger(kv.pool),
             self.clock,
-            open_scanner=lambda _, clock: self.disk.open(clock),
+            openers={"disk": self.disk.open_tier},
             epoch_s=1e9,
             fail_on_load_failure=fails,
         )

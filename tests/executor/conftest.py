@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from worker_group import MakeExecutor
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import Clock, MonotonicClock
-from pagoda.messages.worker_config import KVHandoffConfig, WorkerConfig
+from pagoda.messages.worker_config import KVHandoffConfig, KVTierConfig, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 
@@ -35,7 +35,7 @@ def make_executor(
         worker_timeout_s: float = 30.0,
         clock: Clock | None = None,
         kv_host_bytes: int = 0,
-        kv_disk_path: str | None = None,
+        kv_tiers: Mapping[str, KVTierConfig] = {},
         kv_handoff: KVHandoffConfig | None = None,
     ) -> GroupExecutor:
         executor = GroupExecutor(
@@ -43,7 +43,7 @@ def make_executor(
                 model=model,
                 parallel=parallel or ParallelConfig(),
                 kv_host_bytes=kv_host_bytes,
-                kv_disk_path=kv_disk_path,
+                kv_tiers=dict(kv_tiers),
                 kv_handoff=kv_handoff,
             ),
             LocalLauncher("worker_double"),

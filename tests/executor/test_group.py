@@ -207,7 +207,7 @@ def test_all_ranks_become_ready_as_one(make_executor: MakeExecutor) -> None:
     ready = next_event(executor)
     assert isinstance(ready, WorkerReady)
     assert ready.num_blocks == 61  # what the rank with the least room has
-    assert (ready.kv_host_slots, ready.kv_directories) == (0, ())
+    assert (ready.kv_host_slots, ready.kv_places) == (0, ())
     assert ready.summary == "2 pipeline stages of 2 tensor-parallel ranks: simulated worker"
     assert list(pids(executor)) == NAMES
     assert executor.max_in_flight == 3

@@ -16,19 +16,19 @@ from pagoda.messages.transfers import (
     BATCH_BYTES,
     BATCH_LIMIT_S,
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
-    KVDirectory,
     KVPart,
     KVPeer,
     KVRank,
     RemoteBlocks,
+    TierBlocks,
+    TierPlace,
     Transfer,
     TransferEnd,
     Transfers,
 )
 from pagoda.messages.worker import StepResult, WorkerReady
-from pagoda.messages.worker_config import KVHandoffConfig, Role
+from pagoda.messages.worker_config import KVHandoffConfig, KVTierConfig, Role
 
 NUM_BLOCKS = 4
 
@@ -61,7 +61,7 @@ def test_a_rank_that_moves_does_not_hang() -> None:
 
 def test_a_disk_that_hangs_does_not_hide_memory_that_does() -> None:
     transfers = GroupTransfers(1, timeout_s=10.0)
-    to_disk = Transfer(0, 0, DeviceBlocks([0]), DiskObjects([b"key"]))
+    to_disk = Transfer(0, 0, DeviceBlocks([0]), TierBlocks("disk", [b"key"]))
     transfers.begin([to_disk, transfer(1)], now=0.0)
     assert transfers.deadline == 10.0
     transfers.end(0, TransferEnd(1, 0), 9.0)
@@ -148,12 +148,14 @@ def with_tiers(make_executor: MakeExecutor, model: str, **options: object) -> Gr
 
 
 def test_tiers_of_all_ranks_are_told_as_one(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", SQUARE, kv_host_bytes=1, kv_disk_path="/kv")
+    executor = make_executor(
+        "obeys", SQUARE, kv_host_bytes=1, kv_tiers={"disk": KVTierConfig("/kv", 1)}
+    )
     ready = next_event(executor)
     assert isinstance(ready, WorkerReady)
     assert ready.kv_host_slots == 13  # what the rank with the least room has
-    assert ready.kv_directories == tuple(
-        KVDirectory(f"/kv/rank{rank}", 4096 + rank) for rank in range(4)
+    assert ready.kv_places == tuple(
+        TierPlace("disk", f"/kv/rank{rank}", 4096 + rank) for rank in range(4)
     )
 
 
@@ -221,7 +223,9 @@ def test_a_disk_that_hangs_is_not_the_end_of_the_workers_which_go_on_with_steps(
     make_executor: MakeExecutor,
 ) -> None:
     executor = with_tiers(make_executor, "never-ends", step_timeout_s=5.0)
-    executor.submit_transfers(Transfers([Transfer(0, 0, DeviceBlocks([0]), DiskObjects([b"key"]))]))
+    executor.submit_transfers(
+        Transfers([Transfer(0, 0, DeviceBlocks([0]), TierBlocks("disk", [b"key"]))])
+    )
     assert executor.next_event_at() is None
     executor.submit(PLAN)
     assert isinstance(next_event(executor), StepResult)

@@ -12,8 +12,8 @@ from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferPlace,
@@ -148,11 +148,11 @@ def test_blocks_come_back_from_host_slots_and_from_disks_that_outlive_the_worker
     worker.step_done(0)
     assert copy(worker, DeviceBlocks([5, 6]), HostSlots([0, 3])) == TransferEnd(0, 0)
     copy(worker, HostSlots([3]), DeviceBlocks([11]))
-    copy(worker, DeviceBlocks([5]), DiskObjects([b"root"]))
-    copy(worker, DiskObjects([b"root"]), DeviceBlocks([10]))
+    copy(worker, DeviceBlocks([5]), TierBlocks("disk", [b"root"]))
+    copy(worker, TierBlocks("disk", [b"root"]), DeviceBlocks([10]))
     read_back(worker, [10, 11])
     other = SimWorker(SimConfig(block_size=4), check_kv=True, disk=disk)
-    copy(other, DiskObjects([b"root"]), HostSlots([2]))
+    copy(other, TierBlocks("disk", [b"root"]), HostSlots([2]))
     with pytest.raises(ValueError, match=r"reads 3, where nothing is"):
         copy(other, HostSlots([3]), DeviceBlocks([1]))
 
@@ -176,7 +176,7 @@ def test_a_block_that_was_not_copied_holds_nothing() -> None:
 
 def test_objects_that_are_not_there_fail_to_load() -> None:
     worker = worker_with_blocks()
-    end = copy(worker, DiskObjects([b"a", b"b"]), DeviceBlocks([1, 2]))
+    end = copy(worker, TierBlocks("disk", [b"a", b"b"]), DeviceBlocks([1, 2]))
     assert end.failed == [0, 1]
 
 
@@ -185,24 +185,24 @@ def test_transfers_keep_away_from_what_steps_write_to() -> None:
     with pytest.raises(ValueError, match="uses what step 0 writes to"):
         worker.begin(Transfer(0, 0, DeviceBlocks([6]), HostSlots([0])))
     with pytest.raises(ValueError, match="uses what step 0 writes to"):
-        worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([6])))
-    worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([6]), after_step=0))
+        worker.begin(Transfer(0, 0, TierBlocks("disk", [b"a"]), DeviceBlocks([6])))
+    worker.begin(Transfer(0, 0, TierBlocks("disk", [b"a"]), DeviceBlocks([6]), after_step=0))
 
 
 def test_transfers_do_not_write_to_what_steps_read() -> None:
     worker = idle_worker_with_blocks()
     read_back(worker, [5, 6])
     with pytest.raises(ValueError, match="writes to what step 1 reads"):
-        worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
+        worker.begin(Transfer(0, 0, TierBlocks("disk", [b"a"]), DeviceBlocks([5])))
     worker.begin(Transfer(0, 0, DeviceBlocks([5]), HostSlots([0])))
-    worker.begin(Transfer(1, 0, DiskObjects([b"a"]), DeviceBlocks([6]), after_step=1))
+    worker.begin(Transfer(1, 0, TierBlocks("disk", [b"a"]), DeviceBlocks([6]), after_step=1))
     worker.step_done(1)
-    worker.begin(Transfer(2, 0, DiskObjects([b"a"]), DeviceBlocks([30])))
+    worker.begin(Transfer(2, 0, TierBlocks("disk", [b"a"]), DeviceBlocks([30])))
 
 
 def test_steps_do_not_read_what_a_transfer_writes_to() -> None:
     worker = idle_worker_with_blocks()
-    worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
+    worker.begin(Transfer(0, 0, TierBlocks("disk", [b"a"]), DeviceBlocks([5])))
     with pytest.raises(ValueError, match="reads block 5, which is under transfer"):
         read_back(worker, [5, 6])
 
@@ -210,7 +210,7 @@ def test_steps_do_not_read_what_a_transfer_writes_to() -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (DiskObjects([b"a"]), DeviceBlocks([7])),
+        (TierBlocks("disk", [b"a"]), DeviceBlocks([7])),
         (DeviceBlocks([7]), HostSlots([0])),
     ],
 )
@@ -226,7 +226,7 @@ def test_steps_keep_away_from_blocks_under_transfer(
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
-        (DiskObjects([b"a"]), DeviceBlocks([5]), "writes to what another transfer reads"),
+        (TierBlocks("disk", [b"a"]), DeviceBlocks([5]), "writes to what another transfer reads"),
         (DeviceBlocks([6]), HostSlots([0]), "uses what another transfer writes to"),
         (HostSlots([0]), DeviceBlocks([9]), "uses what another transfer writes to"),
     ],
@@ -236,8 +236,8 @@ def test_transfers_keep_away_from_each_other(
 ) -> None:
     worker = idle_worker_with_blocks()
     worker.begin(Transfer(0, 0, DeviceBlocks([5]), HostSlots([0])))
-    worker.begin(Transfer(1, 0, DeviceBlocks([5]), DiskObjects([b"a"])))
-    worker.begin(Transfer(2, 0, DeviceBlocks([6]), DiskObjects([b"a"])))
+    worker.begin(Transfer(1, 0, DeviceBlocks([5]), TierBlocks("disk", [b"a"])))
+    worker.begin(Transfer(2, 0, DeviceBlocks([6]), TierBlocks("disk", [b"a"])))
     with pytest.raises(ValueError, match=reason):
         worker.begin(Transfer(3, 0, source, target))
 
@@ -256,13 +256,15 @@ def test_transfers_take_the_time_of_the_cost_model_beside_the_steps() -> None:
     executor.start()
     executor.poll()
     executor.submit(ONLY_STEP)
-    a = DiskObjects([b"a"])
+    a = TierBlocks("disk", [b"a"])
     executor.submit_transfers(
         Transfers(
             [
                 Transfer(0, 0, a, HostSlots([0])),
                 Transfer(1, 0, a, HostSlots([1])),
-                Transfer(2, 0, DiskObjects([b"a", b"a"]), DeviceBlocks([5, 6]), after_step=0),
+                Transfer(
+                    2, 0, TierBlocks("disk", [b"a", b"a"]), DeviceBlocks([5, 6]), after_step=0
+                ),
             ]
         )
     )

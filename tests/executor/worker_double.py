@@ -23,10 +23,10 @@ from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import (
-    KVDirectory,
     KVPart,
     KVRank,
     RemoteBlocks,
+    TierPlace,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -120,11 +120,13 @@ def _ready(sim: SimConfig) -> WorkerReady:
 
 
 def _with_tiers(ready: WorkerReady, config: WorkerConfig, rank: int, behaviour: str) -> WorkerReady:
-    directory = KVDirectory(f"{config.kv_disk_path}/rank{rank}", 4096 + rank)
     return msgspec.structs.replace(
         ready,
         kv_host_slots=16 - rank if config.kv_host_bytes else 0,
-        kv_directories=(directory,) if config.kv_disk_path else (),
+        kv_places=tuple(
+            TierPlace(name, f"{tier.path}/rank{rank}", 4096 + rank)
+            for name, tier in config.kv_tiers.items()
+        ),
         kv_ranks=(kv_rank(rank),) if config.kv_handoff else (),
         kv_digest="other KV" if behaviour == "means-other" else "KV",
     )

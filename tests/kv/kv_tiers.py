@@ -12,7 +12,6 @@ import pytest
 
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
-from pagoda.kv.objects import Manifest
 from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
 
@@ -57,23 +56,6 @@ def cached_blocks_of(
 
 def end_of(transfer: Transfer, failed: list[int] | None = None, error: str = "") -> TransferEnd:
     return TransferEnd(transfer.transfer_id, transfer.generation, failed or [], error)
-
-
-def small_manifest(payload_bytes: int = 10_000, **fields: object) -> Manifest:
-    return Manifest(
-        **{
-            "model": "some-model",
-            "model_digest": "5eed",
-            "dtype": "float32",
-            "kv_dtype": "float32",
-            "quantization": "none",
-            "arithmetic": "cpu (avx512)",
-            "layout": "layer, side, head, token, element",
-            "block_size": 16,
-            "payload_bytes": payload_bytes,
-            **fields,
-        }
-    )
 
 
 def mount(*arguments: str) -> None:

@@ -9,7 +9,7 @@ from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, TierBlocks, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
 
@@ -46,7 +46,7 @@ class ScriptedTier:
         keys = list(prefix.keys[start : start + len(blocks)])
         target = DeviceBlocks([block.block_id for block in blocks])
         return self._ledger.open(
-            self._ended, DiskObjects(keys), target, blocks, after_step=after_step
+            self._ended, TierBlocks("disk", keys), target, blocks, after_step=after_step
         )
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
@@ -59,7 +59,7 @@ class ScriptedTier:
             blocks = [cached.block for cached in done]
             source = DeviceBlocks([block.block_id for block in blocks])
             self._ledger.open(
-                self._ended, source, DiskObjects([cached.key for cached in done]), blocks
+                self._ended, source, TierBlocks("disk", [cached.key for cached in done]), blocks
             )
         return count
 

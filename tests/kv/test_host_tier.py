@@ -12,7 +12,7 @@ from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import (
     DeviceBlocks,
     HostSlots,
-    KVDirectory,
+    TierPlace,
     Transfer,
 )
 
@@ -23,7 +23,7 @@ class Host:
     def __init__(self, num_slots: int = 8) -> None:
         self.pool = BlockPool(64)
         self.ledger = TransferLedger(self.pool)
-        self.events = CacheRecorder(has_disk=True)
+        self.events = CacheRecorder(outlives_workers=True)
         self.tier = HostTier(num_slots, 4, self.ledger, self.events)
 
     def store(self, start: int, end: int) -> list[Transfer]:
@@ -150,9 +150,9 @@ def test_a_prefix_longer_than_the_arena_puts_none_of_its_own_blocks_out() -> Non
 
 
 def test_no_more_is_on_its_way_than_can_be_read_in_about_a_second() -> None:
-    directories = tuple(KVDirectory(f"/{rank}", 300 * 2**20) for rank in range(2))
+    directories = tuple(TierPlace("disk", f"/{rank}", 300 * 2**20) for rank in range(2))
     tier = Host(64).tier
-    tier.workers_ready(msgspec.structs.replace(READY, kv_host_slots=64, kv_directories=directories))
+    tier.workers_ready(msgspec.structs.replace(READY, kv_host_slots=64, kv_places=directories))
     assert [tier.reserve(PREFIX, index) for index in range(5)] == [0, 1, 2, None, None]
 
 

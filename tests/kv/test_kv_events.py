@@ -17,6 +17,10 @@ from pagoda.messages.kv_groups import KVKind
 SIZE = 4
 SALTS = (None, "tenant-a")
 
+DISK = "DISK"
+"""The medium of a plugin's tier."""
+MEDIA: list[str] = [*Medium, DISK]
+
 
 def recorded(num_blocks: int = 8) -> tuple[KVManager, CacheRecorder]:
     events = CacheRecorder()
@@ -65,29 +69,29 @@ def test_all_tiers_that_are_lost_with_the_workers_are_one_event() -> None:
 
 def test_events_of_a_tier_grow_beside_those_of_another() -> None:
     events = CacheRecorder()
-    for index, medium in enumerate([Medium.DEVICE, Medium.HOST, Medium.DISK] * 2):
+    for index, medium in enumerate(MEDIA * 2):
         step = index // 3
         events.store(b"%d" % step, b"0" if step else None, [step, step], medium)
-    for medium in Medium:
+    for medium in MEDIA:
         events.remove(b"1", medium)
     events.remove(b"0", Medium.HOST)
-    stored = [BlockStored([b"0", b"1"], None, [0, 0, 1, 1], 2, medium=medium) for medium in Medium]
+    stored = [BlockStored([b"0", b"1"], None, [0, 0, 1, 1], 2, medium=medium) for medium in MEDIA]
     removed = [
         BlockRemoved([b"1"]),
         BlockRemoved([b"1", b"0"], Medium.HOST),
-        BlockRemoved([b"1"], Medium.DISK),
+        BlockRemoved([b"1"], DISK),
     ]
     assert events.drain() == [*stored, *removed]
 
 
 def test_events_of_the_disk_are_in_their_order_though_removals_name_no_group() -> None:
-    events = CacheRecorder(has_disk=True)
-    events.remove(b"0", Medium.DISK, None)
+    events = CacheRecorder(outlives_workers=True)
+    events.remove(b"0", DISK, None)
     for group in (0, 1):
-        events.store(b"a%d" % group, None, [1, 2], Medium.DISK, group)
+        events.store(b"a%d" % group, None, [1, 2], DISK, group)
     for group in (0, 1):
-        events.remove(b"a%d" % group, Medium.DISK, None)
-    events.store(b"b0", b"a0", [3, 4], Medium.DISK)
+        events.remove(b"a%d" % group, DISK, None)
+    events.store(b"b0", b"a0", [3, 4], DISK)
     events.remove(b"0", Medium.HOST)
     told = [(type(event), event.block_hashes) for event in events.drain()]  # type: ignore[union-attr]
     assert told == [
@@ -154,7 +158,7 @@ def test_without_a_prefix_cache_nothing_is_recorded() -> None:
     assert events.drain() == []
 
 
-TIERS = st.sampled_from(Medium)
+TIERS = st.sampled_from(MEDIA)
 NAMES = st.integers(0, 5)
 
 
@@ -170,13 +174,13 @@ NAMES = st.integers(0, 5)
     ),
 )
 def test_whoever_applies_all_events_knows_what_each_tier_holds(
-    has_disk: bool, changes: list[tuple[str, int, Medium]]
+    has_disk: bool, changes: list[tuple[str, int, str]]
 ) -> None:
     """Blocks of one chain go in and out of tiers in any order."""
-    events = CacheRecorder(has_disk=has_disk)
+    events = CacheRecorder(outlives_workers=has_disk)
     held: set[tuple[bytes, str]] = set()
     known: set[tuple[bytes, str]] = set()
-    tiers = set(Medium) if has_disk else {Medium.DEVICE, Medium.HOST}
+    tiers = set(MEDIA) if has_disk else {Medium.DEVICE, Medium.HOST}
     for change, name, medium in [*changes, ("take", 0, Medium.DEVICE)]:
         key = b"%d" % name
         if change == "take":
@@ -185,9 +189,9 @@ def test_whoever_applies_all_events_knows_what_each_tier_holds(
         elif change == "lose":
             for lost in (Medium.DEVICE, Medium.HOST):
                 events.lose([(key, 0) for key, tier in held if tier == lost], lost)
-            held = {(key, tier) for key, tier in held if tier == Medium.DISK}
+            held = {(key, tier) for key, tier in held if tier == DISK}
         elif medium in tiers and (key, medium) in held:
-            events.remove(key, medium, None if medium is Medium.DISK else 0)
+            events.remove(key, medium, None if medium == DISK else 0)
             held.remove((key, medium))
         elif medium in tiers:
             events.store(key, b"%d" % (name - 1) if name else None, [name], medium)

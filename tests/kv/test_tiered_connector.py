@@ -15,7 +15,7 @@ from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.group_lookup import PendingLookup, Segment
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer
+from pagoda.messages.transfers import DeviceBlocks, TierBlocks, Transfer
 
 OTHER = msgspec.structs.replace(PREFIX, request_id="other")
 
@@ -105,7 +105,9 @@ def test_a_load_is_one_transfer_for_each_part_of_the_prefix(it: Stack) -> None:
     it.have(near=[1, 2, 5], far=[3, 4, 6, 7])
     transfers = it.load(6, start=1)
     parts = [PREFIX.keys[start:end] for start, end in ((1, 3), (3, 5), (5, 6), (6, 7))]
-    assert [transfer.source for transfer in transfers] == [DiskObjects(list(p)) for p in parts]
+    assert [transfer.source for transfer in transfers] == [
+        TierBlocks("disk", list(p)) for p in parts
+    ]
     first, second, third, fourth = transfers
     assert first.target == DeviceBlocks(numbers(it.blocks[:2]))
     for transfer in (third, first, fourth):

@@ -20,7 +20,7 @@ from pagoda.llm.engine_options import (
     ParallelOptions,
 )
 from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, KVTiersConfig
-from pagoda.messages.worker_config import Role, WorkerConfig
+from pagoda.messages.worker_config import KVTierConfig, Role, WorkerConfig
 from pagoda.plugins.disaggregation.options import HandoffOptions
 
 SECRET = b"a secret that all hosts have"
@@ -100,12 +100,13 @@ def test_kv_tiers_reach_engine_and_worker(tmp_path: Path) -> None:
     path = str(tmp_path / "kv")
     disk = {"kv_disk_path": path, "kv_disk_bytes": "2MiB"}
     config = configured(kv_host_bytes="1GiB", kv_disk_min_touches=3, kv_load_failure="fail", **disk)
-    tiers = KVTiersConfig(host_bytes=GIB, disk_path=path, disk_bytes=2**21, disk_min_touches=3)
+    tier = KVTierConfig(path, 2**21, {"min_touches": 3})
+    tiers = KVTiersConfig(host_bytes=GIB, further={"disk": tier})
     assert config.kv_tiers == tiers
     assert config.fail_on_load_failure
-    assert (config.worker.kv_host_bytes, config.worker.kv_disk_path) == (GIB, path)
+    assert (config.worker.kv_host_bytes, config.worker.kv_tiers) == (GIB, {"disk": tier})
     assert configured(kv_host_bytes=GIB).kv_tiers == KVTiersConfig(host_bytes=GIB)
-    alone = KVTiersConfig(disk_path=path, disk_bytes=2**21)
+    alone = KVTiersConfig(further={"disk": KVTierConfig(path, 2**21, {"min_touches": 2})})
     assert configured(**disk).kv_tiers == alone
 
 

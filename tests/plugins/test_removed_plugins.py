@@ -80,6 +80,18 @@ def test_plugins_are_those_of_the_entry_points() -> None:
     assert values == set(PLUGINS)
 
 
+@pytest.mark.parametrize("house", ["disk_tier"], indirect=True)
+@pytest.mark.parametrize("words", [["kv", "ls", "."], ["serve", "--kv-disk-path", "kv"]])
+@pytest.mark.usefixtures("house")
+def test_commands_and_flags_go_with_their_plugin(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pagoda", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"Unknown {'command' if words[0] == 'kv' else 'option'}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("house", PLUGINS, indirect=True)
 def test_a_server_without_a_plugin_has_all_other_routes_and_answers(house: str) -> None:
     from pagoda.api.routes import PLUGINS as APIS

@@ -105,7 +105,7 @@ class Engine:
         self._ended = threading.Semaphore(0)
         self.jobs = [Jobs(self._ended.release) for _ in self.ranks]
         self.workers = [
-            TransferWorker(KVTiers(HostKVStore(rank.caches), None, None), rank.handoff, jobs)
+            TransferWorker(KVTiers(HostKVStore(rank.caches)), rank.handoff, jobs)
             for rank, jobs in zip(self.ranks, self.jobs, strict=True)
         ]
         self._next_id = 0

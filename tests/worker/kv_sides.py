@@ -59,7 +59,7 @@ class Side:
         self.handoff = KVHandoff(plan.config.kv_handoff, plan, loaded)
         self.ended = threading.Semaphore(0)
         self.jobs = Jobs(self.ended.release)
-        self.worker = TransferWorker(KVTiers(store, None, None), self.handoff, self.jobs)
+        self.worker = TransferWorker(KVTiers(store), self.handoff, self.jobs)
 
     @property
     def peer(self) -> KVPeer:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from family_models import make_model
+from small_objects import disk_under
 from tier_server import COUNT, Server
 from tiny_models import continuation, save_model
 from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ def test_answers_over_tiers_are_those_of_transformers(
     model: PreTrainedModel, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     expected = [continuation(model, prompt, COUNT) for prompt in PROMPTS]
-    disk = {"kv_disk_path": str(tmp_path / "kv")}
+    disk = {"kv_tiers": disk_under(tmp_path)}
     server = Server(tmp_path, parallel, kv_host_bytes=2**22, **disk)
     assert server.core.scheduler is not None
     groups = server.core.scheduler.kv.groups
@@ -73,7 +74,7 @@ def test_a_state_goes_on_from_disk_after_a_restart(
     model.save_pretrained(tmp_path / "model")
     expected = [continuation(model, prompt, COUNT) for prompt in PROMPTS]
     # An eighth of the blocks may be on their way to the disk: all of a prompt, so that nothing is left out.
-    disk = {"kv_disk_path": str(tmp_path / "kv"), "num_blocks": 256}
+    disk = {"kv_tiers": disk_under(tmp_path), "num_blocks": 256}
     server = Server(tmp_path, parallel, **disk)
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         assert server.ask(prompt) == ([answer], 0)

@@ -12,11 +12,12 @@ from gguf_models import Kind, save_gguf
 from tiny_models import make_model, save_model
 
 from pagoda.backend.base import KVCache
-from pagoda.kv.objects import Manifest
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.plugins.disk_tier.manifest import make_manifest
+from pagoda.plugins.disk_tier.objects import Manifest
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv.manifest import kv_digest, make_manifest
+from pagoda.worker.kv.manifest import kv_digest
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.loading import WorkerPlan, plan_worker
 

@@ -18,24 +18,25 @@ import pytest
 import torch
 from kv_ranks import NUM_BLOCKS as NUM_HANDED
 from kv_sides import Side, cache_shape, handoff_plan
-from kv_tiers import small_manifest
+from small_objects import disk_under, small_manifest
 from tier_server import COUNT, Server
 from tiny_models import continuation, save_model
 
 from pagoda.backend.base import KVCache
 from pagoda.backend.kv_store import KVStore
 from pagoda.errors import ConfigError
-from pagoda.kv.objects import ObjectFiles, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferPlace,
 )
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disk_tier.objects import ObjectFiles, open_directory
+from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena, slot_bytes
 from pagoda.worker.kv.store import HostKVStore
@@ -67,7 +68,8 @@ class Rig:
         size = self.store.block_bytes
         manifest = small_manifest(size)
         files = ObjectFiles(open_directory(root, manifest), manifest)
-        tiers = KVTiers(self.store, HostArena(8 * slot_bytes(size), size), files)
+        arena = HostArena(8 * slot_bytes(size), size)
+        tiers = KVTiers(self.store, arena, {"disk": tier_of(files)})
         self._ended = threading.Semaphore(0)
         self.jobs = Jobs(self._ended.release)
         self.transfers = TransferWorker(tiers, None, self.jobs)
@@ -129,7 +131,7 @@ def rig(far: ModuleType, tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize(
-    "there", [HostSlots([2, 3, 4, 5]), DiskObjects([bytes([n]) * 32 for n in range(4)])]
+    "there", [HostSlots([2, 3, 4, 5]), TierBlocks("disk", [bytes([n]) * 32 for n in range(4)])]
 )
 def test_blocks_go_to_a_tier_and_come_back(rig: Rig, there: TransferPlace) -> None:
     rig.compute(1, 2, 3, 4)
@@ -167,7 +169,7 @@ def test_copies_of_several_threads_end_in_any_order(rig: Rig) -> None:
     rig.device.is_held = True
     begun = {}
     for number in range(3):
-        target = HostSlots([0]) if number == 0 else DiskObjects([bytes([number]) * 32])
+        target = HostSlots([0]) if number == 0 else TierBlocks("disk", [bytes([number]) * 32])
         transfer_id = rig.begin(DeviceBlocks([number]), target)
         begun[transfer_id] = rig.copies(1)[-1]
     for transfer_id in reversed(begun):
@@ -278,7 +280,7 @@ def test_answers_over_tiers_and_a_restart_are_those_of_transformers(
     model = save_model("qwen3", tmp_path / "model")
     prompts = [[(7 * at + 13 * seed) % 320 for at in range(90 - 7 * seed)] for seed in range(4)]
     expected = [continuation(model, prompt, COUNT) for prompt in prompts]
-    options = {"backend": "far", "dtype": "float32", "kv_disk_path": str(tmp_path / "kv")}
+    options = {"backend": "far", "dtype": "float32", "kv_tiers": disk_under(tmp_path)}
     server = Server(tmp_path, ParallelConfig(), 16, kv_host_bytes=2**21, **options)
     for prompt, answer in zip(prompts, expected, strict=True):
         assert server.ask(prompt) == ([answer], 0)

@@ -19,10 +19,10 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
     KVPeer,
     RemoteBlocks,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -47,12 +47,12 @@ class Half:
         self.told: queue.SimpleQueue[Transfers] = queue.SimpleQueue()
         self.is_closed = False
 
-    is_reading = False
+    owes_blocks = False
 
     def apply(self, message: Transfers) -> None:
         self.told.put(message)
 
-    def give_up_reads(self) -> None: ...
+    def give_up(self) -> None: ...
 
     def end(self, *ids: int) -> None:
         for transfer_id in ids:
@@ -152,7 +152,7 @@ def test_closing_it_closes_the_workers_half(engine: Engine, link: TransferThread
 # ---- spans of traces
 
 STORE = Transfer(1, 0, DeviceBlocks([4, 5]), HostSlots([0, 1]))
-LOAD = Transfer(2, 0, DiskObjects([b"key"]), DeviceBlocks([6]))
+LOAD = Transfer(2, 0, TierBlocks("disk", [b"key"]), DeviceBlocks([6]))
 FETCH = Transfer(3, 0, RemoteBlocks("peer", [9]), DeviceBlocks([7]))
 
 

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kv_tiers import small_manifest
+from small_objects import small_manifest
 
 from pagoda.backend.kv_store import DONE, Event
-from pagoda.kv.objects import ObjectFiles, object_name, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferPlace,
 )
-from pagoda.worker.kv import transfers
+from pagoda.plugins.disk_tier import transfers
+from pagoda.plugins.disk_tier.objects import ObjectFiles, object_name, open_directory
+from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
@@ -71,7 +72,7 @@ class Rig:
         self._ended = threading.Semaphore(0)
         files = ObjectFiles(self.directory, manifest)
         self.arena = HostArena(4 * 5056, BLOCK_BYTES)
-        tiers = KVTiers(self.memory, self.arena, files)
+        tiers = KVTiers(self.memory, self.arena, {"disk": tier_of(files)})
         self.jobs = Jobs(self._ended.release)
         self.transfers = TransferWorker(tiers, None, self.jobs)
         self._next_id = 0
@@ -123,8 +124,8 @@ def blocks(*ids: int) -> DeviceBlocks:
     return DeviceBlocks(list(ids))
 
 
-def objects(*numbers: int) -> DiskObjects:
-    return DiskObjects([key(number) for number in numbers])
+def objects(*numbers: int) -> TierBlocks:
+    return TierBlocks("disk", [key(number) for number in numbers])
 
 
 @pytest.mark.parametrize("there", [HostSlots([2, 3]), objects(10, 11)])
@@ -199,14 +200,14 @@ def test_a_disk_that_hangs_is_given_up_until_it_answers(
     rig.begin(objects(1, 2, 3), blocks(4, 5, 6))
     for _ in range(transfers.NUM_READERS):
         assert asked.acquire(timeout=20)
-    rig.transfers.give_up_reads()
-    assert rig.transfers.is_reading, "it has had no time yet"
+    rig.transfers.give_up()
+    assert rig.transfers.owes_blocks, "it has had no time yet"
     monkeypatch.setattr(transfers, "READ_TIMEOUT_S", 0.0)
-    rig.transfers.give_up_reads()
+    rig.transfers.give_up()
     end = rig.wait()
     assert end.failed == end.unreadable == [0, 1, 2]
     assert "has not answered" in end.error
-    assert not rig.transfers.is_reading
+    assert not rig.transfers.owes_blocks
     assert rig.run(objects(1), blocks(4)).unreadable == [0], "it is not asked"
     answers.set()
     while rig.run(objects(1), blocks(7)).failed:
@@ -233,7 +234,7 @@ def test_a_block_is_written_only_when_no_step_does_any_more(rig: Rig, place: Tra
     rig.run(blocks(0), place)
     rig.jobs.step_done(6)
     slow = rig.begin(place, blocks(5), after_step=7)
-    if isinstance(place, DiskObjects):  # what another thread does meanwhile
+    if isinstance(place, TierBlocks):  # what another thread does meanwhile
         other = rig.begin(place, blocks(6), after_step=6)
     else:
         other = rig.begin(blocks(2), objects(9))

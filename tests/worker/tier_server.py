@@ -44,9 +44,7 @@ class Server:
             max_num_batched_tokens=64,
             kv_tiers=KVTiersConfig(
                 host_bytes=worker.kv_host_bytes,
-                disk_path=worker.kv_disk_path,
-                disk_bytes=2**30,
-                disk_min_touches=1,
+                further=worker.kv_tiers,
             ),
         )
         self.core = EngineCore(config, new_executor(worker, directory), MonotonicClock())

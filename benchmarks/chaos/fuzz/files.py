@@ -32,10 +32,16 @@ from pagoda.checkpoints.topology import check_shares
 from pagoda.cli.main import build_app
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.ipc.clock import MonotonicClock
-from pagoda.kv.disk_scanner import DiskScanner, ScanEnded
-from pagoda.kv.objects import Manifest, ObjectError, ObjectFiles, open_directory, seal
-from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.transfers import TierPlace
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disk_tier.objects import (
+    Manifest,
+    ObjectError,
+    ObjectFiles,
+    open_directory,
+    seal,
+)
+from pagoda.plugins.disk_tier.scanner import DiskScanner, ScanEnded
 from pagoda.plugins.router.discovery.hosts_file import read_hosts
 from pagoda.plugins.trace.report.reporting import report_of
 from pagoda.telemetry.merge.chrome import read_chrome_trace, write_chrome_trace
@@ -283,7 +289,9 @@ def _open_directory(room: Path) -> Iterator[Feed]:
         own = open_directory(root, _MANIFEST)
         for line in data.splitlines()[:32]:
             _make_entry(own if line[:1] == b"+" else root, line[1:])
-        scanner = DiskScanner([KVDirectory(str(own), _MANIFEST.object_bytes)], MonotonicClock())
+        scanner = DiskScanner(
+            [TierPlace("disk", str(own), _MANIFEST.object_bytes)], MonotonicClock()
+        )
         try:
             scanner.remove(0, [_KEY])
             while not any(isinstance(news, ScanEnded) for news in scanner.poll()):

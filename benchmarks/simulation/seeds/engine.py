@@ -28,9 +28,7 @@ from pagoda.errors import EngineDeadError
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
-from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
-from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.tiers import build_tiers
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
@@ -262,7 +260,7 @@ class LateEngine:
         )
         tiers: TiersBuilder = build_tiers
         if self.disk is not None:
-            tiers = partial(build_tiers, open_scanner=self._open_scanner, epoch_s=1e9)
+            tiers = partial(build_tiers, openers={"disk": self.disk.open_tier}, epoch_s=1e9)
         self.core = EngineCore(
             config,
             self.executor,
@@ -278,11 +276,6 @@ class LateEngine:
     def _limits(self) -> SchedulerLimits | None:
         scheduler = None if self.core is None else self.core.scheduler
         return None if scheduler is None else scheduler.limits
-
-    def _open_scanner(self, _: object, clock: Clock) -> DiskScanner:
-        if self.disk is None:
-            raise RuntimeError("An engine without a disk looks at one.")
-        return cast(DiskScanner, self.disk.open(clock))
 
     def end(self) -> None:
         """Ends the engine at once: what it has not said, nobody will hear; what it has said arrives."""

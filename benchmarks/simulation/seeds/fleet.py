@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.simulation.disk import SimDisk
+from benchmarks.simulation.disk import SimDisk, disk_tiers
 from benchmarks.simulation.seeds.draw import (
     ADAPTER,
     LEASE_S,
@@ -26,7 +26,7 @@ from pagoda.fleet.policies import POLICIES
 from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
-from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.transfers import TierPlace
 from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.router.discovery.base import Discovery, HostListener, HostTable
@@ -54,13 +54,10 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
     if host.role is not Role.NONE:
         handoff = HandoffConfig(role=host.role, host="sim", keys=_KEYS, lease_s=LEASE_S)
     tiers = None
-    if plan.host_slots or plan.has_disk:
-        tiers = KVTiersConfig(
-            host_bytes=plan.host_slots,
-            disk_path="/nowhere" if plan.has_disk else None,
-            disk_bytes=1000 if plan.has_disk else 0,
-            disk_min_touches=plan.min_touches,
-        )
+    if plan.has_disk:
+        tiers = disk_tiers(1000, plan.min_touches, plan.host_slots)
+    elif plan.host_slots:
+        tiers = KVTiersConfig(host_bytes=plan.host_slots)
     worker = WorkerConfig(
         model="sim",
         parallel=ParallelConfig(pipeline_parallel_size=plan.num_stages),
@@ -76,7 +73,7 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
         vocab_size=VOCAB_SIZE,
         kv_groups=plan.groups,
         kv_host_slots=plan.host_slots,
-        kv_directories=(KVDirectory("/nowhere", 1),) if plan.has_disk else (),
+        kv_places=(TierPlace("disk", "/nowhere", 1),) if plan.has_disk else (),
     )
     return EngineConfig(
         worker=worker,

@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pagoda.cli.options import SERVER, bytes_of
-from pagoda.kv.disk_policy import check_quota
+from pagoda.files import check_quota
 from pagoda.plugins.batches.directory import files_directory
 from pagoda.plugins.batches.files import DEFAULT_MAX_BYTES
 from pagoda.plugins.batches.state import FilesDirectory

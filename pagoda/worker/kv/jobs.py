@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -15,9 +16,9 @@ from typing import Generic, TypeVar
 from pagoda.backend.kv_store import DONE, Event
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
     RemoteBlocks,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferPlace,
@@ -28,7 +29,25 @@ FIRST, LATER = range(2)
 _LAST = 2
 _FAREWELL_S = 5.0
 
+_WARNING_INTERVAL_S = 10.0
+"""Seconds between warnings of unforeseen errors: what breaks one block may break thousands."""
+
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+
+class CopyError(Exception):
+    """Blocks could not be copied. The text is a clause that says why."""
+
+    def __init__(self, problem: str, *, unreadable: bool = False) -> None:
+        """`unreadable`: that says nothing against what was to be read."""
+        super().__init__(problem)
+        self.unreadable = unreadable
+
+
+class GivenUpError(Exception):
+    """The part of a job has ended without its copy."""
 
 
 class Job:
@@ -67,6 +86,7 @@ class Jobs:
         self._computed = DONE
         """Event of all that steps up to the last one executed do to KV."""
         self._ends: deque[TransferEnd] = deque()
+        self._next_warning_at = 0.0
 
     def begin(self, transfer: Transfer, num_parts: int) -> Job:
         """Begins a job, which ends at once without parts."""
@@ -88,6 +108,26 @@ class Jobs:
             if job.num_left > 0:
                 return
         self._end(job)
+
+    def attempt(self, job: Job, batch: range, copy: Callable[[Job, range], None]) -> None:
+        """Copies some blocks, one part of a job, or ends them with the reason why they were not copied."""
+        try:
+            copy(job, batch)
+        except GivenUpError:
+            pass
+        except CopyError as error:
+            self.end_part(job, batch, str(error), unreadable=error.unreadable)
+        except Exception as error:
+            with self.changed:
+                now = time.monotonic()
+                is_told = now >= self._next_warning_at
+                if is_told:
+                    self._next_warning_at = now + _WARNING_INTERVAL_S
+            if is_told:
+                _log.exception("blocks could not be copied")
+            self.end_part(job, batch, f"{type(error).__name__}: {error}", unreadable=True)
+        else:
+            self.end_part(job)
 
     def _end(self, job: Job) -> None:
         with self.changed:
@@ -120,6 +160,16 @@ class Jobs:
         with self.changed:
             self.changed.wait_for(lambda: self._executed >= step or self.is_closed or is_over())
             return self._computed if self._executed >= step else None
+
+    def await_step(self, step: int) -> Event:
+        """Waits for a step; behind the event, no step up to it uses the blocks any more.
+
+        Raises CopyError if the worker ends first.
+        """
+        unused = self.wait_for_step(step)
+        if unused is None:
+            raise CopyError("the worker is ending", unreadable=True)
+        return unused
 
     def close(self) -> None:
         """Nobody waits any more."""
@@ -159,6 +209,11 @@ class Lane(Generic[T]):
         for _ in self.threads:
             self.put(None, _LAST)
 
+    def close(self) -> None:
+        """Drops all tasks but those under way, and ends the threads when these are done."""
+        self.drop_tasks()
+        self.end()
+
     def join(self) -> None:
         """Waits for the threads; one that the disk or a peer keeps waiting ends with the process."""
         for thread in self.threads:
@@ -182,5 +237,5 @@ def _num_places(place: TransferPlace) -> int:
             return len(block_ids)
         case HostSlots(slots):
             return len(slots)
-        case DiskObjects(keys):
+        case TierBlocks(_, keys):
             return len(keys)

@@ -16,10 +16,12 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.messages.transfers import (
     RemoteBlocks,
+    TierBlocks,
     Transfer,
     TransferEnd,
     TransferLink,
     TransferMessage,
+    TransferPlace,
     Transfers,
 )
 from pagoda.messages.worker_config import WorkerConfig
@@ -30,7 +32,7 @@ from pagoda.worker.kv.transfers import TransferWorker
 
 _FAREWELL_S = 5.0
 _LOOK_MS = 1000
-"""Milliseconds from one look at a disk that owes blocks to the next."""
+"""Milliseconds from one look at a tier that owes blocks to the next."""
 
 _ROW = "kv transfers"
 
@@ -62,8 +64,8 @@ class TransferSpans:
             row = heappop(self._free_rows) if self._free_rows else self._tracer.open_row(_ROW)
             args = {
                 "blocks": num_blocks(transfer),
-                "source": transfer.source.__struct_config__.tag,
-                "target": transfer.target.__struct_config__.tag,
+                "source": _name(transfer.source),
+                "target": _name(transfer.target),
                 "bytes": num_blocks(transfer) * self._bytes_each(transfer),
             }
             self._under_way[transfer.transfer_id] = _UnderWay(row, began, args)
@@ -81,6 +83,10 @@ class TransferSpans:
         args = {**seen.args, "failed": len(end.failed)} if end.failed else seen.args
         self._tracer.span("transfer", seen.began, args, row=seen.row)
         heappush(self._free_rows, seen.row)
+
+
+def _name(place: TransferPlace) -> object:
+    return place.tier if isinstance(place, TierBlocks) else place.__struct_config__.tag
 
 
 class TransferThread:
@@ -147,8 +153,8 @@ class TransferThread:
         poller.register(socket, zmq.POLLIN)
         poller.register(self._news, zmq.POLLIN)
         while not self._is_closing:
-            ready = dict(poller.poll(_LOOK_MS if self.transfers.is_reading else None))
-            self.transfers.give_up_reads()
+            ready = dict(poller.poll(_LOOK_MS if self.transfers.owes_blocks else None))
+            self.transfers.give_up()
             if self._news in ready:
                 os.eventfd_read(self._news)
                 for end in self.jobs.poll():

@@ -10,16 +10,18 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kv_tiers import small_manifest
+from small_objects import small_manifest
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
-from pagoda.kv.disk_scanner import DiskScanner
-from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.objects import ObjectError, ObjectFiles, open_directory, parse_name
+from pagoda.kv.plugin import TierContext
 from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.transfers import DiskObjects, KVDirectory, TransferEnd
+from pagoda.messages.transfers import TierBlocks, TierPlace, TransferEnd
+from pagoda.messages.worker_config import KVTierConfig
+from pagoda.plugins.disk_tier.directory import MIN_TOUCHES
+from pagoda.plugins.disk_tier.objects import ObjectError, ObjectFiles, open_directory, parse_name
+from pagoda.plugins.disk_tier.tier import open_tier
 
 QUOTA_BLOCKS = 40
 
@@ -35,14 +37,10 @@ class Server:
         self.clock = VirtualClock()
         self.pool = BlockPool(64)
         self.ledger = TransferLedger(self.pool)
-        self.tier = DiskTier(
-            [KVDirectory(str(files.directory), files.object_bytes)],
-            self.ledger,
-            self.clock,
-            DiskScanner,
-            quota_bytes=QUOTA_BLOCKS * files.object_bytes,
-            min_touches=1,
-            epoch_s=time.time(),
+        place = TierPlace("disk", str(files.directory), files.object_bytes)
+        config = KVTierConfig("/kv", QUOTA_BLOCKS * files.object_bytes, {MIN_TOUCHES: 1})
+        self.tier = open_tier(
+            TierContext(config, (place,), self.ledger, self.clock, None, None, time.time())
         )
         self.poller = select.poll()
         self.poller.register(self.tier.pollables()[0], select.POLLIN)
@@ -73,7 +71,7 @@ class Server:
 
     def work(self) -> None:
         for transfer in self.ledger.drain():
-            is_store = isinstance(transfer.target, DiskObjects)
+            is_store = isinstance(transfer.target, TierBlocks)
             (key,) = (transfer.target if is_store else transfer.source).keys
             failed = []
             payload = self.files.payload(self.buffer)

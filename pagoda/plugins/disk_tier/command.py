@@ -19,7 +19,7 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.cli.progress import progress
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import format_bytes
-from pagoda.kv.objects import (
+from pagoda.plugins.disk_tier.objects import (
     FAN_OUTS,
     MANIFEST_NAME,
     FoundFile,

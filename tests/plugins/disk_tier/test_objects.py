@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from tables import each_row
 
 from pagoda.errors import ConfigError
-from pagoda.kv import objects
-from pagoda.kv.objects import (
+from pagoda.plugins.disk_tier import objects
+from pagoda.plugins.disk_tier.objects import (
     HEADER_BYTES,
     MANIFEST_NAME,
     Manifest,
@@ -462,7 +462,7 @@ _KEEP_WRITING = """
 import sys
 from pathlib import Path
 import msgspec
-from pagoda.kv.objects import Manifest, ObjectFiles
+from pagoda.plugins.disk_tier.objects import Manifest, ObjectFiles
 
 manifest = msgspec.json.decode(sys.argv[2], type=Manifest)
 files = ObjectFiles(Path(sys.argv[1]), manifest)

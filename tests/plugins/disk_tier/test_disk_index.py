@@ -9,7 +9,7 @@ import itertools
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagoda.kv.disk_index import DiskIndex
+from pagoda.plugins.disk_tier.index import DiskIndex
 
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(24)]
 KEYS += [KEYS[0][:1] + key[1:] for key in KEYS[1:8]]  # some in one fan-out directory

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import group_key
-from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.disk_scanner import OWN, Removed
+from pagoda.plugins.disk_tier.index import DiskIndex
+from pagoda.plugins.disk_tier.scanner import OWN, Removed
 
 _GENERATION = 2**17
 _CREDIT_BITS = 16
@@ -207,23 +204,3 @@ class Evictor:
     def _used_bytes(self) -> int:
         """Bytes of all objects that are there or are being written."""
         return self._index.num_bytes + len(self.storing) * self._index.object_bytes(OWN)
-
-
-def check_quota(path: Path, quota: int, flag: str) -> None:
-    """Makes sure that the file system on which `path` lies, or will lie, is as large as the `quota` of a flag.
-
-    Raises ConfigError if the file system is smaller or its size cannot be read.
-    """
-    existing = path.absolute()
-    while not os.path.lexists(existing):
-        existing = existing.parent
-    try:
-        file_system = os.statvfs(existing)
-    except OSError as error:
-        raise ConfigError(f"{existing} cannot be used: {error.strerror or error}.") from error
-    size = file_system.f_frsize * file_system.f_blocks
-    if quota > size:
-        raise ConfigError(
-            f"{flag} {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
-            f"system of {path}; lower it."
-        )

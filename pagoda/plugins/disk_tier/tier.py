@@ -17,9 +17,22 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest
-from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff
-from pagoda.kv.disk_scanner import (
+from pagoda.kv.events import CacheRecorder
+from pagoda.kv.host_tier import HostTier
+from pagoda.kv.plugin import TierContext
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    HostSlots,
+    TierBlocks,
+    TierPlace,
+    TransferEnd,
+)
+from pagoda.messages.worker import WorkerReady
+from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
+from pagoda.plugins.disk_tier.index import DiskIndex
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, WriteBackoff
+from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
     DiskScanner,
@@ -31,60 +44,43 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
-from pagoda.kv.events import CacheRecorder, Medium
-from pagoda.kv.host_tier import HostTier
-from pagoda.kv.transfers import TransferLedger
-from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import (
-    DeviceBlocks,
-    DiskObjects,
-    HostSlots,
-    KVDirectory,
-    TransferEnd,
-)
-from pagoda.messages.worker import WorkerReady
 
 logger = logging.getLogger(__name__)
 
+_MEDIUM = "DISK"
+"""The tier in KV events, by the name that vLLM's subscribers know."""
 _SCANNER_TIMEOUT_S = 10.0
 """Seconds of silence, while the scanner owes an answer, after which the disk counts as hanging."""
 _WARNING_INTERVAL_S = 10.0
 """Seconds between warnings of failed loads: in a directory that was removed, one fails after the other."""
 
 
+OpenScanner = Callable[[Sequence[TierPlace], Clock], DiskScanner]
+
+
+def open_tier(context: TierContext, open_scanner: OpenScanner = DiskScanner) -> DiskTier:
+    """The tier of one engine. Raises ConfigError if the quota is too small for even one block."""
+    return DiskTier(context, open_scanner)
+
+
 class DiskTier:
     """The engine's half of the directories of objects. Every rank has the same keys in its own directory."""
 
-    tier = "disk"
+    tier = TIER
     has_own_timeout = False
     is_cache = True
 
-    def __init__(
-        self,
-        directories: Sequence[KVDirectory],
-        ledger: TransferLedger,
-        clock: Clock,
-        open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner],
-        *,
-        quota_bytes: int,
-        min_touches: int,
-        epoch_s: float,
-        host: HostTier | None = None,
-        recorder: CacheRecorder | None = None,
-    ) -> None:
-        """Prefetched blocks go to `host`. `epoch_s` is the time at which the clock read 0, in seconds since 1970.
-
-        Raises ConfigError if the quota is too small for even one block.
-        """
-        self._ledger = ledger
-        self._clock = clock
+    def __init__(self, context: TierContext, open_scanner: OpenScanner) -> None:
+        """Raises ConfigError if the quota is too small for even one block."""
+        self._ledger = context.ledger
+        self._clock = context.clock
         self._open_scanner = open_scanner
-        self._quota_bytes = quota_bytes
-        self._epoch_s = epoch_s
-        self._host = host
-        self._recorder = recorder or CacheRecorder(keeps_events=False)
-        self._admission = AdmissionFilter(min_touches)
-        self._backoff = WriteBackoff(clock)
+        self._quota_bytes = context.config.num_bytes
+        self._epoch_s = context.epoch_s
+        self._host = context.host
+        self._recorder = context.recorder or CacheRecorder(keeps_events=False)
+        self._admission = AdmissionFilter(int(context.config.settings[MIN_TOUCHES]))
+        self._backoff = WriteBackoff(context.clock)
         self._num_probes = 0
         self._changed: set[str] = set()
         self._next_warning_at = 0.0
@@ -92,13 +88,13 @@ class DiskTier:
         self._num_removed = 0
         self._num_loaded = 0
         self._num_failed = 0
-        self._open_directories(directories)
+        self._open_directories(context.places)
 
-    def _open_directories(self, directories: Sequence[KVDirectory]) -> None:
+    def _open_directories(self, directories: tuple[TierPlace, ...]) -> None:
         """Starts anew with directories of which nothing is known yet."""
         self._directories = directories
         self._path = directories[0].path
-        self._block_bytes = sum(directory.object_bytes for directory in directories)
+        self._block_bytes = sum(directory.block_bytes for directory in directories)
         """Bytes of one block, on all ranks together."""
         if self._block_bytes > self._quota_bytes:
             raise ConfigError(
@@ -174,7 +170,7 @@ class DiskTier:
         if keys:
             self._use(keys)
             on_end = partial(self._prefetch_ended, self._host, keys)
-            self._ledger.open(on_end, DiskObjects(keys), HostSlots(slots))
+            self._ledger.open(on_end, TierBlocks(TIER, keys), HostSlots(slots))
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
@@ -183,7 +179,9 @@ class DiskTier:
         self._use(keys)
         target = DeviceBlocks([block.block_id for block in blocks])
         on_end = partial(self._load_ended, keys)
-        return self._ledger.open(on_end, DiskObjects(keys), target, blocks, after_step=after_step)
+        return self._ledger.open(
+            on_end, TierBlocks(TIER, keys), target, blocks, after_step=after_step
+        )
 
     # ---- what is kept
 
@@ -218,13 +216,13 @@ class DiskTier:
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         on_end = partial(self._store_ended, saved)
-        self._ledger.open(on_end, source, DiskObjects(keys), blocks)
+        self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks)
         self._evictor.storing.update(keys)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:
             self._num_removed += 1
-            self._recorder.remove(key, Medium.DISK, None)
+            self._recorder.remove(key, _MEDIUM, None)
 
     def _use(self, keys: Sequence[bytes]) -> None:
         """Marks objects as used now; the end of a prefix is evicted before its beginning."""
@@ -274,7 +272,7 @@ class DiskTier:
         self._num_stored += len(good)
         self._num_failed += len(failed)
         for it in good:
-            self._recorder.store(it.key, it.parent, it.token_ids, Medium.DISK, it.group)
+            self._recorder.store(it.key, it.parent, it.token_ids, _MEDIUM, it.group)
         if failed:
             # A disk that took some is not full: what failed is in the way of single objects.
             pause_s = None if good else self._backoff.failed()
@@ -307,11 +305,12 @@ class DiskTier:
 
     def workers_ready(self, ready: WorkerReady) -> None:
         """Raises ConfigError if the quota is too small for even one block."""
-        if ready.kv_directories == self._directories:
+        directories = ready.places_of(TIER)
+        if directories == self._directories:
             self._scanner.rescan()  # some stores may have ended unseen
         else:
             self._scanner.close()
-            self._open_directories(ready.kv_directories)
+            self._open_directories(directories)
 
     def workers_lost(self) -> None: ...
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.files import check_quota
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import group_key
-from pagoda.kv.disk_policy import AdmissionFilter, WriteBackoff, check_quota
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, WriteBackoff
 
 
 def key(number: int) -> bytes:

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import OWN
-from pagoda.kv.events import BlockRemoved, BlockStored, Medium
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer
+from pagoda.kv.events import BlockRemoved, BlockStored
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer
+from pagoda.plugins.disk_tier.scanner import OWN
 
 # ---- what requests find
 
@@ -125,7 +125,7 @@ def test_probes_are_made_before_the_scan_has_ended() -> None:
 def test_a_load_is_one_transfer_into_the_blocks(rig: DiskRig) -> None:
     rig.store(KEYS[:4])
     transfer = rig.load(prefix(), 1, 3)
-    assert transfer.source == DiskObjects(KEYS[1:4])
+    assert transfer.source == TierBlocks("disk", KEYS[1:4])
     assert isinstance(transfer.target, DeviceBlocks)
     assert len(transfer.target.block_ids) == 3
     assert transfer.after_step == 7
@@ -180,7 +180,7 @@ def test_blocks_are_written_at_the_second_touch(rig: DiskRig) -> None:
     assert not rig.ledger.drain()
     assert rig.pass_through(KEYS[:2]) == 2
     (transfer,) = rig.ledger.drain()
-    assert transfer.target == DiskObjects(KEYS[:2])
+    assert transfer.target == TierBlocks("disk", KEYS[:2])
     assert isinstance(transfer.source, DeviceBlocks)
     rig.pass_through(KEYS[:2])
     assert not rig.ledger.drain()  # they are under way
@@ -237,10 +237,10 @@ def test_what_was_stored_is_an_event_and_so_is_what_is_gone(rig: DiskRig) -> Non
     rig.end(transfer, failed=[2])
     (event,) = rig.events.drain()
     assert isinstance(event, BlockStored)
-    assert (event.block_hashes, event.medium) == (KEYS[:2], Medium.DISK)
+    assert (event.block_hashes, event.medium) == (KEYS[:2], "DISK")
     assert (event.parent_block_hash, event.token_ids) == (None, TOKENS[:8])
     rig.end(rig.load(prefix(), 0, 2), failed=[1])
-    assert rig.events.drain() == [BlockRemoved([KEYS[1]], Medium.DISK, None)]
+    assert rig.events.drain() == [BlockRemoved([KEYS[1]], "DISK", None)]
 
 
 # ---- what is brought nearer
@@ -253,7 +253,7 @@ def test_blocks_are_brought_to_host_memory_as_far_as_there_is_room() -> None:
     rig.host.reserve(prefix(), 2)
     rig.tier.prefetch(prefix(), 1)
     (transfer,) = rig.ledger.drain()
-    assert transfer.source == DiskObjects([KEYS[1], KEYS[3], KEYS[4]])
+    assert transfer.source == TierBlocks("disk", [KEYS[1], KEYS[3], KEYS[4]])
     assert transfer.target == HostSlots([1, 2, 3])
     rig.tier.prefetch(prefix(), 1)
     assert not rig.ledger.drain()
@@ -359,12 +359,12 @@ class TierMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.open) - 1))
         transfer, _ = self.open.pop(index)
-        if isinstance(transfer.target, DiskObjects):
+        if isinstance(transfer.target, TierBlocks):
             keys = transfer.target.keys
             failed = data.draw(st.sets(st.integers(0, len(keys) - 1)))
             self.rig.end(transfer, sorted(failed))
             return
-        assert isinstance(transfer.source, DiskObjects)
+        assert isinstance(transfer.source, TierBlocks)
         keys = transfer.source.keys
         failed = {index for index, key in enumerate(keys) if key not in self.rig.disk}
         failed |= data.draw(st.sets(st.integers(0, len(keys) - 1), max_size=1))
@@ -396,7 +396,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_quota_is_kept(self) -> None:
-        storing = [t for t, _ in self.open if isinstance(t.target, DiskObjects)]
+        storing = [t for t, _ in self.open if isinstance(t.target, TierBlocks)]
         num_objects = len(self.rig.disk) + len(stored_keys(storing))
         assert num_objects <= 12
 

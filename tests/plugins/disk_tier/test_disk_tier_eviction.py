@@ -9,9 +9,9 @@ from disk_rig import EPOCH, KEYS, OTHER_KEYS, UNIT, DiskRig, prefix
 
 from benchmarks.simulation.disk import list_fan_outs
 from pagoda.errors import ConfigError
-from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved
-from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.transfers import TierPlace
+from pagoda.plugins.disk_tier.scanner import OWN
 
 # ---- the quota
 
@@ -125,9 +125,9 @@ def test_a_quota_below_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kv-disk-bytes 99 is too small: .* takes 100 bytes"):
         DiskRig(quota=99)
     rig = DiskRig(quota=UNIT)
-    larger = [KVDirectory("/kv/larger", UNIT + 1)]
+    larger = [TierPlace("disk", "/kv/larger", UNIT + 1)]
     with pytest.raises(ConfigError, match="takes 101 bytes"):
-        rig.tier.workers_ready(msgspec.structs.replace(rig.ready, kv_directories=larger))
+        rig.tier.workers_ready(msgspec.structs.replace(rig.ready, kv_places=larger))
 
 
 def test_a_quota_of_one_block_holds_one_block() -> None:

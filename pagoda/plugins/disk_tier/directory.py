@@ -1,15 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of `--kv-disk-path`, checked before anything starts."""
+"""The configuration of the tier: the options, and the directory that they name, checked before anything starts."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagoda.errors import ConfigError
+from pagoda.files import check_quota
 from pagoda.ipc.bounded import within
-from pagoda.kv.disk_policy import check_quota
-from pagoda.kv.objects import OPEN_TIMEOUT_S
+from pagoda.messages.worker_config import KVTierConfig
+from pagoda.plugins.disk_tier.objects import OPEN_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from pagoda.plugins.disk_tier.options import (
+        DiskOptions,  # which imports the command line's library
+    )
+
+TIER = "disk"
+"""Name of the tier."""
+MIN_TOUCHES = "min_touches"
+"""Setting: a block is written once this many requests have passed through it."""
+
+
+def configure(options: DiskOptions, model: str) -> KVTierConfig:
+    """The tier that options, some of them given, ask for; `model` is that of a `WorkerConfig`.
+
+    Raises ConfigError if an option lacks another, or as `check_kv_directory` does.
+    """
+    path, quota_bytes = options.kv_disk_path, options.kv_disk_bytes
+    if path is None:
+        flag = "--kv-disk-min-touches" if quota_bytes is None else "--kv-disk-bytes"
+        raise ConfigError(f"{flag} needs --kv-disk-path.")
+    if quota_bytes is None:
+        raise ConfigError("--kv-disk-path needs --kv-disk-bytes, such as 100GiB.")
+    quota_bytes = int(quota_bytes)  # amounts of memory are in bytes already
+    directory = check_kv_directory(path, quota_bytes, model)
+    return KVTierConfig(directory, quota_bytes, {MIN_TOUCHES: options.kv_disk_min_touches})
 
 
 def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.connector import OtherBlocks
-from pagoda.kv.objects import (
+from pagoda.messages.transfers import TierPlace
+from pagoda.plugins.disk_tier.objects import (
     FAN_OUTS,
     FoundFile,
     list_files,
@@ -30,7 +31,6 @@ from pagoda.kv.objects import (
     object_name,
     read_manifest,
 )
-from pagoda.messages.transfers import KVDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +128,10 @@ class DiskScanner:
     process if not before.
     """
 
-    def __init__(self, directories: Sequence[KVDirectory], clock: Clock) -> None:
+    def __init__(self, directories: Sequence[TierPlace], clock: Clock) -> None:
         self._clock = clock
         paths = [directory.path for directory in directories]
-        self._own = _Directory(OWN, paths, directories[0].object_bytes)
+        self._own = _Directory(OWN, paths, directories[0].block_bytes)
         self._root = os.path.dirname(paths[0])
         self._directories = [self._own]
         """Directories by their number."""

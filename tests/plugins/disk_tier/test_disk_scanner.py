@@ -17,8 +17,10 @@ import msgspec
 import pytest
 
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv import disk_scanner
-from pagoda.kv.disk_scanner import (
+from pagoda.messages.transfers import TierPlace
+from pagoda.plugins.disk_tier import scanner as disk_scanner
+from pagoda.plugins.disk_tier.objects import MANIFEST_NAME, Manifest, object_name, open_directory
+from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
     DiskScanner,
@@ -30,8 +32,6 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
-from pagoda.kv.objects import MANIFEST_NAME, Manifest, object_name, open_directory
-from pagoda.messages.transfers import KVDirectory
 
 ReadOnly = Callable[[Path], AbstractContextManager[None]]
 KEYS = [bytes([number % 5]) + bytes([number]) * 31 for number in range(40)]
@@ -40,7 +40,7 @@ KEYS = [bytes([number % 5]) + bytes([number]) * 31 for number in range(40)]
 class Keeper:
     """A scanner, and what it has told so far."""
 
-    def __init__(self, *directories: KVDirectory) -> None:
+    def __init__(self, *directories: TierPlace) -> None:
         self.clock = VirtualClock()
         self.thread = DiskScanner(directories, self.clock)
         self.poller = select.poll()
@@ -84,15 +84,15 @@ class Disk:
         self.own = self.directory()
 
     @cached_property
-    def other(self) -> KVDirectory:
+    def other(self) -> TierPlace:
         """The directory of another model; it is made when it is asked for."""
         return self.directory(model_digest="other")
 
-    def directory(self, **changes: object) -> KVDirectory:
+    def directory(self, **changes: object) -> TierPlace:
         changed = msgspec.structs.replace(self._manifest, **changes)
-        return KVDirectory(str(open_directory(self.root, changed)), changed.object_bytes)
+        return TierPlace("disk", str(open_directory(self.root, changed)), changed.object_bytes)
 
-    def keep(self, *more: KVDirectory, is_scanned: bool = False) -> Keeper:
+    def keep(self, *more: TierPlace, is_scanned: bool = False) -> Keeper:
         """Opens a scanner of the own directory; the first scan is over if it `is_scanned`."""
         keeper = Keeper(self.own, *more)
         self._opened.callback(keeper.thread.close)
@@ -107,13 +107,13 @@ def disk(tmp_path: Path, manifest: Manifest) -> Iterator[Disk]:
         yield Disk(tmp_path / "kv", manifest, opened)
 
 
-def put(directory: KVDirectory, keys: Sequence[bytes], *, age_s: float = 0) -> None:
+def put(directory: TierPlace, keys: Sequence[bytes], *, age_s: float = 0) -> None:
     """Files of the right length; nobody here looks into them."""
     for key in keys:
         path = path_of(directory, key)
         path.parent.mkdir(exist_ok=True)
         path.touch()
-        os.truncate(path, directory.object_bytes)
+        os.truncate(path, directory.block_bytes)
         make_old(path, age_s)
 
 
@@ -122,7 +122,7 @@ def make_old(path: Path, age_s: float) -> None:
     os.utime(path, (at, at))
 
 
-def path_of(directory: KVDirectory, key: bytes) -> Path:
+def path_of(directory: TierPlace, key: bytes) -> Path:
     return Path(directory.path) / object_name(key)
 
 
@@ -212,7 +212,7 @@ def test_directories_of_other_models_are_found_behind_the_own_one(disk: Disk) ->
     news = disk.keep().until(ScanEnded)
     assert found(news) == set(KEYS[:3])
     (meeting,) = [item for item in news if isinstance(item, DirectoryFound)]
-    assert meeting == DirectoryFound(1, other.object_bytes)
+    assert meeting == DirectoryFound(1, other.block_bytes)
     assert found(news, 1) == set(KEYS[2:6])
     kinds = [item.directory for item in news if isinstance(item, FanOutListed)]
     assert kinds == sorted(kinds)

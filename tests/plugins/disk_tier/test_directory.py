@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.fleet.kv_directory import check_kv_directory
+from pagoda.plugins.disk_tier.directory import check_kv_directory
 
 NOBODY = 65534
 

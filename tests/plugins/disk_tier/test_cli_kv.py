@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kv_tiers import small_manifest
+from small_objects import small_manifest
 
-from pagoda.cli import kv
 from pagoda.cli import main as command
-from pagoda.kv.objects import (
+from pagoda.plugins.disk_tier import command as kv
+from pagoda.plugins.disk_tier.objects import (
     MANIFEST_NAME,
     Manifest,
     ObjectError,

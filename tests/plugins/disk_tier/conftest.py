@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from disk_rig import DiskRig
-from kv_tiers import mount, mounted, small_manifest
+from kv_tiers import mount, mounted
+from small_objects import small_manifest
 
-from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
+from pagoda.plugins.disk_tier.objects import Manifest, ObjectFiles, open_directory
 
 
 @pytest.fixture

@@ -14,14 +14,17 @@ from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import OWN
-from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
+from pagoda.kv.plugin import TierContext
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DiskObjects, KVDirectory, Transfer, TransferEnd
+from pagoda.messages.transfers import TierBlocks, TierPlace, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
+from pagoda.messages.worker_config import KVTierConfig
+from pagoda.plugins.disk_tier.directory import MIN_TOUCHES
+from pagoda.plugins.disk_tier.scanner import OWN
+from pagoda.plugins.disk_tier.tier import DiskTier
 
 SIZE = 4
 UNIT = 100
@@ -48,25 +51,24 @@ class DiskRig:
         self.clock = VirtualClock()
         self.pool = BlockPool(num_blocks)
         self.ledger = TransferLedger(self.pool)
-        self.events = CacheRecorder(has_disk=True)
+        self.events = CacheRecorder(outlives_workers=True)
         self.keepers: list[SimScanner] = []
         self.ready = ready(num_ranks)
         self.host = HostTier(host_slots, SIZE, self.ledger) if host_slots else None
-        self.tier = DiskTier(
-            self.ready.kv_directories,
+        context = TierContext(
+            KVTierConfig("/kv", quota, {MIN_TOUCHES: min_touches}),
+            self.ready.kv_places,
             self.ledger,
             self.clock,
-            self._open,
-            quota_bytes=quota,
-            min_touches=min_touches,
-            epoch_s=EPOCH,
-            host=self.host,
-            recorder=self.events,
+            self.host,
+            self.events,
+            EPOCH,
         )
+        self.tier = DiskTier(context, self._open)
         if is_scanned:
             self.work()
 
-    def _open(self, directories: Sequence[KVDirectory], clock: Clock) -> SimScanner:
+    def _open(self, directories: Sequence[TierPlace], clock: Clock) -> SimScanner:
         """A scanner that does nothing until it is told to."""
         assert directories
         disk: dict[int, dict[bytes, int]] = {OWN: {}}
@@ -105,7 +107,7 @@ class DiskRig:
         unreadable: Sequence[int] = (),
     ) -> None:
         """The workers say that a transfer has ended; what was stored is on disk from then on."""
-        if isinstance(transfer.target, DiskObjects):
+        if isinstance(transfer.target, TierBlocks):
             for index, key in enumerate(transfer.target.keys):
                 if index not in failed:
                     self.disk[key] = int(EPOCH + self.clock.now())
@@ -147,9 +149,9 @@ class DiskRig:
 
 def ready(num_ranks: int = 1, name: str = "model") -> WorkerReady:
     directories = tuple(
-        KVDirectory(f"/kv/{name}-{rank}", UNIT // num_ranks) for rank in range(num_ranks)
+        TierPlace("disk", f"/kv/{name}-{rank}", UNIT // num_ranks) for rank in range(num_ranks)
     )
-    return msgspec.structs.replace(READY, kv_directories=directories)
+    return msgspec.structs.replace(READY, kv_places=directories)
 
 
 def prefix(keys: Sequence[bytes] = KEYS, request_id: str = "r") -> PrefixRequest:
@@ -160,6 +162,6 @@ def stored_keys(transfers: Sequence[Transfer]) -> list[bytes]:
     return [
         key
         for transfer in transfers
-        if isinstance(transfer.target, DiskObjects)
+        if isinstance(transfer.target, TierBlocks)
         for key in transfer.target.keys
     ]
