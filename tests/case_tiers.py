@@ -53,6 +53,7 @@ WITHOUT_TORCH = {
     *(
         "anthropic",
         "batches",
+        "kv_events",
         "llamacpp",
         "ollama",
         "page",

@@ -22,7 +22,6 @@ import zmq
 
 from pagoda.engine.assembly import open_grammars
 from pagoda.engine.core import EngineCore
-from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
@@ -39,6 +38,7 @@ from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
+from pagoda.kv.publishing import find_publisher
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
@@ -171,7 +171,7 @@ class EngineProcess:
             self._publisher, links = None, None
             if config.kv_events is not None:
                 num_replicas = config.worker.parallel.data_parallel_size
-                self._publisher = KVEventPublisher(
+                self._publisher = find_publisher().open(
                     config.kv_events, replica, num_replicas, self._context
                 )
                 stack.callback(self._publisher.close)

@@ -31,11 +31,11 @@ from pagoda.ipc.amounts import parse_bytes
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
+from pagoda.kv.publishing import find_publisher
 from pagoda.llm.flag_hints import hint
 from pagoda.messages.engine_config import (
     EngineConfig,
     HandoffConfig,
-    KVEventsConfig,
     KVTiersConfig,
     SimConfig,
 )
@@ -187,10 +187,10 @@ class EngineOptions:
             worker["calibration_windows"] = calibration_windows(
                 Path(options.quantization_calibration).expanduser(), files, _CALIBRATION
             )
-        address = options.kv_events
-        events = None if address is None else KVEventsConfig.parse(address)
+        if options.kv_events is not None:
+            find_publisher().check(options.kv_events, 1)
         return EngineConfig(
-            **_shared(options, EngineConfig) | {"kv_events": events},
+            **_shared(options, EngineConfig),
             worker=WorkerConfig(**worker),
             kv_tiers=tiers if tiers.host_bytes or tiers.disk_path else None,
             handoff=None if handoff is None else handoff.engine,
@@ -361,7 +361,7 @@ class ExecutorOptions:
         config = engine.engine_config(model, handoff)
         topology = parallel.config(engine.backend)
         if config.kv_events is not None:
-            config.kv_events.check_ports(topology.data_parallel_size)
+            find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.
         share = -(-config.worker.kv_host_bytes // topology.num_ranks)
         worker = msgspec.structs.replace(config.worker, parallel=topology, kv_host_bytes=share)

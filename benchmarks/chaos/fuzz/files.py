@@ -37,9 +37,9 @@ from pagoda.kv.disk_scanner import DiskScanner, ScanEnded
 from pagoda.kv.objects import Manifest, ObjectError, ObjectFiles, open_directory, seal
 from pagoda.messages.transfers import KVDirectory
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.trace.merge.chrome import read_chrome_trace, write_chrome_trace
+from pagoda.plugins.trace.merge.merging import merge_fragments
 from pagoda.plugins.trace.report.reporting import report_of
-from pagoda.telemetry.merge.chrome import read_chrome_trace, write_chrome_trace
-from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.text.model_text import ModelText, load_gguf_text, load_model_text
 from pagoda.text.templates.chat_template import ChatTemplate
 
