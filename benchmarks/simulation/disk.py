@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
 from pagoda.kv.connector import OtherBlocks
 from pagoda.kv.disk_scanner import (
@@ -22,6 +21,7 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
+from pagoda.plugins.sim.executor import Cells
 
 Job = Callable[[], list[News]]
 OTHER_BYTES = 50

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
 
-from pagoda.executor.sim import SimNeighbours
 from pagoda.ipc.clock import Clock
 from pagoda.messages.worker_config import Role
 from pagoda.pd.links import HandoffLinks, PeerLost
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.sim.executor import SimNeighbours
 
 T = TypeVar("T")
 

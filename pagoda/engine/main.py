@@ -27,8 +27,6 @@ from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.plugin import ExecutorPlugin
-from pagoda.executor.sim import SimExecutor
-from pagoda.executor.sim_faults import with_faults
 from pagoda.faults.injector import Faults
 from pagoda.ipc.addresses import bracketed
 from pagoda.ipc.clock import Clock, MonotonicClock
@@ -345,15 +343,16 @@ class EngineProcess:
 def _make_executor(
     config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer, faults: Faults
 ) -> Executor:
-    if config.executor == "sim":
-        num_stages = config.worker.parallel.pipeline_parallel_size
-        executor = SimExecutor(config.sim, clock=clock, num_stages=num_stages)
-        return with_faults(executor, clock, config.worker.faults, config.step_timeout_s)
-    launcher: Launcher
-    if config.executor == "local":
-        launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
-    else:
+    launcher: Launcher = LocalLauncher()
+    address = socket_address(directory, WORKER_SOCKET)
+    if config.executor != "local":
         plugin = load(EXECUTORS, config.executor, ExecutorPlugin)
+        if plugin.open_executor is not None:
+            return plugin.open_executor(config, clock)
+        if plugin.open_launcher is None:
+            raise ConfigError(
+                f"--executor {config.executor} opens neither workers nor an executor."
+            )
         launcher, host = plugin.open_launcher(config)
         address = f"tcp://{bracketed(host)}"
     return GroupExecutor(

@@ -22,7 +22,7 @@ KV_PUBLISHERS = "pagoda.kv_publishers"
 
 
 class Publisher(Protocol):
-    """What an engine opens beside its loop, and feeds with events after each step."""
+    """Sockets that an engine opens beside its loop, and feeds with events after each step."""
 
     replay_socket: zmq.Socket[bytes]
     """Wakes the engine's loop when a message has come."""
@@ -43,7 +43,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True)
 class PublisherPlugin:
-    """How addresses of `--kv-events` are checked, and publishers opened."""
+    """Checks addresses of `--kv-events`, and opens publishers."""
 
     check: Callable[[str, int], None]
     """Takes an address and a number of replicas. Raises ConfigError: it is no address for so many."""

@@ -380,8 +380,8 @@ class ExecutorOptions:
         return msgspec.structs.replace(config, ray_address=self.ray_address)
 
     def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
-        if self.executor not in _UNUSED and self.executor not in (others := registered(EXECUTORS)):
-            known = ", ".join(sorted({*_UNUSED, *others}))
+        if self.executor != "local" and self.executor not in (others := registered(EXECUTORS)):
+            known = ", ".join(sorted({"local", *others}))
             raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
         _checked(self)
         _checked(engine)

@@ -20,7 +20,6 @@ from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import OrderKey, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
-from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
@@ -40,6 +39,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
 from pagoda.plugins.kv_events.publisher import KVEventBatch
+from pagoda.plugins.sim.executor import SimExecutor, SimNeighbours, TransferFate, sim_token
 from pagoda.telemetry.tracer import Tracer
 
 

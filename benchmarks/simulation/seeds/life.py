@@ -22,7 +22,6 @@ from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine
 from benchmarks.simulation.seeds.fleet import Host, Router, Surroundings
 from benchmarks.simulation.seeds.sockets import Network
 from pagoda.concurrency.async_utils import cancel_all
-from pagoda.executor.sim import TransferFate
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.hosts.host_client import HANG_TIMEOUT_S
 from pagoda.ipc.clock import LoopClock
@@ -31,6 +30,7 @@ from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.sim.executor import TransferFate
 
 _MOST_S = 2000.0
 """Virtual seconds after which a life is stuck: no fault and no time-out lasts so long."""
