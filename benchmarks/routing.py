@@ -22,13 +22,13 @@ from benchmarks.figure import Figure
 from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.event_loop import run
 from pagoda.cli import output
-from pagoda.executor.sim import sim_token
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.sim.executor import sim_token
 
 REPLICAS = (2, 4, 8, 16, 32, 64)
 SEEDS = (1, 2, 3)

@@ -17,7 +17,6 @@ from benchmarks.figure import Figure
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
-from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiers import build_tiers
@@ -26,6 +25,7 @@ from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
+from pagoda.plugins.sim.executor import SimWorker
 
 _RUNNING = 256
 _CONTEXTS = (1_000, 10_000, 100_000)

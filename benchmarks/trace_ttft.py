@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.figure import Figure
 from pagoda.cli import output
 from pagoda.cli.server_process import server_process
-from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.merge.merging import merge_fragments
+from pagoda.plugins.trace.merge.chrome import write_chrome_trace
+from pagoda.plugins.trace.merge.merging import merge_fragments
 
 _SETTINGS = ((1, 0.0), (16, 0.01), (16, 0.0))
 """Requests at once, and the seconds from one to the next."""

@@ -58,6 +58,7 @@ WITHOUT_TORCH = {
     *(
         "anthropic",
         "batches",
+        "kv_events",
         "llamacpp",
         "ollama",
         "page",

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
-from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
 from pagoda.kv.connector import KVConnector, OtherBlocks
 from pagoda.kv.plugin import TierContext
@@ -28,6 +27,7 @@ from pagoda.plugins.disk_tier.scanner import (
     ScanEnded,
 )
 from pagoda.plugins.disk_tier.tier import open_tier
+from pagoda.plugins.sim.executor import Cells
 
 Job = Callable[[], list[News]]
 OTHER_BYTES = 50

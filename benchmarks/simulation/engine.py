@@ -11,7 +11,6 @@ from benchmarks.simulation.network import SimNetwork
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
-from pagoda.executor.sim import SimExecutor
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.prefix_index import short_keys
 from pagoda.fleet.replica import Replica
@@ -32,6 +31,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
+from pagoda.plugins.sim.executor import SimExecutor
 from pagoda.telemetry.tracer import Tracer
 
 

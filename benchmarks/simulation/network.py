@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
 
-from pagoda.executor.sim import SimNeighbours
 from pagoda.ipc.clock import Clock
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.disaggregation.links import PeerLost
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
+from pagoda.plugins.sim.executor import SimNeighbours
 
 T = TypeVar("T")
 

@@ -121,6 +121,4 @@ async def _local(
 
 
 async def _end_trace(control: TraceControl) -> None:
-    output.stderr().print(
-        f"The trace is in {(await stop_into_file(control)).path}.", soft_wrap=True
-    )
+    output.stderr().print(f"The trace is in {await stop_into_file(control)}.", soft_wrap=True)

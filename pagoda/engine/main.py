@@ -22,15 +22,12 @@ import zmq
 
 from pagoda.engine.assembly import open_grammars
 from pagoda.engine.core import EngineCore
-from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.engine.peer_hooks import OpenLinks
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.plugin import ExecutorPlugin
-from pagoda.executor.sim import SimExecutor
-from pagoda.executor.sim_faults import with_faults
 from pagoda.faults.injector import Faults
 from pagoda.ipc.addresses import bracketed
 from pagoda.ipc.clock import Clock, MonotonicClock
@@ -41,6 +38,7 @@ from pagoda.ipc.machine import memory_of
 from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.kv.connector_plugin import connector_part
+from pagoda.kv.publishing import find_publisher
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
@@ -172,7 +170,7 @@ class EngineProcess:
             self._publisher, links = None, None
             if config.kv_events is not None:
                 num_replicas = config.worker.parallel.data_parallel_size
-                self._publisher = KVEventPublisher(
+                self._publisher = find_publisher().open(
                     config.kv_events, replica, num_replicas, self._context
                 )
                 stack.callback(self._publisher.close)
@@ -347,15 +345,16 @@ class EngineProcess:
 def _make_executor(
     config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer, faults: Faults
 ) -> Executor:
-    if config.executor == "sim":
-        num_stages = config.worker.parallel.pipeline_parallel_size
-        executor = SimExecutor(config.sim, clock=clock, num_stages=num_stages)
-        return with_faults(executor, clock, config.worker.faults, config.step_timeout_s)
-    launcher: Launcher
-    if config.executor == "local":
-        launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
-    else:
+    launcher: Launcher = LocalLauncher()
+    address = socket_address(directory, WORKER_SOCKET)
+    if config.executor != "local":
         plugin = load(EXECUTORS, config.executor, ExecutorPlugin)
+        if plugin.open_executor is not None:
+            return plugin.open_executor(config, clock)
+        if plugin.open_launcher is None:
+            raise ConfigError(
+                f"--executor {config.executor} opens neither workers nor an executor."
+            )
         launcher, host = plugin.open_launcher(config)
         address = f"tcp://{bracketed(host)}"
     return GroupExecutor(

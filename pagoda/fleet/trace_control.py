@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -18,12 +18,11 @@ from pagoda.concurrency.async_utils import beside
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.tracing import StartTrace
+from pagoda.registry import load, registered
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
+from pagoda.telemetry.plugin import TRACE_MERGERS, TraceMerger
 from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
-
-if TYPE_CHECKING:
-    from pagoda.telemetry.merge.merging import MergedFile
 
 _PREPARE_S = 10.0
 
@@ -165,13 +164,15 @@ async def start_offline(
     return control
 
 
-async def stop_into_file(control: TraceControl) -> MergedFile:
-    """Ends the trace, and writes it as one file into its directory.
+async def stop_into_file(control: TraceControl) -> Path:
+    """Ends the trace, and writes it as one file into its directory; returns its path, or the directory, with the
+    fragments of the processes, where no plugin merges them.
     Raises TraceStateError: tracing is off; ConfigError: the file cannot be written."""
-    from pagoda.telemetry.merge.merging import merge_into_file  # a server may never need it
-
     await control.stop()
-    return await beside(partial(merge_into_file, [control.directory], run=control.run))
+    if "trace" not in registered(TRACE_MERGERS):
+        return control.directory
+    merger = load(TRACE_MERGERS, "trace", TraceMerger)
+    return await beside(partial(merger.merge, control.directory, control.run))
 
 
 def _prepare(directory: Path, run: str) -> None:

@@ -2,8 +2,8 @@
 """Events of cached blocks, for routers outside of this server.
 
 The structs are the wire format, too: maps whose `type` is the name of the struct, with the fields that vLLM's
-subscribers read (`docs/kv-events.md` says what is the same and what differs). `pagoda.engine.kv_events`
-sends them.
+subscribers read (`docs/kv-events.md` says what is the same and what differs). `pagoda.plugins.kv_events` sends
+them.
 """
 
 from __future__ import annotations
@@ -61,16 +61,6 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """The events of one engine step, in their order."""
-
-    ts: float
-    """Seconds since 1970."""
-    events: list[KVEvent]
-    data_parallel_rank: int
-
 
 _SPEC_KINDS = {
     KVKind.FULL: "full_attention",

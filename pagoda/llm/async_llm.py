@@ -224,7 +224,7 @@ class AsyncLLM:
         control, self._tracing = self._tracing, None
         if control is None:
             raise TraceStateError("Tracing is off.")
-        return (await stop_into_file(control)).path
+        return await stop_into_file(control)
 
     # ---- for whole answers, as `LLM` needs them
 

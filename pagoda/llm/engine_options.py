@@ -29,11 +29,11 @@ from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.plugin import KVTierPlugin, tier_plugins
+from pagoda.kv.publishing import find_publisher
 from pagoda.llm.option_fields import checked, flag_of, given_fields, require, shared
 from pagoda.messages.engine_config import (
     EngineConfig,
     HandoffConfig,
-    KVEventsConfig,
     KVTiersConfig,
     SimConfig,
 )
@@ -198,10 +198,10 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             worker["calibration_windows"] = calibration_windows(
                 Path(options.quantization_calibration).expanduser(), files, _CALIBRATION
             )
-        address = options.kv_events
-        events = None if address is None else KVEventsConfig.parse(address)
+        if options.kv_events is not None:
+            find_publisher().check(options.kv_events, 1)
         return EngineConfig(
-            **shared(options, EngineConfig) | {"kv_events": events},
+            **shared(options, EngineConfig),
             worker=WorkerConfig(**worker),
             kv_tiers=tiers if tiers.host_bytes or tiers.further else None,
             handoff=None if handoff is None else handoff.engine,
@@ -378,7 +378,7 @@ class ExecutorOptions:
         config = engine.engine_config(model, handoff)
         topology = parallel.config(engine.backend)
         if config.kv_events is not None:
-            config.kv_events.check_ports(topology.data_parallel_size)
+            find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.
         share = -(-config.worker.kv_host_bytes // topology.num_ranks)
         worker = msgspec.structs.replace(config.worker, parallel=topology, kv_host_bytes=share)
@@ -397,8 +397,8 @@ class ExecutorOptions:
         return msgspec.structs.replace(config, ray_address=self.ray_address)
 
     def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
-        if self.executor not in _UNUSED and self.executor not in (others := registered(EXECUTORS)):
-            known = ", ".join(sorted({*_UNUSED, *others}))
+        if self.executor != "local" and self.executor not in (others := registered(EXECUTORS)):
+            known = ", ".join(sorted({"local", *others}))
             raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
         checked(self)
         checked(engine)

@@ -3,52 +3,14 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
-from pagoda.errors import ConfigError
 from pagoda.faults.injector import FaultPlan
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import TierPlace
 from pagoda.messages.worker_config import CurveKeys, KVTierConfig, Role, WorkerConfig
-
-
-class KVEventsConfig(msgspec.Struct, frozen=True):
-    """Address of KV events: of n replicas, replica i publishes at `port + i` and replays at `port + n + i`."""
-
-    host: str
-    """An address or the name of an interface of this host, `*` for all of them; IPv6 in brackets."""
-    port: int
-
-    @classmethod
-    def parse(cls, address: str) -> KVEventsConfig:
-        """Raises ConfigError if `address` is not `tcp://HOST:PORT`."""
-        match = re.fullmatch(r"tcp://(\[[^][/@ ]+\]|[^][/@ :]+):([0-9]{1,5})", address)
-        if match is None:
-            raise ConfigError(
-                f"--kv-events must be tcp://HOST:PORT, such as tcp://127.0.0.1:5557, got {address!r}."
-            )
-        config = cls(match[1], int(match[2]))
-        config.check_ports(1)
-        return config
-
-    def check_ports(self, num_replicas: int) -> None:
-        """Raises ConfigError if there are too few ports from `port` on."""
-        count = 2 * num_replicas
-        if not 1 <= self.port <= 2**16 - count:
-            raise ConfigError(
-                f"--kv-events takes {count} ports from PORT on, so PORT must be 1 to {2**16 - count}, "
-                f"got {self.port}."
-            )
-
-    def publish_port(self, replica: int) -> int:
-        return self.port + replica
-
-    def replay_port(self, replica: int, num_replicas: int) -> int:
-        return self.port + num_replicas + replica
 
 
 class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     from the KV cache (`pagoda.engine.assembly.QueueLimits`)."""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     enable_prefix_caching: bool = True
-    kv_events: KVEventsConfig | None = None
+    kv_events: str | None = None
+    """`tcp://HOST:PORT` where events of cached blocks are published (`pagoda.kv.publishing`)."""
     kv_tiers: KVTiersConfig | None = None
     handoff: HandoffConfig | None = None
     fail_on_load_failure: bool = False

@@ -20,7 +20,7 @@ from pagoda.api import request_body
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 SHORT = 256
-NOT_SERVED = ("/tests/", "/executor/sim")
+NOT_SERVED = ("/tests/", "/plugins/sim/")
 """Files that stand for an engine."""
 
 

@@ -23,7 +23,6 @@ from pagoda.api.openai.logprobs import (
     prompt_logprobs,
 )
 from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.executor.sim import sim_logprob
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
@@ -31,6 +30,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
+from pagoda.plugins.sim.executor import sim_logprob
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 

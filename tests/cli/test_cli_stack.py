@@ -16,7 +16,7 @@ import pytest
 
 from pagoda.cli.serve import curl_line
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.telemetry.merge.chrome import read_chrome_trace
+from pagoda.plugins.trace.merge.chrome import read_chrome_trace
 
 DUMMY = "--load-format dummy --threads 1 --kv-cache-memory-bytes 4MiB"
 

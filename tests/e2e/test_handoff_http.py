@@ -25,8 +25,8 @@ from pod_processes import (
     until_hosts,
 )
 
+from pagoda.plugins.trace.merge.merging import merge_into_file
 from pagoda.plugins.trace.report.reporting import report_of
-from pagoda.telemetry.merge.merging import merge_into_file
 
 PATH = "/v1/completions"
 

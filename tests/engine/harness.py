@@ -20,16 +20,13 @@ from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import OrderKey, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
-from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.events import KVEventBatch
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import build_tiers
 from pagoda.messages.engine_config import (
     EngineConfig,
     HandoffConfig,
-    KVEventsConfig,
     KVTiersConfig,
     SimConfig,
 )
@@ -41,6 +38,8 @@ from pagoda.messages.transfers import TierPlace, Transfer
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
+from pagoda.plugins.kv_events.publisher import KVEventBatch
+from pagoda.plugins.sim.executor import SimExecutor, SimNeighbours, TransferFate, sim_token
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -163,7 +162,7 @@ class Harness:
             max_num_waiting=max_num_waiting,
             max_num_waiting_tokens=max_num_waiting_tokens,
             enable_prefix_caching=prefix_caching,
-            kv_events=KVEventsConfig("127.0.0.1", 5557),
+            kv_events="tcp://127.0.0.1:5557",
             kv_tiers=kv_tiers,
             handoff=handoff,
             fail_on_load_failure=fails,

@@ -10,11 +10,11 @@ from harness import VOCAB_SIZE, Harness
 from small_grammars import GRAMMARS
 
 from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.plugins.sim.executor import SimExecutor
 
 POISON = VOCAB_SIZE + 1
 

@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from small_grammars import constraint_of
 
 from pagoda.engine.scheduler import Scheduler
-from pagoda.executor.sim import Cells, SimWorker, sim_embedding, sim_logprob
 from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import (
     FinishReason,
@@ -25,6 +24,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.plugins.sim.executor import Cells, SimWorker, sim_embedding, sim_logprob
 
 MAX_MODEL_LEN = 32
 WANTED: list[dict[str, Any]] = [{}, {}, {"num_top": 2}, *({"pooling": one} for one in Pooling)]

@@ -12,8 +12,8 @@ from tokenizers.models import BPE
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.vocabulary import TokenTexts
-from pagoda.executor.sim import sim_token
 from pagoda.messages.frontend import GenerateRequest, Grammar
+from pagoda.plugins.sim.executor import sim_token
 
 VOCAB_SIZE = 50
 EOS = VOCAB_SIZE - 1

@@ -12,13 +12,13 @@ from pagoda.engine.canary import LOSSES_BEFORE
 from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore, WorkerRestarts
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import FinishReason, PrefixCacheUpdate, RequestRefused
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.sim.executor import SimExecutor
 
 
 def core_of(**fields: object) -> tuple[EngineCore, SpeakingExecutor, VirtualClock]:

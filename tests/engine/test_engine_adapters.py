@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from pagoda.engine.core import EngineCore
-from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import GenerateRequest, RequestRefused, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.sim.executor import SimExecutor
 
 FIRST, LATE = (Adapter(name, f"/{name}", f"digest of {name}") for name in ("first", "late"))
 

@@ -11,12 +11,12 @@ from harness import Harness, make_request
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
-from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
 from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.kv_groups import KVGroup, full_group, layer_groups
 from pagoda.messages.worker import StepResult
+from pagoda.plugins.sim.executor import SimWorker
 
 
 def most_held(groups: tuple[KVGroup, ...], num_tokens: int, budget: int = 2048) -> int:

@@ -8,11 +8,11 @@ from group_models import NAMES, grouped, state
 from harness import Harness, assert_complete, make_request
 
 from benchmarks.simulation.disk import SimDisk, disk_tiers
-from pagoda.executor.sim import TransferFate
 from pagoda.kv.block_keys import group_key, prefix_keys
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.kv_groups import KVGroup, full_group
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer
+from pagoda.plugins.sim.executor import TransferFate
 
 GROUPED = ("window", "mixed", "chunk", "state", "all", "several")
 DISK = disk_tiers(1000, 1)

@@ -12,11 +12,11 @@ from harness import VOCAB_SIZE, Harness, make_request
 from mutated_messages import lies
 
 from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.codec import Codec
 from pagoda.messages.frontend import GenerateRequest, Pooling, Work
 from pagoda.messages.worker import StepResult, WorkerMessage, WorkerReady
+from pagoda.plugins.sim.executor import SimExecutor
 
 MAX_TOKENS = 4
 _codec = Codec[WorkerMessage](WorkerMessage)

@@ -18,9 +18,10 @@ from benchmarks.simulation.books import check_sums
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.events import CacheRecorder, KVEventBatch
+from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import Grammar
+from pagoda.plugins.kv_events.publisher import KVEventBatch
 
 
 class SchedulerMachine(SchedulerRules):

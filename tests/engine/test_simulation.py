@@ -20,11 +20,11 @@ from benchmarks.simulation.books import check_books, in_state
 from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Work
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer, TransferEnd
+from pagoda.plugins.sim.executor import SimExecutor, TransferFate
 
 SEEDS_PER_TEST = 50
 FIRST_SEED = 1000

@@ -13,13 +13,13 @@ from mortal_executor import SpeakingExecutor
 from benchmarks.simulation.books import check_books
 from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.executor.base import WorkerLost
-from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer, TransferEnd
+from pagoda.plugins.sim.executor import SimExecutor, TransferFate
 
 LONG = 40
 """Tokens of a prompt that fills ten blocks; the device has room for sixteen."""

@@ -33,7 +33,6 @@ from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalLauncher
-from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock, VirtualClock
 from pagoda.ipc.curve import encrypt_client, new_keys
 from pagoda.messages.engine_config import SimConfig
@@ -42,6 +41,7 @@ from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, Transfe
 from pagoda.messages.worker import PROTOCOL_VERSION, StepPlan, StepResult, WorkerFailed, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.plugins.sim.executor import SimExecutor
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink
 

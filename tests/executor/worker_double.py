@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.lifeline import hold_lifeline
@@ -34,6 +33,7 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import PROTOCOL_VERSION, WorkerFailed, WorkerHello, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.sim.executor import SimExecutor, SimWorker
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
 

@@ -13,7 +13,6 @@ from itertools import pairwise
 import msgspec
 
 from pagoda.errors import DeadlineError
-from pagoda.executor.sim import sim_embedding, sim_logprob
 from pagoda.fleet.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.messages.frontend import (
     EngineReady,
@@ -26,6 +25,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import Role
+from pagoda.plugins.sim.executor import sim_embedding, sim_logprob
 from pagoda.text.model_text import synthetic_model_text
 
 TEXT = synthetic_model_text()

@@ -19,9 +19,10 @@ from pagoda.llm.engine_options import (
     Handoff,
     ParallelOptions,
 )
-from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, KVTiersConfig
+from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
 from pagoda.messages.worker_config import KVTierConfig, Role, WorkerConfig
 from pagoda.plugins.disaggregation.options import HandoffOptions
+from pagoda.plugins.kv_events.address import KVEventsAddress
 
 SECRET = b"a secret that all hosts have"
 GIB = 2**30
@@ -87,12 +88,12 @@ def test_every_flag_reaches_the_engine() -> None:
 
 
 def test_kv_events_name_a_port_for_each_replica_and_its_replays() -> None:
-    events = configured(kv_events="tcp://*:5557").kv_events
-    assert events == KVEventsConfig("*", 5557)
+    assert configured(kv_events="tcp://*:5557").kv_events == "tcp://*:5557"
+    events = KVEventsAddress.parse("tcp://*:5557")
     assert (events.publish_port(0), events.replay_port(0, 1)) == (5557, 5558)
     assert [events.publish_port(replica) for replica in range(2)] == [5557, 5558]
     assert [events.replay_port(replica, 2) for replica in range(2)] == [5559, 5560]
-    assert KVEventsConfig.parse("tcp://[::1]:70").host == "[::1]"
+    assert KVEventsAddress.parse("tcp://[::1]:70").host == "[::1]"
     configured("sim", kv_events="tcp://127.0.0.1:65534")
 
 

@@ -18,8 +18,8 @@ import pytest
 import pagoda
 from pagoda import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from pagoda.errors import ConfigError, InvalidRequestError, PagodaError
+from pagoda.plugins.trace.merge.chrome import read_chrome_trace
 from pagoda.plugins.trace.report.reporting import report_of
-from pagoda.telemetry.merge.chrome import read_chrome_trace
 
 OPTIONS = {"load_format": "dummy", "executor": "sim"}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=1)

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.event_loop import run
 from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.executor.sim import sim_token
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.placement import ReplicaSlot
 from pagoda.fleet.policies import POLICIES, PolicyName
@@ -29,6 +28,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.sim.executor import sim_token
 
 VOCAB_SIZE = 100
 POISON = VOCAB_SIZE + 1

@@ -43,9 +43,9 @@ from pagoda.plugins.disk_tier.objects import (
 )
 from pagoda.plugins.disk_tier.scanner import DiskScanner, ScanEnded
 from pagoda.plugins.router.discovery.hosts_file import read_hosts
+from pagoda.plugins.trace.merge.chrome import read_chrome_trace, write_chrome_trace
+from pagoda.plugins.trace.merge.merging import merge_fragments
 from pagoda.plugins.trace.report.reporting import report_of
-from pagoda.telemetry.merge.chrome import read_chrome_trace, write_chrome_trace
-from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.text.model_text import ModelText, load_gguf_text, load_model_text
 from pagoda.text.templates.chat_template import ChatTemplate
 

@@ -25,7 +25,6 @@ from pagoda.engine.request import Request, RequestState
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.scheduler import Scheduler
 from pagoda.errors import EngineDeadError
-from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
 from pagoda.ipc.codec import Codec
@@ -48,6 +47,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.transfers import Transfer
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
+from pagoda.plugins.sim.executor import SimExecutor, TransferFate
 from pagoda.telemetry.tracer import Tracer
 
 _FRONTEND = b"frontend"

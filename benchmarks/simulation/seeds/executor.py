@@ -10,11 +10,11 @@ from benchmarks.simulation.books import require
 from benchmarks.simulation.seeds.draw import STEP_TIMEOUT_S, WORKER_POISON
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.transfers import Transfers
 from pagoda.messages.worker import StepPlan, StepResult, TokenMasks
+from pagoda.plugins.sim.executor import SimExecutor
 from pagoda.telemetry.tracer import TraceSession
 
 NAN = "The logits of this request were not numbers."

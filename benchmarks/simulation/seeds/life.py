@@ -22,7 +22,6 @@ from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine
 from benchmarks.simulation.seeds.fleet import Host, Router, Surroundings
 from benchmarks.simulation.seeds.sockets import Network
 from pagoda.concurrency.async_utils import cancel_all
-from pagoda.executor.sim import TransferFate
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.event_socket import SILENCE_S
@@ -31,6 +30,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 from pagoda.plugins.router.host_client import HANG_TIMEOUT_S
+from pagoda.plugins.sim.executor import TransferFate
 
 _MOST_S = 2000.0
 """Virtual seconds after which a life is stuck: no fault and no time-out lasts so long."""

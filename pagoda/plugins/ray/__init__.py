@@ -22,4 +22,4 @@ def _open_launcher(config: EngineConfig) -> tuple[Launcher, str]:
     return launcher, launcher.node_address
 
 
-EXECUTOR = ExecutorPlugin(_open_launcher)
+EXECUTOR = ExecutorPlugin(open_launcher=_open_launcher)

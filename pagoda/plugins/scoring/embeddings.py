@@ -23,8 +23,8 @@ from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
 from pagoda.errors import refuse
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import TokenId
+from pagoda.plugins.scoring.pair_scores import PairScore
 from pagoda.text.embeddings import Embedding, EmbeddingOptions, embed
-from pagoda.text.pair_scores import PairScore
 from pagoda.text.text_generator import TextGenerator
 
 Inputs = str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]

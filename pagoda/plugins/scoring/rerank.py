@@ -17,8 +17,8 @@ from pagoda.api.request_context import RequestContext
 from pagoda.api.vectors import MAX_INPUTS
 from pagoda.errors import refuse
 from pagoda.plugins.scoring.embeddings import PoolingFields, envelope, usage
+from pagoda.plugins.scoring.pair_scores import PairScore, TextPair, score_pairs
 from pagoda.text.embeddings import Embedding, embed, names_of, products
-from pagoda.text.pair_scores import PairScore, TextPair, score_pairs
 from pagoda.text.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces as files: `pagoda trace merge` and `report`."""
+"""Traces as files: fragments merged into one, `pagoda trace merge` and `report`."""
+
+from pathlib import Path
 
 from pagoda.cli.command import Command, CommandPlugin
+from pagoda.telemetry.plugin import TraceMerger
 
 COMMANDS = CommandPlugin(
     {
@@ -16,3 +19,12 @@ COMMANDS = CommandPlugin(
         ),
     }
 )
+
+
+def _merge(directory: Path, run: str) -> Path:
+    from pagoda.plugins.trace.merge.merging import merge_into_file  # a server may never need it
+
+    return merge_into_file([directory], run=run).path
+
+
+MERGER = TraceMerger(_merge)

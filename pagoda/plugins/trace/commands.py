@@ -15,10 +15,10 @@ from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.cli.options import GeneralOptions
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores
+from pagoda.plugins.trace.merge.merging import merge_into_file
 from pagoda.plugins.trace.page import alongside, page_of, tables_of
 from pagoda.plugins.trace.report.data import Limits, Report, seconds
 from pagoda.plugins.trace.report.reporting import load_trace, report_of
-from pagoda.telemetry.merge.merging import merge_into_file
 
 Directories = Annotated[Path, Parameter(name="DIR")]
 Recorded = Annotated[Path, Parameter(name="FILE|DIR")]

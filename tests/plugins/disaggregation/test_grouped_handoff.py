@@ -11,13 +11,13 @@ from group_models import grouped
 from harness import make_request
 from pair import PROMPT, Message, Pair, resampled
 
-from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import group_key, prefix_keys
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.messages.worker import StepPlan
 from pagoda.plugins.disaggregation.messages import KVBlocks, KVPrefilled
+from pagoda.plugins.sim.executor import SimExecutor, TransferFate
 
 GROUPED = ("window", "mixed", "chunk", "state", "all", "several")
 EXACT = PROMPT[:40]

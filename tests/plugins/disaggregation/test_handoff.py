@@ -10,7 +10,6 @@ import pytest
 from harness import assert_complete, expected_tokens, make_request, reworked
 from pair import CHUNKS, PROMPT, Engine, Pair, requests_of, resampled
 
-from pagoda.executor.sim import TransferFate
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, TokenChunk
 from pagoda.messages.spans import embedded_span
@@ -18,6 +17,7 @@ from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.disaggregation.connector import STALL_S
 from pagoda.plugins.disaggregation.messages import KVBlocks, KVPrefilled, KVRelease
+from pagoda.plugins.sim.executor import TransferFate
 
 HOST_TIER = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1)}
 

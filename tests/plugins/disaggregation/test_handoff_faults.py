@@ -22,7 +22,6 @@ from pair import (
 )
 
 from pagoda.executor.base import WorkerLost
-from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.plugins.disaggregation.connector import SILENCE_S, Failed
@@ -39,6 +38,7 @@ from pagoda.plugins.disaggregation.messages import (
     KVWelcome,
 )
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
+from pagoda.plugins.sim.executor import TransferFate
 
 # ---- D aborts, P holds blocks for ever (vllm#46283, #41269)
 

@@ -17,7 +17,6 @@ from mortal_executor import POISON, MortalExecutor, random_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.request import RequestState
-from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
@@ -26,6 +25,7 @@ from pagoda.messages.worker_config import Role
 from pagoda.plugins.disaggregation.connector import SILENCE_S
 from pagoda.plugins.disaggregation.messages import KVCheck, KVCheckResult, KVRelease
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
+from pagoda.plugins.sim.executor import SimExecutor, TransferFate
 
 _MERCY_S = 2.0
 

@@ -11,7 +11,6 @@ from pair import CHUNKS, PROMPT, Pair, documents, is_loading, requests_of, resam
 from benchmarks.simulation.books import in_state
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
-from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason
 from pagoda.plugins.disaggregation.messages import (
     KVBlocks,
@@ -22,6 +21,7 @@ from pagoda.plugins.disaggregation.messages import (
     KVSubscribe,
     KVWelcome,
 )
+from pagoda.plugins.sim.executor import TransferFate
 
 # ---- D samples the first token again; P's was thrown away (ATOM #253, reversed in #690)
 

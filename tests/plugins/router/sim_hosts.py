@@ -15,7 +15,6 @@ from benchmarks.simulation.engine import SimEngine
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.executor.sim import sim_token
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.fleet import EngineMembers, Fleet
 from pagoda.fleet.policies import POLICIES
@@ -25,6 +24,7 @@ from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.router.discovery.choice import registering
 from pagoda.plugins.router.door import JoinConfig
+from pagoda.plugins.sim.executor import sim_token
 from pagoda.telemetry.request_tracker import RequestTracker
 
 VOCAB_SIZE = 512

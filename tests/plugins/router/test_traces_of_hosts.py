@@ -22,8 +22,8 @@ from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.trace_control import TraceControl
 from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.plugins.trace.merge.merging import merge_into_file
 from pagoda.plugins.trace.report.reporting import report_of
-from pagoda.telemetry.merge.merging import merge_into_file
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 

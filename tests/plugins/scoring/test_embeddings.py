@@ -12,12 +12,12 @@ import pytest
 from scripted_endpoint import TEXT
 from tables import each_row
 
-from pagoda.executor.sim import sim_embedding, sim_logprob
 from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.llamacpp.embedding import normalized
+from pagoda.plugins.sim.executor import sim_embedding, sim_logprob
 from pagoda.text.text_generator import TextGenerator
 
 

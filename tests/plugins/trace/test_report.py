@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scripted_server import MODEL, MS, Life, ScriptedProcess, serve
 
 from pagoda.errors import ConfigError
+from pagoda.plugins.trace.merge.chrome import write_chrome_trace
 from pagoda.plugins.trace.page import tables_of
 from pagoda.plugins.trace.report.data import (
     Limits,
@@ -22,7 +23,6 @@ from pagoda.plugins.trace.report.data import (
 )
 from pagoda.plugins.trace.report.intervals import covered, length, union, within, without
 from pagoda.plugins.trace.report.reporting import load_trace, report_of
-from pagoda.telemetry.merge.chrome import write_chrome_trace
 
 ALONE = Life("one", 0.0, prompt_tokens=64, output_tokens=4)
 

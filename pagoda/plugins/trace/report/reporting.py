@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from pagoda.plugins.trace.merge.chrome import read_chrome_trace
+from pagoda.plugins.trace.merge.merging import merge_fragments
+from pagoda.plugins.trace.merge.model import Process, Trace
+from pagoda.plugins.trace.merge.steps import Step, engines_of, steps_of
 from pagoda.plugins.trace.report.data import Part, Percentiles, Report, RequestReport, percentiles
 from pagoda.plugins.trace.report.intervals import Interval, covered
 from pagoda.plugins.trace.report.requests import BEFORE, PARTS, request_reports
 from pagoda.plugins.trace.report.steps import engine_report, step_times, worker_report, working
-from pagoda.telemetry.merge.chrome import read_chrome_trace
-from pagoda.telemetry.merge.merging import merge_fragments
-from pagoda.telemetry.merge.model import Process, Trace
-from pagoda.telemetry.merge.steps import Step, engines_of, steps_of
 
 NUM_SLOWEST = 10
 

@@ -9,10 +9,10 @@ from itertools import dropwhile, groupby, pairwise, zip_longest
 
 import msgspec
 
+from pagoda.plugins.trace.merge.model import Process, Row, Span, Trace, read_args
+from pagoda.plugins.trace.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.plugins.trace.report.data import Phase, RequestReport, parts_of, seconds
 from pagoda.plugins.trace.report.intervals import Interval, covered, union, without
-from pagoda.telemetry.merge.model import Process, Row, Span, Trace, read_args
-from pagoda.telemetry.merge.steps import Step, StepsByRow, steps_by_row
 
 BEFORE, AFTER = "before the trace", "after the trace"
 """Parts of requests that ran when tracing began, or when it ended in their engine."""

@@ -11,6 +11,8 @@ from statistics import fmean as mean
 
 import msgspec
 
+from pagoda.plugins.trace.merge.model import Process, Row, Span, read_args
+from pagoda.plugins.trace.merge.steps import Operations, Step, operations_of, operations_within
 from pagoda.plugins.trace.report.data import (
     EngineReport,
     ForwardReport,
@@ -19,8 +21,6 @@ from pagoda.plugins.trace.report.data import (
     parts_of,
 )
 from pagoda.plugins.trace.report.intervals import Interval, covered, length, union, within, without
-from pagoda.telemetry.merge.model import Process, Row, Span, read_args
-from pagoda.telemetry.merge.steps import Operations, Step, operations_of, operations_within
 
 _LOOP = ("schedule", "submit", "update", "send")
 _PHASES = ("prepare", "forward", "sample", "await stage")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Row, Span, Trace, arguments, read_args
+from pagoda.plugins.trace.merge.model import Process, Row, Span, Trace, arguments, read_args
 
 _TOLERATED_NS = 100_000_000
 """The longest time between an engine's step and a worker's that can be the error of clocks."""

@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.errors import ConfigError
+from pagoda.plugins.trace.merge.model import Moment, Span
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, ProcessHeader, run_prefix
-from pagoda.telemetry.merge.model import Moment, Span
 
 _MAX_MICROSECONDS = 2.0**62 / 1000
 """146 years of a clock; more is no time."""

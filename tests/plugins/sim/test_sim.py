@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The simulated executor and its worker, in virtual time."""
+
 from __future__ import annotations
 
 import math
 
 import pytest
 
-from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import Work
@@ -20,6 +21,7 @@ from pagoda.messages.transfers import (
     Transfers,
 )
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
+from pagoda.plugins.sim.executor import Cells, SimExecutor, SimWorker, TransferFate
 
 
 def start(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> SlotStart:

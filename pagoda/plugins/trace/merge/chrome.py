@@ -22,15 +22,23 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pagoda.errors import ConfigError
-from pagoda.telemetry.fragments import ProcessHeader
-from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, arguments
-from pagoda.telemetry.merge.reading import RowName
-from pagoda.telemetry.merge.steps import (
+from pagoda.plugins.trace.merge.model import (
+    ClockSource,
+    Moment,
+    Process,
+    Row,
+    Span,
+    Trace,
+    arguments,
+)
+from pagoda.plugins.trace.merge.reading import RowName
+from pagoda.plugins.trace.merge.steps import (
     operation_spans,
     operations_of,
     steps_by_row,
     steps_of,
 )
+from pagoda.telemetry.fragments import ProcessHeader
 
 _COMPRESSION = 5
 _NOTHING = msgspec.Raw()

@@ -7,12 +7,12 @@ import pytest
 from harness import Harness, expected_tokens
 
 from pagoda.executor.base import Executor
-from pagoda.executor.sim import SimExecutor
-from pagoda.executor.sim_faults import with_faults
 from pagoda.faults.injector import FaultPlan
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.sim.executor import SimExecutor
+from pagoda.plugins.sim.faults import with_faults
 
 STEP_TIMEOUT_S = 5.0
 

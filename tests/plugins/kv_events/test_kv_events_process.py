@@ -27,7 +27,7 @@ from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.fleet import Fleet
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.llm.llm import LLM
-from pagoda.messages.engine_config import EngineConfig, KVEventsConfig, SimConfig
+from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
@@ -44,7 +44,7 @@ def config(port: int, num_replicas: int = 1, num_blocks: int = 64) -> EngineConf
         worker=WorkerConfig(model="sim", parallel=parallel),
         executor="sim",
         sim=SimConfig(num_blocks=num_blocks, block_size=SIZE, max_model_len=64, vocab_size=50),
-        kv_events=KVEventsConfig("127.0.0.1", port),
+        kv_events=f"tcp://127.0.0.1:{port}",
     )
 
 

@@ -12,12 +12,20 @@ from pathlib import Path
 import msgspec
 
 from pagoda.ipc.machine import format_bytes
+from pagoda.plugins.trace.merge.chrome import write_chrome_trace
+from pagoda.plugins.trace.merge.model import (
+    ClockSource,
+    Moment,
+    Process,
+    Row,
+    Span,
+    Trace,
+    read_args,
+)
+from pagoda.plugins.trace.merge.reading import ClockEdge, Fragment, read_fragments
+from pagoda.plugins.trace.merge.roles import in_order
+from pagoda.plugins.trace.merge.steps import StepArgs
 from pagoda.telemetry.fragments import ProcessHeader
-from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, read_args
-from pagoda.telemetry.merge.reading import ClockEdge, Fragment, read_fragments
-from pagoda.telemetry.merge.roles import in_order
-from pagoda.telemetry.merge.steps import StepArgs
 
 _FIRST_TID = 1_000
 """Rows beside the main one count from here, so that none has the number of a process: that marks main rows."""

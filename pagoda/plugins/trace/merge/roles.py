@@ -11,8 +11,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from pagoda.plugins.trace.merge.model import Process
 from pagoda.telemetry.fragments import ProcessHeader
-from pagoda.telemetry.merge.model import Process
 
 _PLACE = re.compile(r"(engine|worker) dp(\d+)(?: tp(\d+) pp(\d+))?")
 _LEVELS = {"router": 0, "frontend": 1, "engine": 2, "worker": 3}

@@ -14,10 +14,10 @@ from pagoda.executor.base import (
     ExecutorEvent,
     WorkerLost,
 )
-from pagoda.executor.sim import SimExecutor
 from pagoda.faults.injector import Fault, FaultPlan, Faults, instance
 from pagoda.ipc.clock import Clock
 from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.plugins.sim.executor import SimExecutor
 
 _DEATHS = {
     "kill": "the worker was killed by SIGKILL",

@@ -18,8 +18,8 @@ from trace_format import problems_of, read_trace
 from trace_processor import loaded
 
 from pagoda.errors import ConfigError
-from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.merge.merging import merge_fragments
+from pagoda.plugins.trace.merge.chrome import write_chrome_trace
+from pagoda.plugins.trace.merge.merging import merge_fragments
 
 LIVES = [
     Life("one", 0.0, prompt_tokens=64, output_tokens=6),

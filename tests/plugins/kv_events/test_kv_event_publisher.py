@@ -16,12 +16,12 @@ import zmq
 from kv_subscriber import BatchOnTheWire, Subscriber
 from ports import free_ports
 
-from pagoda.engine import kv_events
-from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError
 from pagoda.ipc import door
 from pagoda.kv.events import BlockRemoved, BlockStored
-from pagoda.messages.engine_config import KVEventsConfig
+from pagoda.plugins.kv_events import publisher as kv_events
+from pagoda.plugins.kv_events.address import KVEventsAddress
+from pagoda.plugins.kv_events.publisher import KVEventPublisher
 
 
 def key(number: int) -> bytes:
@@ -44,7 +44,7 @@ class Stage:
 
     def _start(self) -> None:
         self._engine_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        config = KVEventsConfig("127.0.0.1", self.port)
+        config = KVEventsAddress("127.0.0.1", self.port)
         self.publisher = KVEventPublisher(config, 0, 1, self._engine_context)
 
     def _stop(self) -> None:
@@ -315,7 +315,7 @@ def test_connections_without_a_handshake_are_sent_away_beyond_a_number(
 
 def test_a_port_that_is_taken_is_named(stage: Stage) -> None:
     for port, taken in ((stage.port, stage.port), (stage.port - 1, stage.port)):
-        config = KVEventsConfig("127.0.0.1", port)
+        config = KVEventsAddress("127.0.0.1", port)
         with pytest.raises(ConfigError, match=f"port {taken} of 127.0.0.1, which is taken"):
             KVEventPublisher(config, 0, 1, stage.context)
 
@@ -323,4 +323,4 @@ def test_a_port_that_is_taken_is_named(stage: Stage) -> None:
 def test_a_host_that_is_elsewhere_is_named(stage: Stage) -> None:
     for host in ("192.0.2.77", "nowhere.invalid"):
         with pytest.raises(ConfigError, match=f"names {host}, which is no address of this host"):
-            KVEventPublisher(KVEventsConfig(host, stage.port), 0, 1, stage.context)
+            KVEventPublisher(KVEventsAddress(host, stage.port), 0, 1, stage.context)

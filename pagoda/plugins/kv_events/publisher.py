@@ -19,8 +19,8 @@ import zmq
 from pagoda.errors import ConfigError
 from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.door import Door, guard
-from pagoda.kv.events import AllBlocksCleared, KVEvent, KVEventBatch
-from pagoda.messages.engine_config import KVEventsConfig
+from pagoda.kv.events import AllBlocksCleared, KVEvent
+from pagoda.plugins.kv_events.address import KVEventsAddress
 
 TOPIC = b"kv-events"
 """Topic of vLLM's example."""
@@ -34,6 +34,15 @@ _REQUESTS_PER_TURN = 16
 _MAX_REQUEST_BYTES = 4096
 
 
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The events of one engine step, in their order."""
+
+    ts: float
+    """Seconds since 1970."""
+    events: list[KVEvent]
+    data_parallel_rank: int
+
+
 class KVEventPublisher:
     """Numbers batches of events, sends them, and keeps the last ones for replays.
 
@@ -45,7 +54,7 @@ class KVEventPublisher:
 
     def __init__(
         self,
-        config: KVEventsConfig,
+        address: KVEventsAddress,
         replica: int,
         num_replicas: int,
         context: zmq.Context[zmq.Socket[bytes]],
@@ -58,14 +67,14 @@ class KVEventPublisher:
         self._replays: deque[tuple[list[bytes], int]] = deque()
         """Client, and the empty frame of a REQ socket, with the next number of each replay."""
         self._publications = _bound(
-            context, zmq.PUB, config.host, config.publish_port(replica), _MAX_UNSENT
+            context, zmq.PUB, address.host, address.publish_port(replica), _MAX_UNSENT
         )
         try:
             self.replay_socket = _bound(
                 context,
                 zmq.ROUTER,
-                config.host,
-                config.replay_port(replica, num_replicas),
+                address.host,
+                address.replay_port(replica, num_replicas),
                 MAX_KEPT_BATCHES + 1,
             )
         except ConfigError:
