@@ -11,8 +11,8 @@ from pagoda.engine import canary
 from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.canary import Canary
-from pagoda.engine.constraint import Constraint
 from pagoda.engine.deadlines import Deadlines
+from pagoda.engine.grammars import Busy, GrammarOutcome
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.request import Request
@@ -224,13 +224,13 @@ class EngineCore:
         return True
 
     def _add(
-        self, scheduler: Scheduler, request: GenerateRequest, constraint: Constraint | str | None
+        self, scheduler: Scheduler, request: GenerateRequest, constraint: GrammarOutcome | None
     ) -> RequestRefused | list[TokenChunk]:
-        """Gives a request to the scheduler; `constraint` is its place in its grammar, or what is wrong with it."""
+        """Gives a request to the scheduler or refuses it. `constraint` is None for a request without a grammar."""
         problem = constraint if isinstance(constraint, str) else ""
         if request.adapter and not self.adapters.has(request.adapter):
             problem = "the adapter is not loaded here."
-        if problem or isinstance(constraint, str):
+        if problem or isinstance(constraint, str | Busy):
             scheduler.hooks.on_refused(request)
             self._forget(request.request_id)
             return RequestRefused(

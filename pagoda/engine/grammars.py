@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import logging
 from collections import OrderedDict, deque
@@ -32,11 +33,19 @@ RETURN_LIMIT_S = 10.0
 """Seconds that others wait for the grammar of an answer that has begun, before an engine died."""
 LATE_FOR_S = 60.0
 """Seconds for which a grammar that took too long is refused at once."""
-BUSY = ""
-"""The problem of no grammar: too many others of its tenant are still being compiled, so the request may come
-again."""
 _MAX_LATE_DIGESTS = 256
 _log = logging.getLogger(__name__)
+
+
+class Busy(enum.Enum):
+    """Too many other grammars of the tenant are still being compiled: the request may come again."""
+
+    BUSY = enum.auto()
+
+
+BUSY = Busy.BUSY
+GrammarOutcome = Constraint | str | Busy
+"""A request's place in its grammar, what is wrong with the grammar in one sentence, or `BUSY`."""
 
 
 @dataclass
@@ -101,7 +110,7 @@ class Grammars:
         """The least recently used one first."""
         self._late: OrderedDict[bytes, float] = OrderedDict()
         """Digests of grammars that took too long, and the time until which they are refused."""
-        self._done: deque[tuple[GenerateRequest, Constraint | str]] = deque()
+        self._done: deque[tuple[GenerateRequest, GrammarOutcome]] = deque()
         """Requests whose grammars are compiled, with their places or what is wrong; filled by the thread."""
         self._held: dict[str, GenerateRequest] = {}
 
@@ -110,9 +119,9 @@ class Grammars:
         """Requests that wait for their grammars."""
         return len(self._held)
 
-    def take(self, request: GenerateRequest, grammar: Grammar) -> Constraint | str | None:
-        """The request's place in its grammar, or what is wrong with the grammar, in one sentence, or `BUSY`.
-        None if that takes longer: `drain` tells later. No answer that has begun is refused for want of room."""
+    def take(self, request: GenerateRequest, grammar: Grammar) -> GrammarOutcome | None:
+        """The outcome; None if that takes longer: `drain` tells later. No answer that has begun is refused for
+        want of room."""
         entry = self._entries.get(grammar)
         if not request.output_token_ids:
             if entry is None and self._is_late(grammar):
@@ -134,7 +143,7 @@ class Grammars:
             self._run_in_thread(request.tenant, work)
         return None
 
-    def drain(self) -> list[tuple[GenerateRequest, Constraint | str]]:
+    def drain(self) -> list[tuple[GenerateRequest, GrammarOutcome]]:
         """Requests whose grammars are compiled, are wrong or take too long, but for those that were dropped."""
         if self._threads is not None:
             gave_up = self._threads.give_up(self._refuse_late)
