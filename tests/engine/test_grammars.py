@@ -34,7 +34,6 @@ from pagoda.engine.grammars import (
     LATE_FOR_S,
     MAX_CACHED_GRAMMARS,
     RETURN_LIMIT_S,
-    GrammarOutcome,
     Grammars,
 )
 from pagoda.engine.vocabulary import TokenTexts, TokenTextsOrder, Vocabulary, load_token_texts
@@ -54,7 +53,7 @@ def constrained(request_id: str, grammar: Grammar, **fields: object) -> Generate
     return make_request(request_id, [1, 2, 3], grammar=grammar, eos_token_ids=(EOS,), **fields)
 
 
-def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, GrammarOutcome]]:
+def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, object]]:
     """The next outcomes, at least some number of them."""
     found = grammars.drain()
     while len(found) < number:
@@ -458,7 +457,7 @@ def test_grammars_of_a_tenant_that_take_too_long_keep_no_other_tenant_out(
     clock, compiler = VirtualClock(), SlowCompiler()
     grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
 
-    def ask(tenant: str, grammar: Grammar) -> GrammarOutcome:
+    def ask(tenant: str, grammar: Grammar) -> object:
         request = msgspec.structs.replace(constrained(grammar.text, grammar), tenant=tenant)
         place = grammars.take(request, grammar)
         if place is None and set(grammar.text) == {"b"}:
