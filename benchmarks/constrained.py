@@ -170,7 +170,7 @@ def _place(grammars: Grammars, grammar: Grammar) -> Constraint:
     place = grammars.take(request, grammar)
     if place is None:
         [(_, place)] = grammars.drain()
-    if isinstance(place, str):
+    if not isinstance(place, Constraint):
         raise ValueError(place)
     return place
 

@@ -16,7 +16,7 @@ def whole_rows(bits: int, inputs: int) -> BlockFormat:
     return BlockFormat(bits, size, inputs, integer_scales=True, minima=True, whole_rows=True)
 
 
-def make_blocks(held_as: BlockFormat, outputs: int, inputs: int, seed: int) -> BlockWeight:
+def make_blocks(stored_format: BlockFormat, outputs: int, inputs: int, seed: int) -> BlockWeight:
     """A weight of random codes, scales and minima."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -24,22 +24,29 @@ def make_blocks(held_as: BlockFormat, outputs: int, inputs: int, seed: int) -> B
         return torch.randn((outputs, inputs // size), generator=generator).half()
 
     def integers(lowest: int, highest: int) -> Tensor:
-        shape = (outputs, inputs // held_as.group_size)
+        shape = (outputs, inputs // stored_format.group_size)
         return torch.randint(lowest, highest + 1, shape, generator=generator).to(torch.int8)
 
-    codes = torch.randint(0, 2**held_as.bits, (outputs, inputs), generator=generator)
-    if not held_as.integer_scales:
-        minima = 4 * halves(held_as.group_size) if held_as.minima else None
+    codes = torch.randint(0, 2**stored_format.bits, (outputs, inputs), generator=generator)
+    if not stored_format.integer_scales:
+        minima = 4 * halves(stored_format.group_size) if stored_format.minima else None
         return BlockWeight(
-            held_as, codes.to(torch.uint8), halves(held_as.group_size), minima, None, None
+            stored_format,
+            codes.to(torch.uint8),
+            halves(stored_format.group_size),
+            minima,
+            None,
+            None,
         )
     # The scales of 2-bit codes have four bits, those of others up to eight.
-    limits = (0, 15) if held_as.bits == 2 else (0, 63) if held_as.minima else (-128, 127)
+    limits = (
+        (0, 15) if stored_format.bits == 2 else (0, 63) if stored_format.minima else (-128, 127)
+    )
     return BlockWeight(
-        held_as,
+        stored_format,
         codes.to(torch.uint8),
         integers(*limits),
-        integers(*limits) if held_as.minima else None,
-        halves(held_as.block_size) / limits[1],
-        halves(held_as.block_size) / limits[1] if held_as.minima else None,
+        integers(*limits) if stored_format.minima else None,
+        halves(stored_format.block_size) / limits[1],
+        halves(stored_format.block_size) / limits[1] if stored_format.minima else None,
     )

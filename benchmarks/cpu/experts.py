@@ -67,7 +67,7 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
 def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     gate_up = torch.randn(_ROUTING.num_experts, 2 * _INNER, _HIDDEN).bfloat16() * _HIDDEN**-0.5
     down = torch.randn(_ROUTING.num_experts, _HIDDEN, _INNER).bfloat16() * _INNER**-0.5
-    held_as = {
+    stored_format = {
         "bfloat16": _prepared(ops, gate_up, down, "none"),
         "int8": _prepared(ops, gate_up, down, "int8"),
         "int4": _prepared(ops, gate_up, down, "int4"),
@@ -76,10 +76,10 @@ def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
         x, logits = torch.randn(tokens, _HIDDEN), torch.randn(tokens, _ROUTING.num_experts)
         loop, *fused = median_seconds(
             partial(_loop, x.bfloat16(), logits, gate_up, down),
-            *(_bound(ops, x, logits, experts) for experts in held_as.values()),
+            *(_bound(ops, x, logits, experts) for experts in stored_format.values()),
         )
         used = len(set(logits.topk(_ROUTING.experts_per_token).indices.flatten().tolist()))
-        for (name, experts), seconds in zip(held_as.items(), fused, strict=True):
+        for (name, experts), seconds in zip(stored_format.items(), fused, strict=True):
             moved = used * _expert_bytes(experts) / seconds
             weights = 3 * _INNER * _HIDDEN
             flops = 2 * tokens * _ROUTING.experts_per_token * weights / seconds

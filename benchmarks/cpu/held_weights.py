@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.model.quantization import quantization_on_load
 from pagoda.model.sharding import whole_part
 
@@ -22,5 +22,5 @@ def held_weight(
     on_load = quantization_on_load(quantization, group_size)
     if on_load is None:
         return dense
-    linear = LinearSpec("mlp", outputs, inputs, Role.MLP_IN)
+    linear = LinearSpec("mlp", outputs, inputs, LinearRole.MLP_IN)
     return on_load.quantize(linear, whole_part(linear), dense, ops)

@@ -119,16 +119,16 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
 
 def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     for outputs, inputs in _SHAPES:
-        held_as = _random_weights(ops, outputs, inputs)
-        packed = {name: _streamed(ops, weight) for name, weight in held_as.items()}
+        stored_format = _random_weights(ops, outputs, inputs)
+        packed = {name: _streamed(ops, weight) for name, weight in stored_format.items()}
         for rows in _ROWS:
             x = torch.randn(rows, inputs)
-            runs = [_products(ops, x, packed[name][: _passes(rows)]) for name in held_as]
+            runs = [_products(ops, x, packed[name][: _passes(rows)]) for name in stored_format]
             seconds = [
                 taken / len(packed[name][: _passes(rows)])
-                for name, taken in zip(held_as, median_seconds(*runs), strict=True)
+                for name, taken in zip(stored_format, median_seconds(*runs), strict=True)
             ]
-            for name, taken in list(zip(held_as, seconds, strict=True))[1:]:
+            for name, taken in list(zip(stored_format, seconds, strict=True))[1:]:
                 moved = sum(part.panels.nbytes for part in packed[name][0].segments) / taken
                 operations = 2 * rows * outputs * inputs / taken
                 yield (

@@ -26,7 +26,7 @@ from benchmarks.handoff.bandwidth_exporter import HOST, SECRET
 from pagoda.cli import output
 from pagoda.ipc.machine import format_bytes
 from pagoda.kv.memory import OwnMemory, Region
-from pagoda.plugins.disaggregation.transport.base import Access, MemoryLink, Span
+from pagoda.plugins.disaggregation.transport.base import Access, MemoryLink, MemorySpan
 from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 
 _SOCKET, _MAPPED = "plain socket", "plain mapped memory"
@@ -119,10 +119,10 @@ class _Target:
         ctypes.memset(address, 1, num_bytes)
         self.region = Region(address, num_bytes)
 
-    def spans(self, size: int) -> list[Span]:
+    def spans(self, size: int) -> list[MemorySpan]:
         end = self.region.num_bytes
         return [
-            Span(0, start, min(size, end - start), self.region.address + start)
+            MemorySpan(0, start, min(size, end - start), self.region.address + start)
             for start in range(0, end, size)
         ]
 
@@ -133,7 +133,7 @@ def _connect(name: str, target: _Target, descriptor: bytes) -> MemoryLink:
     return transport.connect(descriptor, time.monotonic() + _PATIENCE_S)
 
 
-def _read(link: MemoryLink, spans: list[Span]) -> Callable[[], None]:
+def _read(link: MemoryLink, spans: list[MemorySpan]) -> Callable[[], None]:
     return lambda: link.read(spans, time.monotonic() + _PATIENCE_S)
 
 

@@ -89,7 +89,7 @@ def check_slots(tiers: TieredKVConnector) -> None:
 
 def check_sums(scheduler: Scheduler) -> None:
     """The sums that the scheduler keeps are right, and so are the numbers of each request's tokens."""
-    places, kv, max_model_len = scheduler.places, scheduler.kv, scheduler.limits.max_model_len
+    queue, kv, max_model_len = scheduler.queue, scheduler.kv, scheduler.limits.max_model_len
     numbers = dict.fromkeys(RequestState, 0)
     num_reserved = num_pending = 0
     num_drafts = Counter[Request]()
@@ -120,10 +120,10 @@ def check_sums(scheduler: Scheduler) -> None:
             name = request.request_id
             raise BrokenInvariantError(f"{name} has reserved too many or too few blocks.")
     num_running, num_loading = numbers[RequestState.RUNNING], numbers[RequestState.LOADING]
-    num_holders, reserved = places.reserved
+    num_holders, reserved = queue.reserved
     require(num_holders == num_running + num_loading, "Sequences are counted wrongly.")
     require(reserved == num_reserved, "Reserved blocks are added up wrongly.")
-    require(places.num_pending_tokens == num_pending, "Pending tokens are added up wrongly.")
+    require(queue.num_pending_tokens == num_pending, "Pending tokens are added up wrongly.")
     require(len(scheduler.running) == num_running, "Running requests are not in the list.")
     num_waiting = numbers[RequestState.WAITING]
     require(len(scheduler.waiting) == num_waiting, "Waiting requests are not in the queue.")

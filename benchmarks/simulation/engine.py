@@ -36,7 +36,7 @@ from pagoda.telemetry.tracer import Tracer
 
 
 class SimEngine:
-    """The `Transport` of a replica; the engine dies when it is told to, and another follows with an empty cache.
+    """The `ReplicaTransport` of a replica; the engine dies when told to, and another follows with an empty cache.
 
     Belongs to the event loop in which it is started, whose time is the engine's.
     """

@@ -114,7 +114,7 @@ class SimNetwork:
 
 
 class SimListener:
-    """A `Listener`."""
+    """A `KVListener`."""
 
     def __init__(self, address: str, network: SimNetwork, clock: Clock, wake: Wake) -> None:
         self.address = address

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounded waiting queue: by requests, by tokens, and fair to the keys whose requests wait."""
+"""Admission control: the bound of the waiting queue in requests and tokens, shared out fairly among API keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Line:
+class _TenantQueue:
     """Requests of one tenant, oldest first, and their tokens."""
 
     weight: float
@@ -77,7 +77,7 @@ class WaitingRoom:
 
     def __init__(self, clock: Clock) -> None:
         self._rate = DrainRate(clock)
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _TenantQueue] = {}
         self._rankings = _Ranking(), _Ranking()
         """The lines by requests, and by tokens."""
         self._tenants: dict[str, str] = {}
@@ -154,7 +154,7 @@ class WaitingRoom:
             self._rate.restart()
         line = self._lines.get(newcomer.tenant)
         if line is None:
-            line = self._lines[newcomer.tenant] = _Line(newcomer.weight)
+            line = self._lines[newcomer.tenant] = _TenantQueue(newcomer.weight)
         line.weight = newcomer.weight
         line.requests[newcomer.request_id] = newcomer.num_tokens
         line.num_tokens += newcomer.num_tokens
@@ -177,6 +177,6 @@ class WaitingRoom:
         if has_begun:
             self._rate.drained(num_tokens)
 
-    def _rank(self, tenant: str, line: _Line) -> None:
+    def _rank(self, tenant: str, line: _TenantQueue) -> None:
         for ranking, size in zip(self._rankings, line.sizes, strict=True):
             ranking.set(tenant, size / line.weight)

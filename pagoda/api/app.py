@@ -66,7 +66,7 @@ _log = logging.getLogger("pagoda.api")
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    connection = cast(Connection, http.protocol)
+    connection = cast(HttpConnection, http.protocol)
     context, methods = _request_context(http, service, connection.begin(http))
     began = time.monotonic()
     is_endless = any(route.is_endless for route in methods.values())
@@ -282,10 +282,10 @@ class ApiServer(web.Server):
                 service.states[type(state)] = state
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._service, self._bound, loop=self._loop, **self._kwargs)
+        return HttpConnection(self, self._service, self._bound, loop=self._loop, **self._kwargs)
 
 
-class Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """A connection that knows when each request arrived, and lets event streams wait for a slow client.
 
     Bytes with many lines are parsed piece by piece, in turns of the event loop. A request that is answered before

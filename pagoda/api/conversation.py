@@ -13,12 +13,12 @@ from typing import Any
 
 from pagoda.api.constraint_fields import constraint_of, constraint_size
 from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation, Usage, prepare
+from pagoda.api.generation import Generation, TokenUsage, prepare
 from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
 from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
-from pagoda.api.tool_choice import ToolChoice, new_call_id, served_tools, tool_choice_of
+from pagoda.api.tool_choice import ToolSelection, new_call_id, served_tools, tool_choice_of
 from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.frontend import FinishReason
@@ -40,7 +40,7 @@ class MessageReader:
     def __init__(
         self,
         parser: OutputParser,
-        usage: Usage,
+        usage: TokenUsage,
         *,
         is_single_call: bool = False,
         call_reason: str = "tool_calls",
@@ -119,7 +119,7 @@ class Conversation:
     """One for each request of the generation."""
     has_reasoning: bool
     """The model may think before it answers."""
-    choice: ToolChoice
+    choice: ToolSelection
     num_earlier_calls: int
     """Tool calls in the messages before the answer."""
 
@@ -210,7 +210,7 @@ async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:
     )
 
 
-async def _render(generator: TextGenerator, body: ChatRequest, choice: ToolChoice) -> str:
+async def _render(generator: TextGenerator, body: ChatRequest, choice: ToolSelection) -> str:
     """The prompt of a conversation."""
     template = generator.text.require_template()
     formats = generator.text.formats
@@ -266,7 +266,10 @@ def _border(
 
 
 def _grammar(
-    body: ChatRequest, generator: TextGenerator, choice: ToolChoice, border: ReasoningBorder | None
+    body: ChatRequest,
+    generator: TextGenerator,
+    choice: ToolSelection,
+    border: ReasoningBorder | None,
 ) -> FieldGrammar | None:
     """The grammar that the answer is held to for its calls, its content behind reasoning, or the bound of its
     reasoning; None without."""

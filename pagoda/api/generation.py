@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers to one body, in one piece or as a stream of events. Each route gives them a shape of its own."""
+"""Generation for one body: the answers in one piece or as a stream of events, in the shape of the route."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ANSWER_CHARS = 64
 """Characters of a text that takes as long as an empty answer."""
 
 
-class Answer(Protocol):
+class AnswerShape(Protocol):
     """One answer in the shape of its route."""
 
     @property
@@ -62,7 +62,7 @@ class Shape(Protocol):
     """The shape that a route gives to the answers of a body."""
 
     @property
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[AnswerShape]:
         """One answer for each of the requests of the generation, in their order."""
         ...
 
@@ -76,7 +76,7 @@ class Shape(Protocol):
 
 
 @dataclass
-class Usage:
+class TokenUsage:
     """Tokens that the client is told of."""
 
     num_prompt_tokens: int
@@ -102,7 +102,7 @@ class Generation:
         self.transfer_fields = transfer_fields
         self.requests = requests
         prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
-        self.usage = Usage(sum(map(len, prompts)))
+        self.usage = TokenUsage(sum(map(len, prompts)))
         self.kv_source: KVSource | None = None
         """The place of a prompt's KV that is held for another engine, once it is there."""
         self._cached_by_answer: dict[int, int] = {}
@@ -134,7 +134,9 @@ class Generation:
         character, and what its answers take beside them."""
         return self.usage.num_completion_tokens + self._num_kept + ANSWER_CHARS * len(self.requests)
 
-    async def _search(self, first: int, answers: Sequence[Answer], beams: BeamSearchParams) -> None:
+    async def _search(
+        self, first: int, answers: Sequence[AnswerShape], beams: BeamSearchParams
+    ) -> None:
         """Brings the answers to one prompt, from `first` on, to their end."""
         request = self.requests[first]
         found = await beam_search(self.generator, request, beams)
@@ -165,7 +167,9 @@ class Generation:
             await keep(whole, self.size)
         return await context.sized_json(whole, self.size)
 
-    async def _run(self, index: int, answer: Answer, stream: EventStream | None = None) -> None:
+    async def _run(
+        self, index: int, answer: AnswerShape, stream: EventStream | None = None
+    ) -> None:
         """Brings one answer to its end: as events to `stream`, or without one in one piece."""
         async with aclosing(self.generator.stream(self.requests[index])) as deltas:
             async for delta in deltas:

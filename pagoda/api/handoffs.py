@@ -12,7 +12,7 @@ from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 
 
-class Handoff(NamedTuple):
+class RequestHandoff(NamedTuple):
     """The part of a request in a handoff; by default none."""
 
     holds_kv: bool = False
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 class Handoffs(Protocol):
     """Fields of bodies and of answers by which KV goes from server to server."""
 
-    async def handoff(self, asked: Asked) -> Handoff:
+    async def handoff(self, asked: Asked) -> RequestHandoff:
         """The handoff that a body asks for.
 
         Raises InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field.
@@ -49,14 +49,14 @@ class Handoffs(Protocol):
 class NoHandoffs:
     """Refuses bodies that ask for a handoff."""
 
-    async def handoff(self, asked: Asked) -> Handoff:
+    async def handoff(self, asked: Asked) -> RequestHandoff:
         """Raises InvalidRequestError: the body asks for a handoff."""
         params = asked.body.kv_transfer_params
         if params is not None and (params.do_remote_decode or params.do_remote_prefill):
             refuse("kv_transfer_params", "needs a server with the plugin disaggregation")
         if asked.body.bootstrap_room is not None:
             refuse("bootstrap_room", "needs a server with the plugin disaggregation")
-        return Handoff()
+        return RequestHandoff()
 
     def fields(self, source: KVSource | None) -> dict[str, Any]:  # noqa: ARG002 - there is none
         return {}

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pagoda.api.generation import Answer
+from pagoda.api.generation import AnswerShape
 
 
-class WholeAnswer(Answer, Protocol):
+class WholeAnswer(AnswerShape, Protocol):
     """An answer that is an object by itself."""
 
     def whole(self) -> dict[str, Any]:

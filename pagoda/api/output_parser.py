@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parser of a model's output: reasoning, tool calls, and the answer itself.
+"""The output parser: parts a model's output into reasoning, tool calls and the answer itself.
 
 The parser takes text deltas and returns deltas, so that streams and whole answers are made by the same code. Text
 is held back only while it could be part of a tag, or white space that a tag would swallow. Work is linear in the

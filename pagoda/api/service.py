@@ -31,7 +31,7 @@ from pagoda.text.text_generator import TextGenerator
 T = TypeVar("T")
 
 _NUM_BODY_THREADS = 2
-_MAX_HELD = 1024
+_MAX_WAITING_FOR_MODEL = 1024
 """Requests that wait for the model at once: of each, what the socket's buffers take of its body is in memory."""
 
 
@@ -116,7 +116,7 @@ class Service:
     """The handoffs of KV that bodies may ask for; the state of a plugin puts itself here."""
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the model is loaded, or will not be."""
-    num_held: int = 0
+    num_waiting_for_model: int = 0
     """Requests that wait for the model."""
     body_threads: LongWork = field(default_factory=lambda: LongWork(_NUM_BODY_THREADS))
     """Threads in which large bodies are inflated, decoded and translated."""
@@ -148,16 +148,21 @@ class Service:
         client, which gives its request `timeout_s` in all; then whoever needs the model finds that it is loading.
         """
         limit_s = self.config.hold_while_loading_s
-        if self.generator is not None or self.draining or self.num_held >= _MAX_HELD or not limit_s:
+        if (
+            self.generator is not None
+            or self.draining
+            or self.num_waiting_for_model >= _MAX_WAITING_FOR_MODEL
+            or not limit_s
+        ):
             return
-        self.num_held += 1
+        self.num_waiting_for_model += 1
         try:
             async with asyncio.timeout(limit_s if timeout_s is None else min(limit_s, timeout_s)):
                 await self.has_settled.wait()
         except TimeoutError:
             pass
         finally:
-            self.num_held -= 1
+            self.num_waiting_for_model -= 1
 
     def admit(self, model: str | None, client_request: ClientRequest) -> TextGenerator:
         """The generator for a new request that names `model`.

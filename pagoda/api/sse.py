@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from pagoda.api.app import Connection
+    from pagoda.api.app import HttpConnection
 
 DONE = b"data: [DONE]\n\n"
 
@@ -72,7 +72,7 @@ class EventStream:
     ) -> None:
         """`headers` name the type of the content; `keep_alive` may be empty."""
         self._request = request
-        self._connection = cast("Connection", request.protocol)
+        self._connection = cast("HttpConnection", request.protocol)
         self._response = web.StreamResponse(
             headers={
                 "Cache-Control": "no-cache",

@@ -26,7 +26,7 @@ _ID_ALPHABET = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class ToolChoice:
+class ToolSelection:
     """Tools of a body, and calls that an answer may make."""
 
     mode: Mode
@@ -130,7 +130,7 @@ def served_tools(body: ChatRequest, ignored: Ignored) -> tuple[ChatRequest, dict
     return msgspec.structs.replace(body, tools=tools), names
 
 
-def tool_choice_of(body: ChatRequest) -> ToolChoice:
+def tool_choice_of(body: ChatRequest) -> ToolSelection:
     """The tools of a body, unchecked, and their choice. Raises InvalidRequestError: the choice is malformed."""
     if body.functions or body.function_call not in (None, "none", "auto"):
         return _functions_of(body)
@@ -140,13 +140,13 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     if choice == "any":  # Mistral's word
         choice = "required"
     if choice == "none":
-        return ToolChoice("none")
+        return ToolSelection("none")
     if choice in (None, "auto"):
-        return ToolChoice("auto", tools, is_single=is_single)
+        return ToolSelection("auto", tools, is_single=is_single)
     if choice == "required":
         if not tools:
             refuse("tool_choice", "is required, but there are no tools")
-        return ToolChoice("required", tools, is_single=is_single)
+        return ToolSelection("required", tools, is_single=is_single)
     try:
         parsed = msgspec.convert(choice, _Named | _Allowed)
     except (msgspec.ValidationError, RecursionError):
@@ -156,17 +156,17 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
         )
     if isinstance(parsed, _Named):
         _check_names([parsed.function.name], tools, "tool_choice.function.name")
-        return ToolChoice("named", tools, (parsed.function.name,), is_single=True)
+        return ToolSelection("named", tools, (parsed.function.name,), is_single=True)
     names = [tool.function.name for tool in parsed.allowed_tools.tools]
     where = "tool_choice.allowed_tools.tools"
     if not names:
         refuse(where, "must name at least one tool")
     _check_names(names, tools, where)
     mode = parsed.allowed_tools.mode
-    return ToolChoice(mode, tools, tuple(dict.fromkeys(names)), is_single=is_single)
+    return ToolSelection(mode, tools, tuple(dict.fromkeys(names)), is_single=is_single)
 
 
-def _functions_of(body: ChatRequest) -> ToolChoice:
+def _functions_of(body: ChatRequest) -> ToolSelection:
     """The choice of a client that speaks of functions: one call, of any function or of the one that it names."""
     if body.tools is not None or body.tool_choice is not None:
         refuse(
@@ -176,15 +176,15 @@ def _functions_of(body: ChatRequest) -> ToolChoice:
     tools = [{"type": "function", "function": function} for function in body.functions or ()]
     call = body.function_call
     if call == "none":
-        return ToolChoice("none", is_function=True)
+        return ToolSelection("none", is_function=True)
     if call in (None, "auto"):
-        return ToolChoice("auto", tools, is_single=True, is_function=True)
+        return ToolSelection("auto", tools, is_single=True, is_function=True)
     try:
         name = msgspec.convert(call, _Name).name
     except msgspec.ValidationError:
         refuse("function_call", "must be none, auto, or an object with the name of a function")
     _check_names([name], tools, "function_call.name")
-    return ToolChoice("named", tools, (name,), is_single=True, is_function=True)
+    return ToolSelection("named", tools, (name,), is_single=True, is_function=True)
 
 
 def _check_names(names: Sequence[str], tools: Sequence[Mapping[str, Any]], param: str) -> None:

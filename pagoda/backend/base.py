@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a device that a decoder model runs on.
+"""The interface of backends: kernels, KV cache and memory of one kind of device.
 
 A model records its forward pass as a graph (`pagoda.backend.graph`) and knows no device.
 """
@@ -251,13 +251,13 @@ class HeadLinears(Generic[LinearT_co]):
 
 
 @dataclass(frozen=True)
-class LateRows:
+class FutureTokens:
     """Tokens that a step takes from the results of the one before, which nobody has read."""
 
     rows: Sequence[int]
     """Rows of the step's `token_ids`; what these hold themselves is of no account."""
     token_ids: Tensor
-    """[m] int64 on the device, as `Underway` has it."""
+    """[m] int64 on the device, as `PendingOutput` has it."""
     places: Sequence[int]
     """Elements of `token_ids`, one for each of `rows`."""
 
@@ -270,8 +270,8 @@ class StepInput(Generic[MetadataT]):
     """Inputs of the graph by name; and results that an earlier step computed, from which others are computed."""
     metadata: Mapping[int, MetadataT] = field(default_factory=dict)
     """Metadata of attention by KV group."""
-    late: Sequence[LateRows] = ()
-    """Tokens that only the device knows; steps of a backend that is not `RunsAhead` have none."""
+    future_tokens: Sequence[FutureTokens] = ()
+    """Tokens that only the device knows; steps of a backend that is not `OverlapBackend` have none."""
 
     def given(self, graph: Graph) -> list[str]:
         """Results that the step brings along."""

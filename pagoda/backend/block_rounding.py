@@ -21,7 +21,7 @@ _LARGEST = 127
 
 
 def quantize_blocks(
-    values: Tensor, held_as: BlockFormat, importance: Tensor | None = None
+    values: Tensor, stored_format: BlockFormat, importance: Tensor | None = None
 ) -> BlockWeight:
     """Codes of a weight [out, in] in blocks of whole rows: a group's lowest and highest become the extreme codes.
 
@@ -32,22 +32,23 @@ def quantize_blocks(
     Block scales are not finite where weights are not.
     """
     outputs, inputs = values.shape
-    if held_as.block_size != inputs or not held_as.whole_rows:
-        raise ValueError(f"Rows of {inputs} are not held as {held_as}.")
+    if stored_format.block_size != inputs or not stored_format.whole_rows:
+        raise ValueError(f"Rows of {inputs} are not held as {stored_format}.")
     codes = torch.empty((outputs, inputs), dtype=torch.uint8)
     scales, minima = (
-        torch.empty((outputs, inputs // held_as.group_size), dtype=torch.int8) for _ in range(2)
+        torch.empty((outputs, inputs // stored_format.group_size), dtype=torch.int8)
+        for _ in range(2)
     )
     of_scales, of_minima = (torch.empty((outputs, 1), dtype=torch.float16) for _ in range(2))
-    top = 2**held_as.bits - 1
+    top = 2**stored_format.bits - 1
     for rows in row_slices(values):
         block = values[rows].float()
-        groups = block.view(len(block), -1, held_as.group_size)
+        groups = block.view(len(block), -1, stored_format.group_size)
         lowest, highest = groups.amin(-1).clamp_(max=0), groups.amax(-1)
         widths = (highest - lowest) / top
-        covers = held_as.bits == 8
+        covers = stored_format.bits == 8
         if importance is not None and not covers:
-            weigh = importance.float().view(1, -1, held_as.group_size)
+            weigh = importance.float().view(1, -1, stored_format.group_size)
             widths, lowest = _searched(groups, widths, lowest, top, weigh)
         down, up = (torch.floor, torch.ceil) if covers else (torch.round, torch.round)
         minima[rows], of_minima[rows] = _integers(lowest, -_LARGEST, down)
@@ -58,7 +59,7 @@ def quantize_blocks(
         steps = scales[rows].float() * of_scales[rows].float()
         offsets = (groups - base[..., None]) / divisors(steps)[..., None]
         codes[rows] = offsets.round_().clamp_(0, top).flatten(1)
-    return BlockWeight(held_as, codes, scales, minima, of_scales, of_minima)
+    return BlockWeight(stored_format, codes, scales, minima, of_scales, of_minima)
 
 
 def _searched(

@@ -16,7 +16,7 @@ from pagoda.backend.base import KVCache, LatentCache
 from pagoda.kv.memory import DirectMemory, Extent, MemoryFile, Region
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Something that a device will have done."""
 
     @property
@@ -38,7 +38,7 @@ class _Done:
         """Returns at once."""
 
 
-DONE: Event = _Done()
+DONE: DeviceEvent = _Done()
 
 
 class KVTensor(NamedTuple):
@@ -88,12 +88,12 @@ class KVStore(Protocol):
     batch_blocks: int
     """Blocks that a call of `read` or `write` should have at most; what is urgent waits for a call."""
 
-    def computed(self) -> Event:
+    def computed(self) -> DeviceEvent:
         """The event of all that steps which have been given to the backend do to KV."""
 
     def read(
-        self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], into: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         """Copies each block into `block_bytes` bytes of host memory, tensor after tensor.
 
         The memory holds the block when the event is done. Raises ValueError: there is no such block, or its place
@@ -101,8 +101,8 @@ class KVStore(Protocol):
         """
 
     def write(
-        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         """Copies what `read` has given into blocks.
 
         Steps that begin when the event is done find it there; sources may change then. Raises ValueError as `read`
@@ -110,13 +110,13 @@ class KVStore(Protocol):
         """
 
     def read_extents(
-        self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], into: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         """Copies bytes of tensors, which follow one another in `into`, as `read` does."""
 
     def write_extents(
-        self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], source: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         """Copies what `read_extents` has given, as `write` does."""
 
     def regions(self) -> tuple[Region, ...]:

@@ -35,7 +35,7 @@ def share_of(probability: float) -> int:
     return int(math.ldexp(probability, 53))
 
 
-class Outcome(IntEnum):
+class SampleOutcome(IntEnum):
     """Results of sampling a row; the numbers are those of csrc/sampler.h."""
 
     DRAWN = 0
@@ -98,7 +98,7 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class SampledRow:
-    outcome: Outcome
+    outcome: SampleOutcome
     token_id: int = -1
     """The token, if the outcome is that one was drawn."""
     logprobs: TokenLogprobs | None = None
@@ -109,7 +109,7 @@ class SampledRows:
     """Results of the rows of a step, as arrays. Elements that a row does not have may be anything."""
 
     outcomes: Tensor
-    """[rows] int64, numbers of `Outcome`."""
+    """[rows] int64, numbers of `SampleOutcome`."""
     token_ids: Tensor
     """[rows] int64, of rows that are drawn."""
     ranks: Tensor

@@ -112,13 +112,13 @@ BLOCK_INPUT_GROUP = 16
 class BlockWeight:
     """Blocks of ggml with their own codes, scales and minima.
 
-    Weight `[o, i]` is `scale * number + minimum`. The number is the code minus `held_as.zero`, or what the
+    Weight `[o, i]` is `scale * number + minimum`. The number is the code minus `stored_format.zero`, or what the
     codebook has for the code. Scale and minimum are those of the group `i // group_size`: floats, or integers
     times the float of the block `i // block_size`. Inputs have a scale for each 16, whatever the group size, or
-    one for a row if `held_as.whole_rows`.
+    one for a row if `stored_format.whole_rows`.
     """
 
-    held_as: BlockFormat
+    stored_format: BlockFormat
     codes: Tensor
     """[out, in] uint8, below `2 ** bits`."""
     scales: Tensor
@@ -137,7 +137,7 @@ class BlockWeight:
             for part in (self.minima, self.block_scales, self.block_minima)
         )
         return BlockWeight(
-            self.held_as,
+            self.stored_format,
             self.codes[chosen],
             self.scales[chosen],
             minima,
@@ -155,14 +155,14 @@ class BlockWeight:
 
     def numbers(self) -> Tensor:
         """[out, in] float32, what codes mean."""
-        if self.held_as.codebook is not None:
-            return torch.tensor(self.held_as.codebook, dtype=torch.float32)[self.codes.long()]
-        return self.codes.float() - self.held_as.zero
+        if self.stored_format.codebook is not None:
+            return torch.tensor(self.stored_format.codebook, dtype=torch.float32)[self.codes.long()]
+        return self.codes.float() - self.stored_format.zero
 
     def _of_groups(self, numbers: Tensor, of_blocks: Tensor | None) -> Tensor:
         if of_blocks is None:
             return numbers.float()
-        groups = self.held_as.block_size // self.held_as.group_size
+        groups = self.stored_format.block_size // self.stored_format.group_size
         return of_blocks.float().repeat_interleave(groups, dim=1) * numbers.float()
 
 
@@ -183,7 +183,7 @@ def weight_format(weight: LinearWeight) -> WeightFormat:
     if isinstance(weight, Fp8Weight):
         return Fp8Format(weight.group_size)
     if isinstance(weight, BlockWeight):
-        return weight.held_as
+        return weight.stored_format
     has_offsets, has_order = weight.offsets is not None, weight.act_order is not None
     return GroupedFormat(weight.bits, weight.group_size, has_offsets, has_order)
 
@@ -220,9 +220,9 @@ def dequantize(weight: LinearWeight) -> Tensor:
 
 def _dequantize_blocks(weight: BlockWeight) -> Tensor:
     values, minima = weight.numbers(), weight.group_minima()
-    values *= _per_input(weight.group_scales(), weight.held_as.group_size)
+    values *= _per_input(weight.group_scales(), weight.stored_format.group_size)
     if minima is not None:
-        values += _per_input(minima, weight.held_as.group_size)
+        values += _per_input(minima, weight.stored_format.group_size)
     return values
 
 

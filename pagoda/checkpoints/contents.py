@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.checkpoints.tensor_names import TEXT_PARTS
@@ -36,8 +36,8 @@ _FOLLOWING = re.compile(
 """Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED = {
-    MlpSpec: (Role.MLP_IN, Role.MLP_OUT),
-    ExpertsSpec: (Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT),
+    MlpSpec: (LinearRole.MLP_IN, LinearRole.MLP_OUT),
+    ExpertsSpec: (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT),
 }
 """Linear layers that have biases if an MLP does, or experts do."""
 

@@ -41,7 +41,7 @@ class Fp8Scheme:
         return f"fp8 weights ({shared})"
 
     @property
-    def held_as(self) -> WeightFormat:
+    def stored_format(self) -> WeightFormat:
         """Format in memory, where the backend has 8-bit floats: each output has scales of its own."""
         if not self.is_e4m3 or (self.inputs is not None and self.inputs % FP8_INPUTS):
             return DenseFormat()

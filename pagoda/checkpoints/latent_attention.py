@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order
 
 NORM_EPS = 1e-6
@@ -81,7 +81,7 @@ class LatentSpec:
         if self.query_rank is not None:
             inputs, tensor = self.query_rank, names.of_layer(layer, names.query_up)
             down = names.of_layer(layer, names.query_down)
-            query_down = LinearSpec(down, inputs, hidden, Role.LATENT_IN)
+            query_down = LinearSpec(down, inputs, hidden, LinearRole.LATENT_IN)
 
         def rows(of: str, count: int, first: int, together: int, width: int) -> StoredRows:
             return StoredRows(of, (count * together, width), first, group=together)
@@ -92,7 +92,7 @@ class LatentSpec:
             names.of_layer(layer, names.latents),
             self.kept,
             hidden,
-            Role.LATENT_IN,
+            LinearRole.LATENT_IN,
             head_order=None
             if turned is None
             else (*range(self.rank), *(self.rank + place for place in turned)),
@@ -101,13 +101,13 @@ class LatentSpec:
         return LatentLinears(
             latents,
             query_down,
-            LinearSpec(f"{tensor}.nope", num_heads * self.nope_dim, inputs, Role.QUERY, nope),
+            LinearSpec(f"{tensor}.nope", num_heads * self.nope_dim, inputs, LinearRole.QUERY, nope),
             LinearSpec(
-                f"{tensor}.rope", num_heads * self.rope_dim, inputs, Role.QUERY, rope, turned
+                f"{tensor}.rope", num_heads * self.rope_dim, inputs, LinearRole.QUERY, rope, turned
             ),
             *_heads_of_latents(self, names, layer, num_heads),
             LinearSpec(
-                names.of_layer(layer, names.attention_out), hidden, values, Role.ATTENTION_OUT
+                names.of_layer(layer, names.attention_out), hidden, values, LinearRole.ATTENTION_OUT
             ),
         )
 
@@ -125,7 +125,7 @@ def _heads_of_latents(
 ) -> tuple[LinearSpec, LinearSpec]:
     """Keys and values of heads, whose rows take turns in one tensor, or which have a tensor each."""
     rank, nope, value = spec.rank, spec.nope_dim, spec.value_dim
-    role = Role.LATENT_HEADS
+    role = LinearRole.LATENT_HEADS
     if names.key_up:
         placed = ((names.key_up, rank, nope), (names.value_up, value, rank))
         keys, values = (

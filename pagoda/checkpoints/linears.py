@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pagoda.checkpoints.tensor_names import StoredRows
 
 
-class Role(enum.Enum):
+class LinearRole(enum.Enum):
     """The place of a linear layer in the model: tensor parallelism and quantization depend on it."""
 
     EMBEDDING = enum.auto()
@@ -40,7 +40,9 @@ class Role(enum.Enum):
     """Table of positions or token types, or layer of a head that scores: dense, and whole on every rank."""
 
 
-NEVER_ROUNDED = frozenset({Role.LATENT_HEADS, Role.ROUTER, Role.STATE_GATE, Role.WHOLE})
+NEVER_ROUNDED = frozenset(
+    {LinearRole.LATENT_HEADS, LinearRole.ROUTER, LinearRole.STATE_GATE, LinearRole.WHOLE}
+)
 """Roles of layers that stay dense when a model is quantized."""
 
 
@@ -52,7 +54,7 @@ class LinearSpec:
     """Name without suffix, such as `model.layers.0.mlp.up_proj`; no other layer has it."""
     outputs: int
     inputs: int
-    role: Role
+    role: LinearRole
     rows: StoredRows | None = None
     """Place in a tensor that holds several layers; None where the weight is the tensor `<name>.weight`."""
     head_order: tuple[int, ...] | None = None

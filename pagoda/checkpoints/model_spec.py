@@ -13,10 +13,10 @@ from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,
+    LinearRole,
     LinearSpec,
     MlpLinears,
     PlainMlpLinears,
-    Role,
 )
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens, Task
 from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
@@ -259,14 +259,16 @@ class ModelSpec:
 
     @property
     def embedding(self) -> LinearSpec:
-        return LinearSpec(self.names.embedding, self.vocab_size, self.hidden_size, Role.EMBEDDING)
+        return LinearSpec(
+            self.names.embedding, self.vocab_size, self.hidden_size, LinearRole.EMBEDDING
+        )
 
     @property
     def head(self) -> LinearSpec:
         """The layer that computes logits; a tied head is the embedding table."""
         if self.tie_word_embeddings:
             return self.embedding
-        return LinearSpec(self.names.head, self.vocab_size, self.hidden_size, Role.HEAD)
+        return LinearSpec(self.names.head, self.vocab_size, self.hidden_size, LinearRole.HEAD)
 
     @property
     def outer_linears(self) -> list[LinearSpec]:
@@ -292,14 +294,14 @@ class ModelSpec:
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
         q, k, v = self._linears(
             layer, (names.query, names.key, names.value), sizes, hidden,
-            (Role.QUERY, Role.KEY, Role.VALUE),
+            (LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE),
         )  # fmt: skip
         if self.layers[layer].attention.output_gate:
             q = replace(q, name=f"{q.name}.query", rows=self._gated_rows(q.name, 0))
         out, order = names.of_layer(layer, names.attention_out), self.head_order(layer)
         if order is not None:
             q, k = replace(q, head_order=order), replace(k, head_order=order)
-        return AttentionLinears(q, k, v, LinearSpec(out, hidden, q_size, Role.ATTENTION_OUT))
+        return AttentionLinears(q, k, v, LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT))
 
     def _gated_rows(self, tensor: str, first: int) -> StoredRows:
         """Rows of queries, or of gates, which take turns head by head."""
@@ -315,7 +317,7 @@ class ModelSpec:
             return []
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
         rows = self._gated_rows(tensor, self.head_dim)
-        return [LinearSpec(f"{tensor}.gate", size, hidden, Role.QUERY, rows)]
+        return [LinearSpec(f"{tensor}.gate", size, hidden, LinearRole.QUERY, rows)]
 
     def head_order(self, layer: int) -> tuple[int, ...] | None:
         """Stored dimensions of the heads of queries and keys in the order in which they are computed."""
@@ -332,14 +334,14 @@ class ModelSpec:
             return None
         rows = StoredRows(name, (encoder.num_positions, hidden), encoder.first_position)
         count = encoder.num_positions - encoder.first_position
-        return LinearSpec(name, count, hidden, Role.WHOLE, rows)
+        return LinearSpec(name, count, hidden, LinearRole.WHOLE, rows)
 
     @property
     def token_types(self) -> LinearSpec | None:
         if self.encoder is None:
             return None
         count = self.encoder.num_token_types
-        return LinearSpec(self.names.token_types, count, self.hidden_size, Role.WHOLE)
+        return LinearSpec(self.names.token_types, count, self.hidden_size, LinearRole.WHOLE)
 
     @property
     def classifier_linears(self) -> list[LinearSpec]:
@@ -347,8 +349,8 @@ class ModelSpec:
         if self.classifier is None:
             return []
         hidden, dense = self.hidden_size, self.classifier.dense
-        inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, Role.WHOLE)]
-        return [*inner, LinearSpec(self.classifier.out, 1, hidden, Role.WHOLE)]
+        inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, LinearRole.WHOLE)]
+        return [*inner, LinearSpec(self.classifier.out, 1, hidden, LinearRole.WHOLE)]
 
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""
@@ -357,11 +359,13 @@ class ModelSpec:
             hidden, inner = self.hidden_size, mlp.intermediate_size
             up, down = (names.of_layer(layer, name) for name in (names.up, names.down))
             return PlainMlpLinears(
-                LinearSpec(up, inner, hidden, Role.MLP_IN),
-                LinearSpec(down, hidden, inner, Role.MLP_OUT),
+                LinearSpec(up, inner, hidden, LinearRole.MLP_IN),
+                LinearSpec(down, hidden, inner, LinearRole.MLP_OUT),
             )
         spelled = (names.gate, names.up, names.down)
-        return self._mlp(layer, spelled, mlp.intermediate_size, (Role.MLP_IN, Role.MLP_OUT))
+        return self._mlp(
+            layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
+        )
 
     def expert_linears(
         self, layer: int, chosen: Iterable[int] | None = None
@@ -377,18 +381,21 @@ class ModelSpec:
         """Router and experts of a layer that has these, by default all."""
         names = self.names
         spelled = (names.expert_gate, names.expert_up, names.expert_down)
-        router, roles = names.of_layer(layer, names.router), (Role.EXPERT_IN, Role.EXPERT_OUT)
+        router, roles = (
+            names.of_layer(layer, names.router),
+            (LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT),
+        )
         inner, count = experts.intermediate_size, experts.routing.num_experts
         shared = shared_router = None
         if experts.shared_size:
             spelled_shared = (names.shared_gate, names.shared_up, names.shared_down)
-            dense = (Role.MLP_IN, Role.MLP_OUT)
+            dense = (LinearRole.MLP_IN, LinearRole.MLP_OUT)
             shared = self._mlp(layer, spelled_shared, experts.shared_size, dense)
         if experts.scores_shared:
             name = names.of_layer(layer, names.shared_router)
-            shared_router = LinearSpec(name, 1, self.hidden_size, Role.ROUTER)
+            shared_router = LinearSpec(name, 1, self.hidden_size, LinearRole.ROUTER)
         return ExpertLinears(
-            LinearSpec(router, count, self.hidden_size, Role.ROUTER),
+            LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
             tuple(
                 self._mlp(layer, spelled, inner, roles, expert, count)
                 for expert in (range(count) if chosen is None else chosen)
@@ -402,7 +409,7 @@ class ModelSpec:
         layer: int,
         names: tuple[str, str, str],
         inner: int,
-        roles: tuple[Role, Role],
+        roles: tuple[LinearRole, LinearRole],
         expert: int | None = None,
         experts: int = 0,
     ) -> MlpLinears:
@@ -419,7 +426,7 @@ class ModelSpec:
         names: tuple[str, ...],
         sizes: Mapping[str, int],
         inputs: int,
-        roles: tuple[Role, ...],
+        roles: tuple[LinearRole, ...],
         expert: int | None = None,
         experts: int = 0,
     ) -> list[LinearSpec]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme, compressed_tensors_scheme, fp8_scheme
-from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearRole, LinearSpec
 from pagoda.checkpoints.tensor_names import TEXT_PARTS
 from pagoda.checkpoints.weight_formats import (
     MXFP4,
@@ -43,7 +43,7 @@ class GroupScheme:
 
 Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
 """Int8: a scale for each output, and one for each row of inputs, worked out anew."""
-_DENSE_IN_FP8 = NEVER_ROUNDED | {Role.EMBEDDING, Role.HEAD}
+_DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
 Layout = Literal["compressed-tensors", "fp8", "awq", "gptq", "gptq_v2", "mxfp4"]
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are."""
 
@@ -57,7 +57,7 @@ class CheckpointQuantization:
     """Schemes by layer: a name, `re:` and a pattern that names begin with, or `Linear` for all others."""
     ignore: tuple[str, ...] = ()
     """Names and patterns of layers that stay dense."""
-    dense: frozenset[Role] = frozenset({Role.EMBEDDING, Role.WHOLE})
+    dense: frozenset[LinearRole] = frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE})
     keeps_fp8: bool = False
     """True if 8-bit floats stay what they are in memory; else they become dense as they are loaded."""
 
@@ -79,12 +79,12 @@ class CheckpointQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         scheme = self.scheme_of(linear)
-        if scheme is None or linear.role is Role.LATENT_HEADS:
+        if scheme is None or linear.role is LinearRole.LATENT_HEADS:
             return DenseFormat()
         if isinstance(scheme, Fp8Scheme):
             # Tables, heads and routers are left out of fp8 checkpoints, as a rule, whatever config.json says.
             is_kept = self.keeps_fp8 and linear.role not in _DENSE_IN_FP8
-            return scheme.held_as if is_kept else DenseFormat()
+            return scheme.stored_format if is_kept else DenseFormat()
         if isinstance(scheme, Int8Format | BlockFormat):
             return scheme
         return GroupedFormat(
@@ -100,7 +100,7 @@ class CheckpointQuantization:
         return all(self._keeps(scheme) for _, scheme in self.targets)
 
     def _keeps(self, scheme: Scheme) -> bool:
-        is_fp8 = isinstance(scheme, Fp8Scheme) and isinstance(scheme.held_as, Fp8Format)
+        is_fp8 = isinstance(scheme, Fp8Scheme) and isinstance(scheme.stored_format, Fp8Format)
         return self.keeps_fp8 and is_fp8
 
     def _summary(self, scheme: Scheme) -> str:
@@ -167,7 +167,7 @@ def _mxfp4(fields: Fields) -> CheckpointQuantization:
     name = "modules_to_not_convert"
     if any("experts" in module for module in fields.texts(name, [])):
         fields.refuse(name, "must not name experts, the layers that mxfp4 is for")
-    dense = frozenset(Role) - {Role.EXPERT_IN, Role.EXPERT_OUT}
+    dense = frozenset(LinearRole) - {LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT}
     return CheckpointQuantization("mxfp4", (("Linear", MXFP4),), dense=dense)
 
 
@@ -286,7 +286,9 @@ def _awq(fields: Fields) -> CheckpointQuantization:
         ignore=tuple(
             f"re:.*{re.escape(part)}" for part in fields.texts("modules_to_not_convert", [])
         ),
-        dense=frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER, Role.WHOLE}),
+        dense=frozenset(
+            {LinearRole.EMBEDDING, LinearRole.HEAD, LinearRole.ROUTER, LinearRole.WHOLE}
+        ),
     )
 
 
@@ -304,11 +306,11 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
     )
     modules = _module_names(fields, "modules_in_block_to_quantize")
     ends = [rf"re:.*\.{re.escape(module)}$" for module in modules]
-    dense = {Role.EMBEDDING, Role.ROUTER, Role.WHOLE}  # no file lists routers
+    dense = {LinearRole.EMBEDDING, LinearRole.ROUTER, LinearRole.WHOLE}  # no file lists routers
     return CheckpointQuantization(
         "gptq_v2" if layout == "gptq_v2" else "gptq",
         targets=tuple((target, scheme) for target in ([*ends, "lm_head"] if ends else ["Linear"])),
-        dense=frozenset(dense if fields.flag("lm_head", False) else dense | {Role.HEAD}),
+        dense=frozenset(dense if fields.flag("lm_head", False) else dense | {LinearRole.HEAD}),
     )
 
 

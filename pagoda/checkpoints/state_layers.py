@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pagoda.checkpoints.linears import AttentionLinears, LinearSpec, Role
+from pagoda.checkpoints.linears import AttentionLinears, LinearRole, LinearSpec
 from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, places
 
 
@@ -174,8 +174,8 @@ class GatedDeltaSpec:
             (names.of_layer(layer, name), None) if name else turn
             for name, turn in zip(own, in_turns, strict=True)
         ]
-        kinds = [(self.inner, Role.STATE_IN, self.grains[2])]
-        kinds += [(heads, Role.STATE_GATE, grain)] * 2
+        kinds = [(self.inner, LinearRole.STATE_IN, self.grains[2])]
+        kinds += [(heads, LinearRole.STATE_GATE, grain)] * 2
         return [
             LinearSpec(name, size, hidden, role, stored, value_order=order, grain=together)
             for (name, stored), (size, role, together) in zip(placed, kinds, strict=True)
@@ -211,12 +211,12 @@ def _maps(spec: StateSpec, names: TensorNames, layer: int, hidden: int) -> Atten
     tensors = [names.of_layer(layer, names.state_in)] * 3
     placed = places(tensors, dict(zip(spec.parts, spec.sizes, strict=True)), hidden, None, 0)
     q, k, v = (
-        LinearSpec(name, size, hidden, Role.STATE_IN, rows, grain=grain)
+        LinearSpec(name, size, hidden, LinearRole.STATE_IN, rows, grain=grain)
         for (name, rows), size, grain in zip(placed, spec.sizes, spec.grains, strict=True)
     )
     out = names.of_layer(layer, names.state_out)
     grain = spec.grains[2]
-    last = LinearSpec(out, hidden, spec.inner, Role.STATE_OUT, grain=grain)
+    last = LinearSpec(out, hidden, spec.inner, LinearRole.STATE_OUT, grain=grain)
     return AttentionLinears(q, k, v, last)
 
 

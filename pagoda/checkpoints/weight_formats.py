@@ -102,58 +102,69 @@ class Quantization(Protocol):
         Raises ConfigError: a layer of so many inputs cannot be held so."""
 
 
-def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsize: int) -> int:
+def format_bytes(
+    stored_format: WeightFormat, outputs: int, inputs: int, dense_itemsize: int
+) -> int:
     """Bytes of a linear layer; `dense_itemsize` is that of the activations' dtype."""
     weights = outputs * inputs
-    if isinstance(held_as, DenseFormat):
+    if isinstance(stored_format, DenseFormat):
         return weights * dense_itemsize
-    if isinstance(held_as, Int8Format):
-        return weights + (8 if held_as.zero_points else 4) * outputs
-    if isinstance(held_as, Fp8Format):
-        return weights + 4 * outputs * -(-inputs // (held_as.group_size or inputs))
-    if isinstance(held_as, BlockFormat):
-        return weights * held_as.bits // 8 + weights // held_as.block_size * _block_scales(held_as)
-    per_group = 4 if held_as.offsets else 2
-    order = 8 * inputs if held_as.act_order else 0
-    return weights * held_as.bits // 8 + weights // held_as.group_size * per_group + order
+    if isinstance(stored_format, Int8Format):
+        return weights + (8 if stored_format.zero_points else 4) * outputs
+    if isinstance(stored_format, Fp8Format):
+        return weights + 4 * outputs * -(-inputs // (stored_format.group_size or inputs))
+    if isinstance(stored_format, BlockFormat):
+        return (
+            weights * stored_format.bits // 8
+            + weights // stored_format.block_size * _block_scales(stored_format)
+        )
+    per_group = 4 if stored_format.offsets else 2
+    order = 8 * inputs if stored_format.act_order else 0
+    return (
+        weights * stored_format.bits // 8 + weights // stored_format.group_size * per_group + order
+    )
 
 
-def _block_scales(held_as: BlockFormat) -> int:
+def _block_scales(stored_format: BlockFormat) -> int:
     """Bytes of a block's scales and minima: float16, and of each group a byte, or with 2-bit codes half of one."""
-    kinds = 2 if held_as.minima else 1
-    if not held_as.integer_scales:
+    kinds = 2 if stored_format.minima else 1
+    if not stored_format.integer_scales:
         return 2 * kinds
-    groups = held_as.block_size // held_as.group_size
-    return 2 * kinds + (groups if held_as.bits == 2 else groups * kinds)
+    groups = stored_format.block_size // stored_format.group_size
+    return 2 * kinds + (groups if stored_format.bits == 2 else groups * kinds)
 
 
-def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFormat | None:
-    """Returns the format of the inputs `part` of a map of `num_inputs` held as `held_as`; None if there is none.
+def part_format(stored_format: WeightFormat, num_inputs: int, part: range) -> WeightFormat | None:
+    """Returns the format of the inputs `part` of a map of `num_inputs` in `stored_format`; None if there is none.
 
     Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
     scattered, become plain numbers, and so do 8-bit floats that are cut inside what kernels take at once.
     """
     if len(part) == num_inputs:
-        return held_as
-    if isinstance(held_as, Fp8Format):
-        return _part_of_fp8(held_as, num_inputs, part)
-    if isinstance(held_as, BlockFormat):
-        return _part_of_blocks(held_as, part)
-    if not isinstance(held_as, GroupedFormat):
-        return held_as
-    if held_as.act_order:
+        return stored_format
+    if isinstance(stored_format, Fp8Format):
+        return _part_of_fp8(stored_format, num_inputs, part)
+    if isinstance(stored_format, BlockFormat):
+        return _part_of_blocks(stored_format, part)
+    if not isinstance(stored_format, GroupedFormat):
+        return stored_format
+    if stored_format.act_order:
         return DenseFormat()
-    sizes = sorted(GROUP_SIZES, reverse=True) if held_as.can_regroup else [held_as.group_size]
+    sizes = (
+        sorted(GROUP_SIZES, reverse=True)
+        if stored_format.can_regroup
+        else [stored_format.group_size]
+    )
     for size in sizes:
-        if size <= held_as.group_size and part.start % size == part.stop % size == 0:
-            return replace(held_as, group_size=size)
+        if size <= stored_format.group_size and part.start % size == part.stop % size == 0:
+            return replace(stored_format, group_size=size)
     return None
 
 
-def _part_of_fp8(held_as: Fp8Format, num_inputs: int, part: range) -> WeightFormat:
-    whole = held_as.group_size
+def _part_of_fp8(stored_format: Fp8Format, num_inputs: int, part: range) -> WeightFormat:
+    whole = stored_format.group_size
     if whole is None:
-        return held_as
+        return stored_format
     for size in (whole, *sorted(GROUP_SIZES, reverse=True)):
         ends = part.stop == num_inputs or part.stop % size == 0
         if whole % size == 0 and part.start % size == 0 and ends:
@@ -161,17 +172,17 @@ def _part_of_fp8(held_as: Fp8Format, num_inputs: int, part: range) -> WeightForm
     return DenseFormat()
 
 
-def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:
-    if held_as.whole_rows:
-        size = held_as.group_size
+def _part_of_blocks(stored_format: BlockFormat, part: range) -> BlockFormat | None:
+    if stored_format.whole_rows:
+        size = stored_format.group_size
         fits = part.start % size == part.stop % size == 0
-        return replace(held_as, block_size=len(part)) if fits else None
-    if not held_as.integer_scales:
-        size = held_as.block_size
-        return held_as if part.start % size == part.stop % size == 0 else None
+        return replace(stored_format, block_size=len(part)) if fits else None
+    if not stored_format.integer_scales:
+        size = stored_format.block_size
+        return stored_format if part.start % size == part.stop % size == 0 else None
     for size in BLOCK_SIZES:
-        if size <= held_as.block_size and part.start % size == part.stop % size == 0:
-            return replace(held_as, block_size=size)
+        if size <= stored_format.block_size and part.start % size == part.stop % size == 0:
+            return replace(stored_format, block_size=size)
     return None
 
 

@@ -8,11 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagoda.cli import output
-from pagoda.cli.openai_client import Choice, Message, OpenAIClient, ToolCall, ToolFunction, Usage
+from pagoda.cli.openai_client import (
+    ClientChoice,
+    ClientMessage,
+    ClientToolCall,
+    ClientUsage,
+    OpenAIClient,
+    ToolFunction,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestTimes:
     """The times of one request, in seconds on one clock, and its tokens."""
 
     sent_s: float
@@ -55,10 +62,10 @@ async def ask(
     client: OpenAIClient,
     path: str,
     body: Mapping[str, object],
-    on_choice: Callable[[Choice], object] = lambda _: None,
+    on_choice: Callable[[ClientChoice], object] = lambda _: None,
     *,
     stream: bool = True,
-) -> Outcome:
+) -> RequestTimes:
     """Asks for one answer; `on_choice` is called with each piece that has output. An answer that is no `stream`
     comes in one piece, and nobody knows when its tokens were there.
 
@@ -66,14 +73,14 @@ async def ask(
     cannot be reached.
     """
     times: list[float] = []
-    usage: Usage | None = None
+    usage: ClientUsage | None = None
     sent = time.perf_counter()
     if not stream:
         whole = await client.post(path, {**body, "stream": False})
         for choice in whole.choices:
             on_choice(choice)
-        used = whole.usage or Usage()
-        return Outcome(
+        used = whole.usage or ClientUsage()
+        return RequestTimes(
             sent,
             time.perf_counter(),
             prompt_tokens=used.prompt_tokens,
@@ -86,7 +93,7 @@ async def ask(
                 times.append(now)
                 on_choice(answer.choices[0])
             usage = answer.usage or usage
-    return Outcome(
+    return RequestTimes(
         sent_s=sent,
         ended_s=time.perf_counter(),
         event_times_s=times,
@@ -105,8 +112,8 @@ class AnswerPrinter:
         """Pieces of the names and arguments of tool calls, by index."""
         self._in_reasoning = False
 
-    def __call__(self, choice: Choice) -> None:
-        delta = choice.delta or Message()
+    def __call__(self, choice: ClientChoice) -> None:
+        delta = choice.delta or ClientMessage()
         if delta.reasoning_content:
             self._reasoning.append(delta.reasoning_content)
             output.write_answer(delta.reasoning_content, dim=True)
@@ -122,10 +129,12 @@ class AnswerPrinter:
             names.append(call.function.name or "")
             arguments.append(call.function.arguments or "")
 
-    def message(self) -> Message:
+    def message(self) -> ClientMessage:
         """The message so far."""
         calls = [
-            ToolCall(ToolFunction("".join(names), "".join(arguments)), index)
+            ClientToolCall(ToolFunction("".join(names), "".join(arguments)), index)
             for index, (names, arguments) in sorted(self._calls.items())
         ]
-        return Message("".join(self._content), "".join(self._reasoning) or None, calls or None)
+        return ClientMessage(
+            "".join(self._content), "".join(self._reasoning) or None, calls or None
+        )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from rich.style import Style
 
 from pagoda.cli import output
-from pagoda.cli.answer import AnswerPrinter, Outcome, ask
+from pagoda.cli.answer import AnswerPrinter, RequestTimes, ask
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
 from pagoda.cli.options import AnswerOptions, GeneralOptions, SamplingOptions, TrustOptions
@@ -81,7 +81,7 @@ class _Conversation:
     def reset(self) -> None:
         self._messages = list(self._opening)
 
-    async def say(self, text: str) -> Outcome | None:
+    async def say(self, text: str) -> RequestTimes | None:
         """Sends `text`, prints the answer as it comes and remembers both.
 
         A question whose answer was stopped or failed is forgotten, so that it can be asked again.

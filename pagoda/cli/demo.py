@@ -19,7 +19,7 @@ from rich.style import Style
 
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.cli import output
-from pagoda.cli.answer import AnswerPrinter, Outcome, ask
+from pagoda.cli.answer import AnswerPrinter, RequestTimes, ask
 from pagoda.cli.openai_client import PATHS, OpenAIClient
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.questions import Question, load_questions
@@ -35,9 +35,9 @@ _MAX_SHOWN_LINES = 4
 class Answers(NamedTuple):
     """Answers to all questions, asked one after the other and then all at once."""
 
-    each: list[tuple[bool, Outcome]]
+    each: list[tuple[bool, RequestTimes]]
     """Verdict and figures of each question alone."""
-    together: list[Outcome]
+    together: list[RequestTimes]
     """Figures of the same questions at once."""
 
 
@@ -86,7 +86,9 @@ async def _ask(base_url: str, questions: Sequence[Question]) -> Answers:
     return Answers(each, together)
 
 
-async def _ask_one(client: OpenAIClient, model: str, question: Question) -> tuple[bool, Outcome]:
+async def _ask_one(
+    client: OpenAIClient, model: str, question: Question
+) -> tuple[bool, RequestTimes]:
     console = output.stdout()
     for turn in question.messages[:-1]:
         if turn["role"] != "system":

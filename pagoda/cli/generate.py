@@ -26,7 +26,7 @@ from pagoda.cli import output
 from pagoda.cli.answer import ask
 from pagoda.cli.files import read_jsonl
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.openai_client import PATHS, Choice
+from pagoda.cli.openai_client import PATHS, ClientChoice
 from pagoda.cli.options import (
     AnswerOptions,
     ConstraintOptions,
@@ -99,7 +99,7 @@ async def _print_answer(
     output.write_answer("\n")
 
 
-def _print_text(choice: Choice) -> None:
+def _print_text(choice: ClientChoice) -> None:
     delta = choice.delta.content if choice.delta is not None else None
     output.write_answer(choice.text or delta or "")
 

@@ -31,27 +31,27 @@ class ToolFunction(msgspec.Struct, frozen=True):
     arguments: str | None = None
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ClientToolCall(msgspec.Struct, frozen=True):
     function: ToolFunction
     index: int = 0
 
 
-class Message(msgspec.Struct, frozen=True):
+class ClientMessage(msgspec.Struct, frozen=True):
     """A whole message of the assistant, or what a stream event adds to it."""
 
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ClientToolCall] | None = None
 
     def has_output(self) -> bool:
         return bool(self.content or self.reasoning_content or self.tool_calls)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ClientChoice(msgspec.Struct, frozen=True):
     index: int = 0
     text: str | None = None
-    delta: Message | None = None
-    message: Message | None = None
+    delta: ClientMessage | None = None
+    message: ClientMessage | None = None
     finish_reason: str | None = None
 
     def has_output(self) -> bool:
@@ -59,25 +59,25 @@ class Choice(msgspec.Struct, frozen=True):
         return bool(self.text) or (self.delta is not None and self.delta.has_output())
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ClientUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ClientAnswer(msgspec.Struct, frozen=True):
     """A completion, or one event of its stream."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ClientChoice] = []
+    usage: ClientUsage | None = None
     error: object = None
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _ListedModel(msgspec.Struct, frozen=True):
     id: str
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
+    data: list[_ListedModel]
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class _ErrorReply(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode_answer = msgspec.json.Decoder(Answer).decode
+_decode_answer = msgspec.json.Decoder(ClientAnswer).decode
 
 
 class OpenAIClient:
@@ -133,7 +133,7 @@ class OpenAIClient:
             raise ServerError(f"{self._base_url} serves no model.")
         return models[0].id
 
-    async def post(self, path: str, body: Mapping[str, object]) -> Answer:
+    async def post(self, path: str, body: Mapping[str, object]) -> ClientAnswer:
         """The whole answer to one request.
 
         Raises ServerError if the server refuses the request, breaks off or answers in another format, ConfigError
@@ -153,7 +153,7 @@ class OpenAIClient:
 
     async def stream(
         self, path: str, body: Mapping[str, object]
-    ) -> AsyncIterator[tuple[float, list[Answer]]]:
+    ) -> AsyncIterator[tuple[float, list[ClientAnswer]]]:
         """The events of one streamed answer, by network read, each with its time by `time.perf_counter`.
 
         The body must ask for a stream.
@@ -174,7 +174,7 @@ class OpenAIClient:
 
     async def _events(
         self, content: aiohttp.StreamReader
-    ) -> AsyncIterator[tuple[float, list[Answer]]]:
+    ) -> AsyncIterator[tuple[float, list[ClientAnswer]]]:
         tail = b""
         while chunk := await content.readany():
             now = time.perf_counter()
@@ -182,7 +182,7 @@ class OpenAIClient:
             tail = lines.pop()
             if len(tail) > _MAX_EVENT_BYTES:
                 raise ServerError("The server sent an event without end.")
-            answers: list[Answer] = []
+            answers: list[ClientAnswer] = []
             for line in lines:
                 if not line.startswith(b"data:"):
                     continue
@@ -209,7 +209,7 @@ class OpenAIClient:
         data = None if body is None else _encode(body)
         return self._session.request(method, self._base_url + path, data=data)
 
-    def _decode(self, data: bytes) -> Answer:
+    def _decode(self, data: bytes) -> ClientAnswer:
         try:
             answer = _decode_answer(data)
         except msgspec.DecodeError as error:

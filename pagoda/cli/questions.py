@@ -19,7 +19,7 @@ import msgspec
 
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.files import read_jsonl
-from pagoda.cli.openai_client import Message
+from pagoda.cli.openai_client import ClientMessage
 from pagoda.errors import ConfigError
 
 _EMBEDDED_FILE = "heldout.jsonl"
@@ -43,7 +43,7 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         if sum(value is not msgspec.UNSET for value in msgspec.structs.astuple(self)) != 1:
             raise ValueError("expect needs exactly one of text, contains, json and tool_call")
 
-    def is_met_by(self, answer: Message) -> bool:
+    def is_met_by(self, answer: ClientMessage) -> bool:
         if isinstance(self.tool_call, ExpectedCall):
             return _only_call(answer) == self.tool_call
         content = (answer.content or "").strip()
@@ -84,7 +84,7 @@ def load_questions(path: Path | None, skills: Sequence[str]) -> list[Question]:
     return [question for question in questions if not skills or question.skill in skills]
 
 
-def _only_call(answer: Message) -> ExpectedCall | None:
+def _only_call(answer: ClientMessage) -> ExpectedCall | None:
     calls = answer.tool_calls or []
     if len(calls) != 1:
         return None

@@ -41,10 +41,10 @@ def weight_traffic(spec: ModelSpec, dtype: str, quantization: str = "none") -> W
         held = [(linear, stored.format_of(linear)) for linear in _read_a_step(spec)]
         itemsize = BYTES_PER_WEIGHT[chosen]
         num_bytes = sum(
-            format_bytes(held_as, linear.outputs, linear.inputs, itemsize)
-            for linear, held_as in held
+            format_bytes(stored_format, linear.outputs, linear.inputs, itemsize)
+            for linear, stored_format in held
         )
-        is_dense = all(isinstance(held_as, DenseFormat) for _, held_as in held)
+        is_dense = all(isinstance(stored_format, DenseFormat) for _, stored_format in held)
         return WeightTraffic(num_bytes, chosen if is_dense else stored.summary)
     layers = sum(spec.weights_per_token(layer) for layer in range(spec.num_layers))
     head = spec.head.outputs * spec.head.inputs

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of steps: the requests that compute in the next step, and their numbers of tokens.
+"""Continuous batching: the batcher fills each step with tokens of running and waiting requests (chunked prefill),
+within the token budget.
 
 docs/architecture.md explains the one arithmetic of tokens and computed tokens, and how stages stay busy.
 """
@@ -15,12 +16,12 @@ import msgspec
 from pagoda.engine.candidates import Candidates
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.grammar_turns import GrammarTurns
+from pagoda.engine.in_flight_prefixes import InFlightPrefixes
 from pagoda.engine.kv_hooks import LoadStart
-from pagoda.engine.leaders import Leaders
-from pagoda.engine.places import Places, Quarantine
-from pagoda.engine.plans import Behind, InFlightStep, PlanBuilder
+from pagoda.engine.plans import DemandBehind, InFlightStep, PlanBuilder
 from pagoda.engine.precedence import Precedence
 from pagoda.engine.request import Request, RequestState
+from pagoda.engine.request_queue import Quarantine, RequestQueue
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
 from pagoda.messages.engine_config import EngineConfig
@@ -96,7 +97,7 @@ class Batcher:
         limits: SchedulerLimits,
         kv: KVManager,
         clock: Clock,
-        places: Places,
+        queue: RequestQueue,
         quarantine: Quarantine,
     ) -> None:
         self.counters = Counters()
@@ -106,22 +107,22 @@ class Batcher:
         self.next_step = 0
         self.on_begun: Callable[[Request], None] = lambda _: None
         """Listener for the first admission of a request."""
-        self.leaders = Leaders(kv)
-        self.candidates = Candidates(kv, places)
+        self.in_flight_prefixes = InFlightPrefixes(kv)
+        self.candidates = Candidates(kv, queue)
         self.shares = FairShares()
         self._precedence = Precedence(
-            limits.max_num_batched_tokens, kv.block_size, places, self.candidates
+            limits.max_num_batched_tokens, kv.block_size, queue, self.candidates
         )
         self._limits = limits
         self._kv = kv
         self._clock = clock
-        self._places = places
-        self._running = places.running
+        self._queue = queue
+        self._running = queue.running
         self._quarantine = quarantine
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
-        self._dear_s = 0.0
-        """`GrammarTurns.dear_s` of the last plan."""
+        self._slow_masks_s = 0.0
+        """`GrammarTurns.slow_masks_s` of the last plan."""
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
@@ -131,11 +132,11 @@ class Batcher:
         return plan
 
     def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
-        """The next step, if there is one, and whether dear grammars gave way, as they do `in_turn`."""
+        """The next step, if there is one, and whether slow grammars gave way, as they do `in_turn`."""
         gave_way = False
         self.candidates.step = self.next_step
         for decodes in self._kinds():
-            turns = GrammarTurns(self.next_step, self._dear_s, in_turn=in_turn)
+            turns = GrammarTurns(self.next_step, self._slow_masks_s, in_turn=in_turn)
             plan = PlanBuilder(self.next_step, self._limits, decodes, self._max_decodes(), turns)
             alone = self._quarantine.first()
             if alone is not None:
@@ -144,7 +145,7 @@ class Batcher:
                 self._precedence.raise_the_overtaken()
                 self._precedence.make_way(self.preempt)
                 self._fill(plan)
-                self._dear_s = turns.dear_s
+                self._slow_masks_s = turns.slow_masks_s
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self.next_step += 1
@@ -153,7 +154,7 @@ class Batcher:
                 self._precedence.count_overtaking(plan)
                 if plan.masked_slots:
                     self.unmasked.append(step)
-                return plan.plan(self._places.drain_freed_slots()), False
+                return plan.plan(self._queue.drain_freed_slots()), False
             gave_way |= turns.gave_way
         return None, gave_way
 
@@ -187,7 +188,7 @@ class Batcher:
 
         No request is admitted once another was preempted, or behind one that does not fit.
         """
-        self.leaders.begin_step()
+        self.in_flight_prefixes.begin_step()
         plan.first = self.candidates.first()
         for request in list(self._running):  # decode, or a further chunk of the prompt
             if plan.first is not None:
@@ -212,12 +213,12 @@ class Batcher:
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
         one computes its blocks. False if it does not fit, so that nobody behind it is admitted."""
-        if self.leaders.is_awaiting(first):
+        if self.in_flight_prefixes.is_awaiting(first):
             return True
         hit = self.candidates.fitting_prefix(first)
         if hit is None:
             return False
-        if self.leaders.is_led(first, hit):
+        if self.in_flight_prefixes.should_wait(first, hit):
             return True
         start = self.candidates.hooks.start(first, hit)
         if start is LoadStart.READY:
@@ -236,7 +237,11 @@ class Batcher:
             self._admit(request, hit, plan)
 
     def _extend(
-        self, request: Request, plan: PlanBuilder, available: int, behind: Behind | None = None
+        self,
+        request: Request,
+        plan: PlanBuilder,
+        available: int,
+        behind: DemandBehind | None = None,
     ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
         slot, count = request.slot, plan.count_for(available, behind, self._most(request))
@@ -258,12 +263,12 @@ class Batcher:
                 if not self.candidates.hooks.make_room():
                     victim = self._precedence.victim_for(request)
                     self.preempt(victim)
-                    plan.first = plan.wishes = None
+                    plan.first = plan.demand = None
                     if victim is request:
                         return
                 new_blocks = self._kv.grow(request.table, num_tokens)
             plan.new_blocks += [NewBlocks(slot, *blocks) for blocks in new_blocks]
-            self._places.update(request)
+            self._queue.update(request)
         if self._limits.num_stages > 1:
             new_tokens = request.token_ids[request.num_sent_tokens : request.num_worker_tokens]
             plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
@@ -283,7 +288,7 @@ class Batcher:
         A state would have moved on behind drafts that are wrong.
         """
         num_running, most_seqs = len(self._running), self._limits.max_num_seqs
-        num_coming = min(len(self._places.waiting), most_seqs - num_running)
+        num_coming = min(len(self._queue.waiting), most_seqs - num_running)
         rows = most_sampled(most_seqs) - num_running - num_coming - plan.num_drafts
         most = min(rows, plan.budget - num_running, self._most(request) - 1)
         has_states = any(group.kind is KVKind.STATE for group in self._kv.groups)
@@ -301,13 +306,13 @@ class Batcher:
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
         self.candidates.hooks.on_preempted(request)
-        self.leaders.leave(request)
+        self.in_flight_prefixes.leave(request)
         self.free_blocks(request)
         request.num_preempted_tokens = max(
             request.num_preempted_tokens, request.num_computed_tokens
         )
-        self._places.forget_computed(request)
-        self._places.enter(request, RequestState.WAITING)
+        self._queue.forget_computed(request)
+        self._queue.enter(request, RequestState.WAITING)
         self.counters.num_preemptions += 1
 
     def free_blocks(self, request: Request) -> None:
@@ -327,8 +332,8 @@ class Batcher:
             raise RuntimeError("A request was admitted that does not fit.")
         request.num_scheduled_tokens = num_hit_tokens
         request.num_repeated_tokens = max(0, request.num_preempted_tokens - num_hit_tokens)
-        self._places.count_computed(request, num_hit_tokens)
-        self._places.enter(request, RequestState.RUNNING)
+        self._queue.count_computed(request, num_hit_tokens)
+        self._queue.enter(request, RequestState.RUNNING)
         slot = request.slot
         if slot is None:
             raise RuntimeError("A running request has no slot.")
@@ -339,7 +344,7 @@ class Batcher:
             self.shares.admitted(request.charge)
             self.on_begun(request)
         plan.starts.append(request.slot_start(slot))
-        self.leaders.advance(request)
+        self.in_flight_prefixes.advance(request)
         self.candidates.hooks.on_admitted(request)
         plan.add(request, slot, count, available)
         return True

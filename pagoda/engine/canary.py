@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagoda.engine.places import QUARANTINE_CRASHES
+from pagoda.engine.request_queue import QUARANTINE_CRASHES
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams

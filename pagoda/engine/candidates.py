@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in line that may be admitted: who is next, and whether there is room for it."""
+"""Admission: the next waiting request, its prefix in the cache, and whether blocks and slots are free for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from typing import NamedTuple
 
 from pagoda.engine.kv_hooks import KVHooks
-from pagoda.engine.places import Places
 from pagoda.engine.request import OrderKey, Request
+from pagoda.engine.request_queue import RequestQueue
 from pagoda.kv.manager import KVManager, PrefixHit
 
 _BLOCKED_STEPS = 16
@@ -30,17 +30,17 @@ class _Blocked(NamedTuple):
 class Candidates:
     """The front of the line, as the step sees it that is planned."""
 
-    def __init__(self, kv: KVManager, places: Places) -> None:
+    def __init__(self, kv: KVManager, queue: RequestQueue) -> None:
         self.hooks = KVHooks()
         self.step = 0
         """The step that is planned next."""
         self._kv = kv
-        self._places = places
+        self._queue = queue
         self._blocked: _Blocked | None = None
 
     def first(self, behind: OrderKey = _FRONT) -> Request | None:
         """The first waiting request behind `behind` that may go on, if there is room for it."""
-        waiting = self._places.waiting
+        waiting = self._queue.waiting
         return self.hooks.first_ready(waiting.after(behind)) if waiting else None
 
     def fitting_prefix(self, request: Request) -> PrefixHit | None:
@@ -48,14 +48,14 @@ class Candidates:
 
         A request whose last sample is still pending waits for it.
         """
-        places = self._places
-        can_run = places.has_slot and not request.num_pending_samples
+        queue = self._queue
+        can_run = queue.has_slot and not request.num_pending_samples
         if not can_run or self._is_still_blocked(request):
             return None
         hit = self._kv.find_prefix(request.table, request.token_ids)
-        while not places.has_room(request, hit, in_turn=False):
-            if places.is_full or not self.hooks.make_room():
-                num_unreserved, num_running = places.num_unreserved, len(places.running)
+        while not queue.has_room(request, hit, in_turn=False):
+            if queue.is_full or not self.hooks.make_room():
+                num_unreserved, num_running = queue.num_unreserved, len(queue.running)
                 self._blocked = _Blocked(request, self.step, num_unreserved, num_running)
                 return None
         return hit
@@ -67,8 +67,8 @@ class Candidates:
             blocked is not None
             and blocked.request is request
             and self.step < blocked.step + _BLOCKED_STEPS
-            and self._places.num_unreserved <= blocked.num_unreserved
-            and len(self._places.running) == blocked.num_running > 0
+            and self._queue.num_unreserved <= blocked.num_unreserved
+            and len(self._queue.running) == blocked.num_running > 0
         )
 
     def forget_blocked(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's place in its grammar, followed token by token on the engine's loop.
+"""Structured output: the state of a request in its grammar, which the engine advances token by token.
 
 llguidance says which tokens may come next (https://github.com/guidance-ai/llguidance). A place follows from the
 output tokens alone, so it is found again by consuming them.
@@ -38,7 +38,7 @@ class TokenClock:
     """Measures the work that a grammar takes on the engine's loop for each token.
 
     A token that took long by `elapsed_time` is followed by tokens measured by `processor_time`, which counts the
-    seconds that this thread has worked: a machine with other work to do must not make a grammar look dear.
+    seconds that this thread has worked: a machine with other work to do must not make a grammar look slow.
     """
 
     def __init__(

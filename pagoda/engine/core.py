@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine: a scheduler, an executor, and what happens when a worker is lost. No sockets of its own."""
+"""The engine's core joins the scheduler and the executor. It plans a step while workers compute the one before
+(overlap scheduling), and queues running requests again when a worker is lost. It has no sockets of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from pagoda.engine import canary
 from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.canary import Canary
-from pagoda.engine.constraint import Constraint
 from pagoda.engine.deadlines import Deadlines
+from pagoda.engine.grammars import Busy, GrammarOutcome
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.peer_hooks import EngineLinks
 from pagoda.engine.reports import StepRecorder
@@ -206,7 +207,7 @@ class EngineCore:
         )
         limits = parts.limits
         num_begun = (
-            len(parts.scheduler.requests) + parts.grammars.num_held - self._room.num_requests
+            len(parts.scheduler.requests) + parts.grammars.num_compiling - self._room.num_requests
         )
         evicted = self._room.evictions_for(
             newcomer,
@@ -224,13 +225,13 @@ class EngineCore:
         return True
 
     def _add(
-        self, scheduler: Scheduler, request: GenerateRequest, constraint: Constraint | str | None
+        self, scheduler: Scheduler, request: GenerateRequest, constraint: GrammarOutcome | None
     ) -> RequestRefused | list[TokenChunk]:
-        """Gives a request to the scheduler; `constraint` is its place in its grammar, or what is wrong with it."""
+        """Gives a request to the scheduler or refuses it. `constraint` is None for a request without a grammar."""
         problem = constraint if isinstance(constraint, str) else ""
         if request.work.adapter and not self.adapters.has(request.work.adapter):
             problem = "the adapter is not loaded here."
-        if problem or isinstance(constraint, str):
+        if problem or isinstance(constraint, str | Busy):
             scheduler.hooks.on_refused(request)
             self._forget(request.request_id)
             return RequestRefused(
@@ -530,8 +531,8 @@ class EngineCore:
         return LoadReport(
             **dataclasses.asdict(scheduler.counters),
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + self.parts.grammars.num_held,
-            num_pending_tokens=scheduler.places.num_pending_tokens,
+            num_waiting=len(scheduler.waiting) + self.parts.grammars.num_compiling,
+            num_pending_tokens=scheduler.queue.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars that give way: no step waits long for masks, and requests whose masks are dear take turns."""
+"""Grammars that give way: no step waits long for masks, and requests whose masks are slow take turns."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import math
 
 from pagoda.engine.request import Request
 
-DEAR_S = 0.001
+SLOW_MASK_S = 0.001
 """Processor time of a token from which on the grammar of a request is dear."""
 
 STEP_MASKS_S = 0.008
-"""Processor time that the masks of dear grammars take of a step, as far as more than one request has one."""
+"""Processor time that the masks of slow grammars take of a step, as far as more than one request has one."""
 
 
 class GrammarTurns:
-    """The requests with dear grammars in one plan."""
+    """The requests with slow grammars in one plan."""
 
     def __init__(self, step: int, before_s: float, *, in_turn: bool) -> None:
-        """`before_s` is `dear_s` of the plan before; with `in_turn`, requests await their turns."""
-        self.dear_s = 0.0
+        """`before_s` is `slow_masks_s` of the plan before; with `in_turn`, requests await their turns."""
+        self.slow_masks_s = 0.0
         """Processor time of the masks of all that run, whether or not they are in the plan."""
         self.gave_way = False
         self._step, self._before_s, self._in_turn = step, before_s, in_turn
         self._masks_s = 0.0
-        """The part of `dear_s` that the plan takes."""
+        """The part of `slow_masks_s` that the plan takes."""
         self._has_start = False
 
     def gives_way(self, request: Request) -> bool:
         """True if others of the step, who would wait for the mask of this running request, go first. A request
         whose turn was in a step gives way until all others can have had theirs."""
-        if request.constraint is None or (cost := request.constraint.cost_s) <= DEAR_S:
+        if request.constraint is None or (cost := request.constraint.cost_s) <= SLOW_MASK_S:
             return False
-        self.dear_s += cost
+        self.slow_masks_s += cost
         is_full = self._masks_s > 0 and self._masks_s + cost > STEP_MASKS_S
         if is_full or (self._in_turn and self._step < request.mask_turn):
             self.gave_way = True
@@ -44,8 +44,8 @@ class GrammarTurns:
         return False
 
     def may_start(self, request: Request) -> bool:
-        """False if another request with a dear grammar begins in the plan, as this one would."""
-        if request.constraint is None or request.constraint.cost_s <= DEAR_S:
+        """False if another request with a slow grammar begins in the plan, as this one would."""
+        if request.constraint is None or request.constraint.cost_s <= SLOW_MASK_S:
             return True
         may_start, self._has_start = not self._has_start, True
         return may_start

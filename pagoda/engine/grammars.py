@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of answers: compiled beside the engine's loop, and kept for requests to come."""
+"""Structured output: a thread compiles the grammars of answers, and the engine keeps them for later requests."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import logging
 from collections import OrderedDict, deque
@@ -32,15 +33,23 @@ RETURN_LIMIT_S = 10.0
 """Seconds that others wait for the grammar of an answer that has begun, before an engine died."""
 LATE_FOR_S = 60.0
 """Seconds for which a grammar that took too long is refused at once."""
-BUSY = ""
-"""The problem of no grammar: too many others of its tenant are still being compiled, so the request may come
-again."""
 _MAX_LATE_DIGESTS = 256
 _log = logging.getLogger(__name__)
 
 
+class Busy(enum.Enum):
+    """Too many other grammars of the tenant are still being compiled: the request may come again."""
+
+    BUSY = enum.auto()
+
+
+BUSY = Busy.BUSY
+GrammarOutcome = Constraint | str | Busy
+"""A request's place in its grammar, what is wrong with the grammar in one sentence, or `BUSY`."""
+
+
 @dataclass
-class _Entry:
+class _KeptGrammar:
     """A grammar that is compiled, cannot be, or is on its way."""
 
     size: int
@@ -70,7 +79,7 @@ class _Job(NamedTuple):
     """The place of a request to be found in its grammar, which is compiled first."""
 
     grammar: Grammar
-    entry: _Entry
+    entry: _KeptGrammar
     request: GenerateRequest
 
 
@@ -97,22 +106,22 @@ class Grammars:
         self._compile = compile_with or compile_grammar
         self._threads: GrammarThreads[_Job] | None = None
         self._run = run
-        self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Grammar, _KeptGrammar] = OrderedDict()
         """The least recently used one first."""
         self._late: OrderedDict[bytes, float] = OrderedDict()
         """Digests of grammars that took too long, and the time until which they are refused."""
-        self._done: deque[tuple[GenerateRequest, Constraint | str]] = deque()
+        self._done: deque[tuple[GenerateRequest, GrammarOutcome]] = deque()
         """Requests whose grammars are compiled, with their places or what is wrong; filled by the thread."""
-        self._held: dict[str, GenerateRequest] = {}
+        self._compiling: dict[str, GenerateRequest] = {}
 
     @property
-    def num_held(self) -> int:
+    def num_compiling(self) -> int:
         """Requests that wait for their grammars."""
-        return len(self._held)
+        return len(self._compiling)
 
-    def take(self, request: GenerateRequest, grammar: Grammar) -> Constraint | str | None:
-        """The request's place in its grammar, or what is wrong with the grammar, in one sentence, or `BUSY`.
-        None if that takes longer: `drain` tells later. No answer that has begun is refused for want of room."""
+    def take(self, request: GenerateRequest, grammar: Grammar) -> GrammarOutcome | None:
+        """The outcome; None if that takes longer: `drain` tells later. No answer that has begun is refused for
+        want of room."""
         entry = self._entries.get(grammar)
         if not request.output_token_ids:
             if entry is None and self._is_late(grammar):
@@ -120,12 +129,12 @@ class Grammars:
             if (entry is None or not entry.is_done) and self._is_busy(request.tenant):
                 return BUSY
         if entry is None:
-            entry = self._entries[grammar] = _Entry(len(grammar.text))
+            entry = self._entries[grammar] = _KeptGrammar(len(grammar.text))
             self._evict()
         self._entries.move_to_end(grammar)
         if entry.is_done and not request.output_token_ids:
             return entry.place(request)
-        self._held[request.request_id] = request
+        self._compiling[request.request_id] = request
         job = _Job(grammar, entry, request)
         work = partial(self._find_place, job)
         if self._run is not None:
@@ -134,7 +143,7 @@ class Grammars:
             self._run_in_thread(request.tenant, work)
         return None
 
-    def drain(self) -> list[tuple[GenerateRequest, Constraint | str]]:
+    def drain(self) -> list[tuple[GenerateRequest, GrammarOutcome]]:
         """Requests whose grammars are compiled, are wrong or take too long, but for those that were dropped."""
         if self._threads is not None:
             gave_up = self._threads.give_up(self._refuse_late)
@@ -143,8 +152,8 @@ class Grammars:
         done = []
         while self._done:
             request, outcome = self._done.popleft()
-            if self._held.get(request.request_id) is request:
-                del self._held[request.request_id]
+            if self._compiling.get(request.request_id) is request:
+                del self._compiling[request.request_id]
                 done.append((request, outcome))
         return done
 
@@ -154,7 +163,7 @@ class Grammars:
 
     def drop(self, request_id: str) -> bool:
         """Forgets a request that waits; False if it does not."""
-        return self._held.pop(request_id, None) is not None
+        return self._compiling.pop(request_id, None) is not None
 
     def pollables(self) -> list[object]:
         return [] if self._threads is None else [self._threads.readable]

@@ -52,7 +52,7 @@ class KVTransferHooks(KVHooks):
     ) -> None:
         """The connector of `peers`, if they have one, is one of the `tiers`."""
         self._scheduler = scheduler
-        self._kv, self._places = scheduler.kv, scheduler.places
+        self._kv, self._queue = scheduler.kv, scheduler.queue
         self._max_awaiting = scheduler.limits.max_num_seqs
         self.tiers, self.peers = tiers, peers
         self.near_pools = tiers.near_pools
@@ -151,7 +151,7 @@ class KVTransferHooks(KVHooks):
         hit = self._kv.find_prefix(request.table, request.token_ids)
         if (
             not self._scheduler.quarantine.requests
-            and self._places.has_room(request, hit, in_turn=True)
+            and self._queue.has_room(request, hit, in_turn=True)
             and self.start(request, hit) is LoadStart.LEFT_LINE
         ):
             return True
@@ -178,12 +178,12 @@ class KVTransferHooks(KVHooks):
                 self._leave_line(request)
                 self._awaiting[request.request_id] = request
             self.tiers.wait(request.request_id, found)
-            self._places.enter(request, RequestState.AWAITING_KV)
+            self._queue.enter(request, RequestState.AWAITING_KV)
         elif found.num_blocks == 0:
             return LoadStart.READY
         else:  # there is room for it: going on from a longer prefix takes no more blocks
             self._load(request, found)
-            self._places.enter(request, RequestState.LOADING)
+            self._queue.enter(request, RequestState.LOADING)
         return LoadStart.LEFT_LINE
 
     def _load(self, request: Request, found: TierMatch) -> None:
@@ -202,7 +202,7 @@ class KVTransferHooks(KVHooks):
     def first_ready(self, in_line: Iterable[Request]) -> Request | None:
         if len(self._awaiting) < self._max_awaiting:
             return next(iter(in_line), None)
-        if len(self._blocked) >= len(self._places.waiting):
+        if len(self._blocked) >= len(self._queue.waiting):
             return None
         return next((request for request in in_line if not self._is_blocked(request)), None)
 
@@ -282,7 +282,7 @@ class KVTransferHooks(KVHooks):
         self._kv.publish_loaded(request.table, request.token_ids, good)
         self._kv.free(request.table)
         request.loaded = ()
-        self._places.enter(request, RequestState.WAITING)
+        self._queue.enter(request, RequestState.WAITING)
         self._scheduler.batcher.candidates.forget_blocked()
 
     # ---- the workers, and the engine's loop
@@ -296,7 +296,7 @@ class KVTransferHooks(KVHooks):
         may be what ended the worker.
         """
         self.peers.workers_lost()
-        for request in self._places.waiting:
+        for request in self._queue.waiting:
             request.load_tried = False
             if request.prefix is None:
                 self._on_queued(request, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one step while it is made: its parts, and the tokens that are left of its budget."""
+"""Step plans: the plan builder collects the parts of one step within its token budget."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class InFlightStep(NamedTuple):
     """Tokens by slot that the step computes besides, and behind each of which the slot samples too."""
 
 
-class Behind(NamedTuple):
+class DemandBehind(NamedTuple):
     """Wishes of requests behind a chunk of a prompt."""
 
     num_tokens: int
@@ -48,14 +48,14 @@ class Behind(NamedTuple):
     """Part of the budget that the chunk takes in any case."""
 
 
-class Wishes:
+class Demand:
     """Wishes of running requests for a step, summed over those behind each one that are of its priority.
 
     All are looked at once; the sums hold until a request behind the one that is asked for has changed or gone.
     """
 
     def __init__(self, running: Sequence[Request]) -> None:
-        self._behind: list[tuple[int, int, float]] = []
+        self._demand_behind: list[tuple[int, int, float]] = []
         """Results of `behind`, by place."""
         self._lasts: dict[tuple[int, str], tuple[int, float]] = {}
         """Place of the last prompt of each priority and tenant, and the tenant's weight."""
@@ -68,7 +68,9 @@ class Wishes:
                 own_tokens.clear()
             own_weight = self._lasts[key][1] if key in self._lasts else 0.0
             others = num_tokens - own_tokens[request.tenant]
-            self._behind.append((num_decodes, others, weight - own_weight if others else 0.0))
+            self._demand_behind.append(
+                (num_decodes, others, weight - own_weight if others else 0.0)
+            )
             wanted = request.num_schedulable_tokens
             if wanted == 1:
                 num_decodes += 1
@@ -82,7 +84,7 @@ class Wishes:
     def behind(self, place: int) -> tuple[int, int, float]:
         """Requests that decode behind the one that is so many places in front of the last, the tokens of other
         tenants' prompts there, and the weights of these tenants, added up."""
-        return self._behind[place]
+        return self._demand_behind[place]
 
     def has_prompt_behind(self, place: int, priority: int, tenant: str) -> bool:
         last = self._lasts.get((priority, tenant))
@@ -115,7 +117,7 @@ class PlanBuilder:
         self.turns = turns
         self.first: Request | None = None
         """The first in line of those that the step has not looked at; None once nobody may be admitted."""
-        self.wishes: Wishes | None = None
+        self.demand: Demand | None = None
         """Wishes of running requests, once they were needed."""
         self.decodes_left = max_decodes
         self.has_decodes = False
@@ -126,7 +128,7 @@ class PlanBuilder:
         self._max_chunk_tokens = limits.max_chunk_tokens
 
     def count_for(
-        self, available: int, behind: Behind | None = None, most: int = UNLIMITED_RUN
+        self, available: int, behind: DemandBehind | None = None, most: int = UNLIMITED_RUN
     ) -> int:
         """Tokens that this step gives to a request with `available` schedulable tokens; 0 if none.
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from itertools import chain, islice, takewhile
 
 from pagoda.engine.candidates import Candidates
-from pagoda.engine.places import Places
-from pagoda.engine.plans import Behind, PlanBuilder, Wishes
+from pagoda.engine.plans import Demand, DemandBehind, PlanBuilder
 from pagoda.engine.request import Request
+from pagoda.engine.request_queue import RequestQueue
 
 AGEING_STEPS = 8
 """Full steps, for every so many of whose tokens that go to higher priorities one waiting request of a lower one,
@@ -27,12 +27,12 @@ class Precedence:
     Of one tenant and one priority, the first to have come goes first, and nothing here changes that.
     """
 
-    def __init__(self, budget: int, block_size: int, places: Places, candidates: Candidates):
+    def __init__(self, budget: int, block_size: int, queue: RequestQueue, candidates: Candidates):
         """`budget` is the most tokens of a step."""
         self._most_overtaking = AGEING_STEPS * budget
         self._block_size = block_size
-        self._places = places
-        self._running, self._waiting = places.running, places.waiting
+        self._queue = queue
+        self._running, self._waiting = queue.running, queue.waiting
         self._candidates = candidates
         self._num_overtaking_tokens = 0
         """Tokens given to requests of higher priorities since an overtaken request was last raised."""
@@ -79,7 +79,7 @@ class Precedence:
         overtaken = [it for it in chain(self._waiting, able) if it.order_key[0] > top]
         if overtaken:
             chosen = min(overtaken, key=lambda request: request.order_key[2])
-            self._places.reorder(chosen, (top, -math.inf, chosen.order_key[2]))
+            self._queue.reorder(chosen, (top, -math.inf, chosen.order_key[2]))
 
     # ---- room for the first in line
 
@@ -87,7 +87,7 @@ class Precedence:
         """Makes room for the first waiting request: running requests of lower priorities give way, and the newest
         of a tenant that has more than its share while the first one's tenant has less, in sequences if these are
         all taken, else in tokens."""
-        counts = not self._places.has_slot or self._places.is_full
+        counts = not self._queue.has_slot or self._queue.is_full
         while self._running and (first := self._candidates.first()) is not None:
             if self._candidates.fitting_prefix(first) is not None:
                 return
@@ -104,12 +104,12 @@ class Precedence:
                     return
                 priority, start, _ = first.order_key
                 before = math.nextafter(start, -math.inf)
-                self._places.reorder(other, (priority, before, other.order_key[2]))
+                self._queue.reorder(other, (priority, before, other.order_key[2]))
                 first = other
             preempt(victim)
             priority, start, arrival = victim.order_key
             behind = max(start, math.nextafter(first.order_key[1], math.inf))
-            self._places.reorder(victim, (priority, behind, arrival))
+            self._queue.reorder(victim, (priority, behind, arrival))
 
     def _first_of_others(self, first: Request) -> Request | None:
         """The first in line behind `first` that is of its priority and of another tenant. Its tenant may have less
@@ -127,7 +127,7 @@ class Precedence:
         tokens; None unless it has no less than the tenant of `first` when the two have changed places. A request
         that was preempted before gets on by as much as it computed again first, lest two tenants preempt each
         other again and again."""
-        if not self._places.has_tenants:
+        if not self._queue.has_tenants:
             return None
         priority = first.order_key[0]
         equals = [request for request in self._running if request.order_key[0] == priority]
@@ -146,10 +146,10 @@ class Precedence:
         the one with the most tokens beside its weight, the last in line; `request` itself if none is behind it.
         Requests of others that have not made up for their last preemption go last."""
         last = self._running[-1]
-        if last is request or not self._places.has_tenants:
+        if last is request or not self._queue.has_tenants:
             return last
         sizes = _sizes(self._running, counts=False)
-        behind = self._running[self._places.index_of(request) + 1 :]
+        behind = self._running[self._queue.index_of(request) + 1 :]
         equals = [other for other in reversed(behind) if other.order_key[0] == last.order_key[0]]
         return max(
             equals,
@@ -158,13 +158,13 @@ class Precedence:
 
     # ---- tokens of a step
 
-    def behind(self, request: Request, plan: PlanBuilder) -> Behind:
+    def behind(self, request: Request, plan: PlanBuilder) -> DemandBehind:
         """Wishes of requests behind this running one that are of its priority: a token for each that decodes, and
         for prompts of other tenants a share by their weights."""
         priority, tenant, weight = request.order_key[0], request.tenant, request.charge.weight
-        wishes = plan.wishes = plan.wishes or Wishes(self._running)
-        place = len(self._running) - 1 - self._places.index_of(request)
-        num_decodes, num_tokens, others = wishes.behind(place)
+        demand = plan.demand = plan.demand or Demand(self._running)
+        place = len(self._running) - 1 - self._queue.index_of(request)
+        num_decodes, num_tokens, others = demand.behind(place)
         has_others = num_tokens > 0
         if plan.is_mixed:
             num_tokens += min(num_decodes, plan.decodes_left)
@@ -182,11 +182,11 @@ class Precedence:
                 others += sum(
                     its_weight
                     for name, its_weight in new.items()
-                    if not wishes.has_prompt_behind(place, priority, name)
+                    if not demand.has_prompt_behind(place, priority, name)
                 )
                 has_others = True
         share = weight / (weight + others) if has_others else 0.5
-        return Behind(num_tokens, min(0.5, share))
+        return DemandBehind(num_tokens, min(0.5, share))
 
 
 def _size(request: Request, *, counts: bool) -> float:

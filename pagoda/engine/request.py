@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's view of a request: its tokens, how far they are computed, and the state it is in."""
+"""The scheduler's request: its tokens, the number of computed tokens, its block table and its state."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Request:
     queue_time_s: float | None = None
     """Seconds until the first admission; None before it, and once it was sent to the frontend."""
     leader: Request | None = None
-    """Running request whose blocks this one waits for in line; see `Leaders`."""
+    """Running request whose blocks this one waits for in line; see `InFlightPrefixes`."""
     num_leader_blocks: int = 0
     """Blocks that the leader had published when this request was told to wait."""
     reserved_blocks: int = 0
@@ -107,7 +107,7 @@ class Request:
     known_tokens: deque[int] = field(default_factory=deque)
     """Known samples that the worker has not been told."""
     mask_turn: int = 0
-    """Step before which a request with a dear grammar gives way to others."""
+    """Step before which a request with a slow grammar gives way to others."""
     drafts: list[int] = field(default_factory=list)
     """Tokens that may follow all known ones, of a request that does not run ahead: as far as there is room, the
     next step computes them too, and samples behind each (speculative decoding). They change no token."""

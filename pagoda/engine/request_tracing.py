@@ -17,7 +17,7 @@ PREEMPTED, RECOVERING = "preempted", "recovering"
 
 
 @dataclass(slots=True)
-class _Row:
+class _RequestRow:
     request: Request
     number: int
     began: int
@@ -33,7 +33,7 @@ class RequestRows:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _RequestRow] = {}
         self._by_slot: dict[int, int] = {}
 
     def of_slots(self, slots: list[int], values: list[int]) -> tuple[list[int], list[int]]:
@@ -82,7 +82,7 @@ class RequestRows:
         self._rows.clear()
         self._by_slot.clear()
 
-    def _open(self, request: Request) -> _Row:
+    def _open(self, request: Request) -> _RequestRow:
         if request.is_awaiting_kv:
             phase = AWAITS_KV
         elif request.state is RequestState.RUNNING:
@@ -92,17 +92,19 @@ class RequestRows:
         now = self._tracer.clock_ns()
         number = self._tracer.open_row(f"request {request.request_id}")
         waits_as = phase if phase == PREEMPTED else QUEUED
-        row = self._rows[request.request_id] = _Row(request, number, now, phase, now, waits_as)
+        row = self._rows[request.request_id] = _RequestRow(
+            request, number, now, phase, now, waits_as
+        )
         return row
 
-    def _enter(self, row: _Row, phase: str) -> None:
+    def _enter(self, row: _RequestRow, phase: str) -> None:
         if phase == row.phase:
             return
         now = self._tracer.clock_ns()
         self._tracer.span(row.phase, row.phase_began, row=row.number, ended=now)
         row.phase, row.phase_began = phase, now
 
-    def _close(self, row: _Row, finish_reason: str) -> None:
+    def _close(self, row: _RequestRow, finish_reason: str) -> None:
         now, request = self._tracer.clock_ns(), row.request
         self._tracer.span(row.phase, row.phase_began, row=row.number, ended=now)
         args = {

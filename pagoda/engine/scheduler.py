@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: what becomes of requests from step to step.
+"""Continuous batching with overlap scheduling: the scheduler adds requests, applies step results, ends requests.
 
 The scheduler knows no sockets and no devices, and no choice depends on the time. Several steps may be in flight;
 all stages of the worker execute them in order, so a block that is freed while a step still uses it can be handed
 to a later plan at once. Transfers go on beside the steps; what they must wait for is noted in the block.
 
-Every ending of a request goes through `finish`, and every change of its state through `Places.enter`.
+Every ending of a request goes through `finish`, and every change of its state through `RequestQueue.enter`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 from pagoda.engine.batching import Batcher, SchedulerLimits
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.kv_hooks import KVHooks
-from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
+from pagoda.engine.request_queue import Quarantine, RequestQueue
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.result_check import result_fits
 from pagoda.ipc.clock import Clock
@@ -58,10 +58,10 @@ class Scheduler:
         self._clock = clock
         self._order = order
         self.requests: dict[str, Request] = {}
-        self.places = Places(kv, limits.max_num_seqs)
-        self.running, self.waiting = self.places.running, self.places.waiting
+        self.queue = RequestQueue(kv, limits.max_num_seqs)
+        self.running, self.waiting = self.queue.running, self.queue.waiting
         self.quarantine = Quarantine()
-        self.batcher = Batcher(limits, kv, clock, self.places, self.quarantine)
+        self.batcher = Batcher(limits, kv, clock, self.queue, self.quarantine)
         self.in_flight, self.counters = self.batcher.in_flight, self.batcher.counters
         self.schedule, self.preempt = self.batcher.schedule, self.batcher.preempt
         self._num_arrivals = 0
@@ -75,7 +75,7 @@ class Scheduler:
 
     def trace(self, rows: RequestRows | None) -> None:
         """Tells `rows` what becomes of requests from now on, first where they are; None for nobody."""
-        self.places.rows = rows
+        self.queue.rows = rows
         if rows is not None:
             for request in self.requests.values():
                 rows.moved(request, RequestState.NEW)
@@ -150,7 +150,7 @@ class Scheduler:
     def place(self, request: Request) -> None:
         """Puts a new request, or one that awaits KV, in line unless its KV is loaded first."""
         if not self.hooks.leaves_line(request):
-            self.places.enter(request, RequestState.WAITING)
+            self.queue.enter(request, RequestState.WAITING)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without a chunk; returns False if there is none."""
@@ -186,12 +186,12 @@ class Scheduler:
         self.on_finished(request)
         self.quarantine.on_finished(request)
         self.hooks.on_finished(request)
-        self.batcher.leaders.leave(request)
+        self.batcher.in_flight_prefixes.leave(request)
         self.batcher.free_blocks(request)
         self.batcher.candidates.forget_blocked()
-        self.places.enter(request, RequestState.FINISHED)
-        if self.places.rows is not None:
-            self.places.rows.ended(request, reason)
+        self.queue.enter(request, RequestState.FINISHED)
+        if self.queue.rows is not None:
+            self.queue.rows.ended(request, reason)
 
     def _settle(self, request: Request) -> None:
         """Charges the tenant of a request that ends for what was computed here."""
@@ -292,10 +292,10 @@ class Scheduler:
 
     def _confirm(self, request: Request, num_tokens: int) -> None:
         """Further tokens of a running request are computed."""
-        self.places.count_computed(request, num_tokens)
+        self.queue.count_computed(request, num_tokens)
         if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
-            self.batcher.leaders.advance(request)
+            self.batcher.in_flight_prefixes.advance(request)
             self.hooks.on_published(request)
         self._drop_behind(request)
         if request.crash_count:
@@ -308,7 +308,7 @@ class Scheduler:
             request.table, request.num_computed_tokens, last_step
         ):
             return
-        self.places.update(request)
+        self.queue.update(request)
 
     def append(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None
@@ -320,7 +320,7 @@ class Scheduler:
             if request.transfer_id is not None:
                 first = None if logprobs is None else logprobs[index]
                 source = self.hooks.on_prefilled(request, token_id, first)
-            self.places.append(request, token_id)
+            self.queue.append(request, token_id)
             token_ids.append(token_id)
             reason, stop_reason = request.finish_reason()
             if reason is None and request.constraint is not None:
@@ -370,7 +370,7 @@ class Scheduler:
         if constraint is None or not request.may_force_tokens:
             return None, None
         for token_id in constraint.forced_tokens():
-            self.places.append(request, token_id)
+            self.queue.append(request, token_id)
             token_ids.append(token_id)
             reason, stop_reason = request.finish_reason()
             if reason is not None:
@@ -430,7 +430,7 @@ class Scheduler:
         crashed = {part.request for step in self.in_flight for part in step.scheduled}
         self.in_flight.clear()
         self.batcher.unmasked.clear()
-        self.batcher.leaders.clear()
+        self.batcher.in_flight_prefixes.clear()
         failing = self.quarantine.on_crash(crashed, suspicion)
         for request in list(self.running):
             self.kv.free(request.table)
@@ -441,7 +441,7 @@ class Scheduler:
             request.forget_steps()
             request.num_saved = request.num_saved_tail = 0
         self.kv.pool.clear_cache()
-        self.places.drain_freed_slots()
+        self.queue.drain_freed_slots()
         self.batcher.candidates.forget_blocked()
         return [
             self.fail(request, "The worker died whenever this request was computed.")
@@ -450,8 +450,8 @@ class Scheduler:
 
     def _wait_again(self, request: Request) -> None:
         """The request waits: its KV, or the KV on its way, is lost."""
-        self.places.forget_computed(request)
-        self.places.enter(request, RequestState.WAITING, is_lost=True)
+        self.queue.forget_computed(request)
+        self.queue.enter(request, RequestState.WAITING, is_lost=True)
 
 
 def _is_due(request: Request) -> bool:

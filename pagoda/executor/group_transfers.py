@@ -28,8 +28,8 @@ class GroupTransfers:
         self._kv = tuple(kv)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._under_way: dict[tuple[int, int], _UnderWay] = {}
-        self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
+        self._under_way: dict[tuple[int, int], _PendingTransfer] = {}
+        self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _TransferKind}
 
     @property
     def deadline(self) -> float | None:
@@ -39,9 +39,9 @@ class GroupTransfers:
         Those with a plugin's tier have for ever: the next worker would wait for the same disk. Requests do not
         wait, and nothing further is asked of one that hangs (`TieredKVConnector`).
         """
-        patience_s = dict.fromkeys(_Kind, self._timeout_s) | {_Kind.TIER: math.inf}
+        patience_s = dict.fromkeys(_TransferKind, self._timeout_s) | {_TransferKind.TIER: math.inf}
         limits_s = (entry.limit_s for entry in self._under_way.values())
-        patience_s[_Kind.REMOTE] += max(limits_s, default=0.0)
+        patience_s[_TransferKind.REMOTE] += max(limits_s, default=0.0)
         instants = (
             work.moved_at + patience_s[kind]
             for (_, kind), work in self._work.items()
@@ -51,7 +51,7 @@ class GroupTransfers:
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
-            entry = _UnderWay(transfer, self._limit_s(transfer))
+            entry = _PendingTransfer(transfer, self._limit_s(transfer))
             self._under_way[transfer.transfer_id, transfer.generation] = entry
             for rank in range(self._num_ranks):
                 work = self._work[rank, entry.kind]
@@ -88,7 +88,7 @@ class GroupTransfers:
         return _join([entry.ends[rank] for rank in range(self._num_ranks)])
 
 
-class _Kind(enum.Enum):
+class _TransferKind(enum.Enum):
     """Resource that a transfer depends on; one resource may hang while the others make progress."""
 
     MEMORY = enum.auto()
@@ -96,14 +96,18 @@ class _Kind(enum.Enum):
     REMOTE = enum.auto()
 
 
-def _kind(transfer: Transfer) -> _Kind:
+def _kind(transfer: Transfer) -> _TransferKind:
     places = transfer.source, transfer.target
     if any(isinstance(place, RemoteBlocks) for place in places):
-        return _Kind.REMOTE
-    return _Kind.TIER if any(isinstance(place, TierBlocks) for place in places) else _Kind.MEMORY
+        return _TransferKind.REMOTE
+    return (
+        _TransferKind.TIER
+        if any(isinstance(place, TierBlocks) for place in places)
+        else _TransferKind.MEMORY
+    )
 
 
-class _UnderWay:
+class _PendingTransfer:
     def __init__(self, transfer: Transfer, limit_s: float) -> None:
         self.kind = _kind(transfer)
         self.limit_s = limit_s

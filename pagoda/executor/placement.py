@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig
 
 
-class Placement(msgspec.Struct, frozen=True):
+class RankPlacement(msgspec.Struct, frozen=True):
     """Bundles of cores that one replica needs, each on one host, all or none."""
 
     threads: int
@@ -27,7 +27,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 def plan_placement(
     cores_of_hosts: Sequence[int], parallel: ParallelConfig, threads: int | None
-) -> Placement:
+) -> RankPlacement:
     """The tensor-parallel ranks of a stage in one bundle, so on one host, where that fits; else each rank alone.
 
     Without `threads` a rank gets the largest number that leaves room for the ranks of all replicas: with as many
@@ -38,9 +38,9 @@ def plan_placement(
     threads = threads or _largest_share(cores_of_hosts, parallel.num_ranks)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if threads and _room(cores_of_hosts, threads * tp) >= parallel.data_parallel_size * pp:
-        return Placement(threads, ranks_per_bundle=tp, num_bundles=pp)
+        return RankPlacement(threads, ranks_per_bundle=tp, num_bundles=pp)
     if threads and _room(cores_of_hosts, threads) >= parallel.num_ranks:
-        return Placement(threads, ranks_per_bundle=1, num_bundles=tp * pp)
+        return RankPlacement(threads, ranks_per_bundle=1, num_bundles=tp * pp)
     hosts = ", ".join(str(cores) for cores in cores_of_hosts) or "none"
     needs = f"{parallel.num_ranks} × {threads or 1} cores"
     raise ConfigError(

@@ -96,12 +96,12 @@ class FaultEntry:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class FaultSchedule:
     seed: int
     entries: tuple[FaultEntry, ...]
 
 
-def parse_schedule(line: str) -> Schedule:
+def parse_schedule(line: str) -> FaultSchedule:
     """Raises ConfigError: an entry cannot be read, or names a point or an action that does not exist."""
     seed, entries = 0, []
     for word in line.split():
@@ -114,7 +114,7 @@ def parse_schedule(line: str) -> Schedule:
             entries.append(_parse_entry(word))
     if not entries:
         raise ConfigError(f"{FAULTS_ENV} must name a fault, such as worker.step:kill@5.")
-    return Schedule(seed, tuple(entries))
+    return FaultSchedule(seed, tuple(entries))
 
 
 def _parse_entry(word: str) -> FaultEntry:

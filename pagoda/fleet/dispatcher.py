@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One endpoint over several replicas: chooses who takes which request, and moves requests when an engine dies.
+"""The dispatcher: one endpoint over several replicas. It routes requests, and moves them when an engine dies.
 
 A replica that loses a request says so, and the request goes on, with the tokens so far, at another replica or at
 the same one when it is back; clients see a pause.
@@ -27,7 +27,7 @@ from pagoda.errors import (
 from pagoda.fleet.admission import Admission
 from pagoda.fleet.endpoint import Health, ReplicaState
 from pagoda.fleet.offload import Offload
-from pagoda.fleet.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
+from pagoda.fleet.placement import Placement, ReplicaSlot, TrackedRequest, TrackedState
 from pagoda.fleet.placer import Placer
 from pagoda.fleet.policies import Policy
 from pagoda.fleet.replica import Replica
@@ -140,7 +140,7 @@ class Dispatcher:
         tracked = self.requests.get(request_id)
         if tracked is None:
             return
-        tracked.state = RequestState.ABORTED
+        tracked.state = TrackedState.ABORTED
         if tracked.placement is not None:
             await tracked.placement.slot.replica.abort(request_id)
         else:
@@ -156,8 +156,8 @@ class Dispatcher:
         if self.slots.failure is not None:
             raise EngineDeadError(str(self.slots.failure))
         loads, counted = await self.slots.loads()
-        num_held = sum(tracked.placement is None for tracked in self.requests.values())
-        return sum_of_loads(loads, num_held=num_held, counted=counted)
+        num_unplaced = sum(tracked.placement is None for tracked in self.requests.values())
+        return sum_of_loads(loads, num_unplaced=num_unplaced, counted=counted)
 
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""
@@ -264,9 +264,9 @@ class Dispatcher:
 
     def _end(self, tracked: TrackedRequest, ending: PagodaError) -> None:
         """Ends a request with this error for its client."""
-        if tracked.state is RequestState.ABORTED:
+        if tracked.state is TrackedState.ABORTED:
             return
-        tracked.ending, tracked.state = ending, RequestState.ABORTED
+        tracked.ending, tracked.state = ending, TrackedState.ABORTED
         self._admission.give_up(tracked)
         self._placer.abort(tracked)
 
@@ -283,7 +283,7 @@ class Dispatcher:
             if self._offload is not None and not tracked.is_suspect:
                 offload = self._offload.prepare(tracked, placement, self.slots)
                 value = await stack.enter_async_context(offload)
-                if tracked.state is not RequestState.QUEUED or not placement.slot.replica.is_open:
+                if tracked.state is not TrackedState.QUEUED or not placement.slot.replica.is_open:
                     raise _MovedError
                 placement.fetches_kv = value.kv_source is not None
                 if placement.fetches_kv:
@@ -310,8 +310,8 @@ class Dispatcher:
         slot, token_ids, num_computed = placement.slot, chunk.token_ids, 0
         if chunk.prompt_logprobs is not None:
             tracked.num_scored_tokens = chunk.prompt_logprobs.end
-        if tracked.state is RequestState.QUEUED and chunk.kv_source is None:
-            tracked.state = RequestState.COMPUTING
+        if tracked.state is TrackedState.QUEUED and chunk.kv_source is None:
+            tracked.state = TrackedState.COMPUTING
             self._admission.begin(tracked)
         if chunk.queue_time_s is not None and not tracked.token_ids:
             before_s = placement.began_at - tracked.accepted_at

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine process, the `Transport` of a replica: started, watched, and started again when it dies or hangs.
+"""An engine process, the `ReplicaTransport` of a replica: started, watched, and replaced when it dies or hangs.
 
 Requests that were in an engine when it ended fail with EngineLostError; the `Dispatcher` holds their values.
 """

@@ -106,7 +106,7 @@ class ReplicaHealth:
         self.number = number
         self.join(None)
 
-    def join(self, group: _Group | None) -> None:
+    def join(self, group: _PeerGroup | None) -> None:
         """Begins anew, as a member of `group`."""
         self.group = group
         self.heard_at = 0.0
@@ -152,7 +152,7 @@ class ReplicaHealth:
         return 0.0 if self.is_ejected(now) else min(1.0, max(_FIRST_SHARE, grown))
 
 
-class _Group:
+class _PeerGroup:
     """Replicas that are compared with each other."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class OutlierDetector:
         ejected replicas."""
         self._clock = clock
         self._keeps_half = keeps_half
-        self._groups: defaultdict[Hashable, _Group] = defaultdict(_Group)
+        self._groups: defaultdict[Hashable, _PeerGroup] = defaultdict(_PeerGroup)
 
     def add(self, health: ReplicaHealth, group: Hashable) -> None:
         """Compares a replica with those of a group from now on; what it did in another group is forgotten."""

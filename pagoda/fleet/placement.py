@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a dispatcher, its replicas, and which request is where."""
+"""State of a dispatcher: its requests with their tokens so far, its replicas, and the replica of each request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_CRASHES = LONE_CRASHES + 1
 """A request that crashed an engine that had no other request is not tried again."""
 
 
-class RequestState(enum.Enum):
+class TrackedState(enum.Enum):
     QUEUED = enum.auto()
     """No replica is known to have computed anything of the request."""
     COMPUTING = enum.auto()
@@ -80,7 +80,7 @@ class TrackedRequest:
     def __init__(self, request: GenerateRequest, accepted_at: float) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.state = RequestState.QUEUED
+        self.state = TrackedState.QUEUED
         self.token_ids = list(request.output_token_ids)
         self.num_scored_tokens = request.num_scored_tokens
         """Prompt tokens whose log-probabilities went to the client."""
@@ -134,7 +134,7 @@ class TrackedRequest:
     def is_over(self) -> bool:
         """True if the request is not tried again."""
         return (
-            self.state is RequestState.ABORTED
+            self.state is TrackedState.ABORTED
             or self.crash_count >= MAX_CRASHES
             or bool(self.problem)
         )
@@ -143,9 +143,9 @@ class TrackedRequest:
     def moves_if_aborted(self) -> bool:
         """True if the request goes on elsewhere when its replica ends it. A prompt that is computed for another
         engine ends when that does not want it any more."""
-        if self.state is RequestState.ABORTED:
+        if self.state is TrackedState.ABORTED:
             return False
-        return self.state is RequestState.MOVING or not self.request.holds_kv
+        return self.state is TrackedState.MOVING or not self.request.holds_kv
 
     def value(self, now: float) -> GenerateRequest:
         """The request as a replica is given it: with the tokens so far, and the time that is left."""
@@ -167,7 +167,7 @@ class TrackedRequest:
 
     def final_chunk(self) -> TokenChunk:
         """The last chunk of a request that is not tried again."""
-        if self.state is RequestState.ABORTED:
+        if self.state is TrackedState.ABORTED:
             return TokenChunk(self.request_id, [], FinishReason.ABORT)
         deaths = f"{self.crash_count} engines in a row died while this request was running."
         return TokenChunk(self.request_id, [], FinishReason.ERROR, error=self.problem or deaths)
@@ -238,7 +238,7 @@ class ReplicaSlot:
         """Instant at which the latest chunks came, on the clock of `TokenChunk.received_ns`."""
         self._earlier_ns = 0
         """Instant at which the chunks before those came."""
-        self.held_for: TrackedRequest | None = None
+        self.quarantined_for: TrackedRequest | None = None
         """The only request that the replica takes, as it is tried alone; None for all requests."""
 
     @property
@@ -268,8 +268,8 @@ class ReplicaSlot:
         told anything: two messages after one was sent, the engine had handled it and lived.
         """
         there = [r for r in self.requests if self.replica.has_request(r.request_id)]
-        computing = [r for r in there if r.state is not RequestState.QUEUED]
-        queued = [r for r in there if r.state is RequestState.QUEUED]
+        computing = [r for r in there if r.state is not TrackedState.QUEUED]
+        queued = [r for r in there if r.state is TrackedState.QUEUED]
         queued.sort(key=lambda tracked: tracked.request.priority)
         max_num_seqs = 1 if self.limits is None else self.limits.max_num_seqs
         num_places = max(1, max_num_seqs - len(computing))

@@ -19,8 +19,8 @@ from pagoda.fleet.placement import (
     MAX_CRASHES,
     Placement,
     ReplicaSlot,
-    RequestState,
     TrackedRequest,
+    TrackedState,
 )
 from pagoda.fleet.prefix_index import short_keys
 from pagoda.fleet.replica_set import ReplicaSet
@@ -49,7 +49,7 @@ class Placer:
         self._usual_output_tokens = 64.0
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
-        self.quarantine = Quarantine(slots.takers)
+        self.quarantine = SuspectQuarantine(slots.takers)
         self._aborts: set[asyncio.Task[None]] = set()
         self._waiting: dict[TrackedRequest, None] = {}
         """Requests that wait for a replica, longest first."""
@@ -125,10 +125,10 @@ class Placer:
         """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have
         their tokens sooner."""
         for tracked in slot.requests:
-            is_moved = tracked.state in (RequestState.MOVING, RequestState.ABORTED)
-            stays = is_moved or slot.held_for is tracked
+            is_moved = tracked.state in (TrackedState.MOVING, TrackedState.ABORTED)
+            stays = is_moved or slot.quarantined_for is tracked
             if not stays and self._takers.has_other(slot, tracked.request):
-                tracked.state = RequestState.MOVING
+                tracked.state = TrackedState.MOVING
                 self.abort(tracked)
 
     def on_end(self) -> None:
@@ -154,7 +154,7 @@ class Placer:
     ) -> Placement:
         request, keys = tracked.request, self._keys_of(tracked)
         num_left = (request.work.sampling.max_tokens or 1) - len(tracked.token_ids)
-        tracked.state = RequestState.QUEUED
+        tracked.state = TrackedState.QUEUED
         placement = tracked.placement = slot.requests[tracked] = Placement(
             slot,
             RequestWork(
@@ -212,7 +212,7 @@ class Placer:
         placement.work.close()
 
 
-class Quarantine:
+class SuspectQuarantine:
     """Tells requests that kill engines from requests that were only near: tries one suspect after the other, in
     the order in which they came, until it gets a token or ends."""
 
@@ -260,5 +260,5 @@ class Quarantine:
         """Does the same for an engine that goes on without its worker. A suspect that has the replica for itself
         stays, and the engine tries by itself whether it kills workers; the others are to move."""
         self.blame_requests_of(slot)
-        if slot.held_for is not None:
-            slot.held_for.count_crash()
+        if slot.quarantined_for is not None:
+            slot.quarantined_for.count_crash()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that choose the replica for a request: pure functions, without a clock or random numbers.
+"""Routing policies: pure functions that choose the replica of a request, without a clock or random numbers.
 
 Small fleets are looked at as a whole. Of a large one, the policy first names a few replicas that are found without
 a look at all others (`Policy.shortlist`).

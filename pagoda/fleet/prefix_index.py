@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that a dispatcher believes to be in the prefix caches of its replicas.
+"""Index for prefix-aware routing: blocks that a dispatcher believes to be in the prefix caches of its replicas.
 
 Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.block_keys`) as a number.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica, the client's side of one engine or host: all that does not depend on how messages travel."""
+"""A replica: the frontend's client of one engine or host. Its transport carries the messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LEASES_POLL_S = 0.1
 _set = msgspec.structs.force_setattr
 
 
-class Transport(Protocol):
+class ReplicaTransport(Protocol):
     """The way to the peer of one `Replica`, and the peer's supervision.
 
     A transport passes messages of the peer to `Replica.receive`, and reports the end of the peer with
@@ -94,7 +94,7 @@ class Replica:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ReplicaTransport,
         peer: str,
         tracer: Tracer,
         *,

@@ -90,20 +90,20 @@ class Takers:
     def hold(self, slot: ReplicaSlot, tracked: TrackedRequest) -> None:
         """Lets the replica take this request alone, and the request no other replica, until `release`."""
         self.release(tracked)
-        slot.held_for, self._held[tracked] = tracked, slot
+        slot.quarantined_for, self._held[tracked] = tracked, slot
         self.refit(slot)
 
     def release(self, tracked: TrackedRequest) -> None:
-        """Ends `hold`. May be called twice."""
+        """Ends `quarantine`. May be called twice."""
         slot = self._held.pop(tracked, None)
         if slot is not None:
-            slot.held_for = None
+            slot.quarantined_for = None
             self.refit(slot)
 
     def remove(self, slot: ReplicaSlot) -> None:
         """Forgets a replica."""
-        if slot.held_for is not None:
-            self.release(slot.held_for)
+        if slot.quarantined_for is not None:
+            self.release(slot.quarantined_for)
         self._list(slot, None)
 
     def move(self, slot: ReplicaSlot, limits: EngineReady) -> None:
@@ -115,12 +115,15 @@ class Takers:
         """Puts the replica on the list where it belongs after a change."""
         was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
         now, is_known = self._clock.now(), slot.number in self._slots and slot.limits is not None
-        if slot.held_for is not None:
-            slot.held_for.wake()
-        if slot.held_for is not None and slot.replica.state is ReplicaState.FAILED:
-            self.release(slot.held_for)
+        if slot.quarantined_for is not None:
+            slot.quarantined_for.wake()
+        if slot.quarantined_for is not None and slot.replica.state is ReplicaState.FAILED:
+            self.release(slot.quarantined_for)
         elif (
-            slot.held_for is not None or not is_known or slot.is_leaving or not slot.replica.is_open
+            slot.quarantined_for is not None
+            or not is_known
+            or slot.is_leaving
+            or not slot.replica.is_open
         ):
             self._list(slot, None)
         elif slot.replica.state is not ReplicaState.READY:

@@ -51,7 +51,7 @@ def counters_of(report: LoadReport) -> LoadReport:
 
 
 def sum_of_loads(
-    replicas: tuple[ReplicaLoad, ...], *, num_held: int, counted: Sequence[LoadReport] = ()
+    replicas: tuple[ReplicaLoad, ...], *, num_unplaced: int, counted: Sequence[LoadReport] = ()
 ) -> LoadReport:
     """The report of a dispatcher.
 
@@ -63,7 +63,7 @@ def sum_of_loads(
     sums = merged([LoadReport(), *reports, *counted])
     return msgspec.structs.replace(
         sums,
-        num_waiting=sums.num_waiting + num_held,
+        num_waiting=sums.num_waiting + num_unplaced,
         num_engine_restarts=sum(replica.num_losses for replica in replicas),
         is_worker_ready=any(report.is_worker_ready for report in reports),
         replicas=replicas,

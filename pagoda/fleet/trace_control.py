@@ -185,7 +185,7 @@ def _prepare(directory: Path, run: str) -> None:
 
 
 @dataclass(slots=True)
-class _Row:
+class _TracedRow:
     number: int
     first_token_ns: int | None = None
     """Time at which the first token had been written to the client."""
@@ -199,7 +199,7 @@ class AnswerRows:
     def __init__(self, tracer: Tracer, tracker: RequestTracker) -> None:
         self._tracer = tracer
         self._tracker = tracker
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _TracedRow] = {}
         for record in tracker.running.values():
             self._start(record)
             if record.first_token_ns is not None:
@@ -215,7 +215,7 @@ class AnswerRows:
 
     def _start(self, record: RequestStatistics) -> None:
         row = self._tracer.open_row(f"request {record.request_id}")
-        self._rows[record.request_id] = _Row(row)
+        self._rows[record.request_id] = _TracedRow(row)
         arrived = record.client_request.arrived_ns
         self._tracer.span("prepare", arrived, row=row, ended=record.started_ns)
 
@@ -235,7 +235,7 @@ class AnswerRows:
         elif self._tracer.verbose():
             self._tracer.span("token", received_ns, row=row.number, ended=written_ns)
 
-    def _end_first_token(self, record: RequestStatistics, row: _Row, ended: int) -> None:
+    def _end_first_token(self, record: RequestStatistics, row: _TracedRow, ended: int) -> None:
         row.first_token_ns = ended
         self._tracer.span("first token", record.started_ns, row=row.number, ended=ended)
 

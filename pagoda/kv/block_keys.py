@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of KV blocks: digests over all tokens up to the end of a block, so equal keys mean equal prefixes.
+"""Block keys of the prefix cache: digests over all tokens up to a block's end. Equal keys mean equal prefixes.
 
     key(root)  = SHA-256("pagoda-kv-1", block size, adapter, cache salt)
     key(block) = SHA-256(key(parent), token ids as little-endian 32-bit integers)

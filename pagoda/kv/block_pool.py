@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of KV blocks of one tier: who holds what, and what may be evicted first.
+"""The pool of KV blocks of one tier: reference counts, the index of the prefix cache, and the order of eviction.
 
 Every block is in exactly one of three states:
 

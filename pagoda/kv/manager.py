@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables: which blocks hold the K and V of which request, and which of them others may reuse.
+"""The KV manager: block tables of requests, and the prefix cache.
 
-A request has a block table in each KV group (`pagoda.messages.kv_groups`). Blocks of all groups come out of one
-pool of equally large ones. Blocks are found by the keys of `pagoda.kv.block_keys`: equal keys mean equal prefixes.
-Keys are made of blocks of `block_size` tokens, the smallest of any group, in which prefixes are counted too.
+The block table of a request lists the blocks that hold its K and V. Full blocks are published under their keys,
+and later requests with the same prefix share them. A request has a block table in each KV group
+(`pagoda.messages.kv_groups`). Blocks of all groups come out of one pool of equally large ones. Equal keys
+(`pagoda.kv.block_keys`) mean equal prefixes. Keys are made of blocks of `block_size` tokens, the smallest of any
+group, in which prefixes are counted too.
 """
 
 from __future__ import annotations

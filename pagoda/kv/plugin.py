@@ -41,8 +41,8 @@ class KVTierPlugin:
     """`open_tier(context)` gives the `KVConnector` of an engine from a `TierContext`, which it may keep.
     Raises ConfigError: the tier is too small."""
     worker_half: str
-    """`open_tier(config, plan, loaded, faults)` gives a `WorkerTier` from a `KVTierConfig`, a `WorkerPlan`, a
-    `LoadedWorker`, and the faults of this process, if any.
+    """`open_tier(config, plan, loaded, faults)` gives a `WorkerTier` from a `KVTierConfig`, a `WorkerMemoryPlan`,
+    a `LoadedWorker`, and the faults of this process, if any.
     Raises ConfigError: the place cannot be used."""
 
     def option_names(self) -> list[str]:

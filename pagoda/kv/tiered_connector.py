@@ -69,7 +69,7 @@ class TierMatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Part:
+class _LoadPart:
     """One transfer of a load."""
 
     load: _Load
@@ -87,7 +87,7 @@ class _Load:
     num_good: int
     """Leading blocks that have not failed."""
     error: str | None = None
-    parts: set[_Part] = field(default_factory=set)
+    parts: set[_LoadPart] = field(default_factory=set)
     """Transfers that have not ended."""
     waiters: set[str] = field(default_factory=set)
     """Other requests whose next block this load brings."""
@@ -120,14 +120,14 @@ class TieredKVConnector:
         self.ledger = ledger
         self._clock = clock
         self._fail_on_load_failure = fail_on_load_failure
-        self.parts: dict[int, _Part] = {}
+        self.parts: dict[int, _LoadPart] = {}
         """Loading transfers by id, abandoned ones included."""
         self._num_overdue: Counter[KVConnector] = Counter()
         """Overdue transfers by connector. A connector that has any is not asked: it could come to hold all
         blocks."""
         self.loads: dict[str, _Load] = {}
         """Loads by the request that waits for them."""
-        self._loading: dict[bytes, _Part] = {}
+        self._loading: dict[bytes, _LoadPart] = {}
         """Transfers of these loads by key."""
         self.deadlines: dict[str, float] = {}
         """Time at which a waiting request times out, earliest first."""
@@ -287,7 +287,7 @@ class TieredKVConnector:
             targets = blocks[first : first + len(keys)]
             after_step = max(block.used_by for block in targets)
             transfer_id = segment.connector.load(view, segment.start, targets, after_step)
-            part = self.parts[transfer_id] = _Part(load, segment.connector, first)
+            part = self.parts[transfer_id] = _LoadPart(load, segment.connector, first)
             load.parts.add(part)
             load.keys += keys
             self._loading.update(dict.fromkeys(keys, part))

@@ -38,7 +38,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -101,7 +101,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
     adapter: str = ""
     """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
-    second_text: Count = 0
+    second_text_at: Count = 0
     """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
     spans: Annotated[tuple[EmbeddedSpan, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Parts of the prompt that are no tokens, in their order."""
@@ -189,7 +189,7 @@ class SubscribeSteps(msgspec.Struct, frozen=True, tag="subscribe_steps"):
     """Asks for `StepStatistics` of the steps from now on, until `UnsubscribeSteps`."""
 
 
-class UnsubscribeSteps(msgspec.Struct, frozen=True, tag="unfollow_steps"):
+class UnsubscribeSteps(msgspec.Struct, frozen=True, tag="unsubscribe_steps"):
     """Enough of `StepStatistics`."""
 
 
@@ -320,7 +320,7 @@ class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
     chunks: Annotated[list[TokenChunk], Meta(max_length=MAX_ITEMS)]
 
 
-class PrefixCacheUpdate(msgspec.Struct, frozen=True, tag="cache_news"):
+class PrefixCacheUpdate(msgspec.Struct, frozen=True, tag="prefix_cache_update"):
     """Changes of the cached blocks since the last update, as the first 8 bytes of each key; no key is in both."""
 
     stored: Annotated[bytes, Meta(max_length=8 * MAX_ITEMS)]
@@ -357,7 +357,7 @@ class StepBin(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class StepStatistics(msgspec.Struct, frozen=True, tag="step_news"):
+class StepStatistics(msgspec.Struct, frozen=True, tag="step_statistics"):
     """Steps that have ended since the last such message, oldest first; a bounded number."""
 
     bins: Annotated[list[StepBin], Meta(max_length=MAX_ITEMS)]

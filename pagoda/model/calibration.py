@@ -34,7 +34,7 @@ from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.experts import routed
 from pagoda.backend.single import compute, compute_node
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
 from pagoda.model.caches import allocate_cache
@@ -181,7 +181,7 @@ class _Placeholders:
         self._source.read_into(name, out)
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
-        if linear.role is Role.LATENT_HEADS:
+        if linear.role is LinearRole.LATENT_HEADS:
             return self._source.linear(linear, dtype)
         shape = (linear.outputs, linear.inputs)
         weight = DenseWeight(torch.empty(shape, dtype=dtype, device="meta"))

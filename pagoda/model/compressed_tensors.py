@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend
 from pagoda.backend.weights import Int8Weight
-from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeFormat
 from pagoda.model.gptq import StoredGrids
 from pagoda.model.rounding import ZeroPointGroups, round_asymmetric, round_symmetric
 
-_DENSE = NEVER_ROUNDED | {Role.EMBEDDING, Role.HEAD}
+_DENSE = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
 _PACKED_BITS = 32
 
 
@@ -114,7 +114,7 @@ class Scheme:
                 "dynamic": True,
             }
         dense = [config.names.head]
-        dense += [linear.name for linear in _linears(config) if linear.role is Role.ROUTER]
+        dense += [linear.name for linear in _linears(config) if linear.role is LinearRole.ROUTER]
         return {
             "quant_method": "compressed-tensors",
             "format": self.layout,

@@ -14,13 +14,12 @@ from typing import Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import (
     Backend,
     Compiled,
+    FutureTokens,
     KVCache,
     LatentCache,
-    LateRows,
     LinearT,
     MetadataT,
     StateCache,
@@ -32,6 +31,7 @@ from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
@@ -85,7 +85,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
-        self._ahead = backend if isinstance(backend, RunsAhead) else None
+        self._ahead = backend if isinstance(backend, OverlapBackend) else None
         has_norm = shard.is_last and config.encoder is None
         self._norm = loader.norm(config.names.norm) if has_norm else None
         self._embedding = loader.linear([config.embedding]) if shard.is_first else None
@@ -156,17 +156,17 @@ class Decoder(Generic[LinearT, MetadataT]):
         planned: PlannedBatch[MetadataT],
         hidden: Tensor | None,
         rows: Sequence[int] | None = None,
-        late: Sequence[LateRows] = (),
+        future_tokens: Sequence[FutureTokens] = (),
     ) -> Tensor:
         """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
 
         `hidden` [n, hidden] float32 is what the stage before this one gave, None for the first stage. The last
         stage gives those of the tokens `rows` only, [m, hidden], by default of all; in its last layer, others are
-        computed as far as their keys and values need it. `late` are tokens that the device alone knows.
+        computed as far as their keys and values need it. `future_tokens` are tokens that the device alone knows.
         """
         tracer = self._tracer
         began = tracer.e2e()
-        step = self._input(planned, hidden, rows, late)
+        step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
         ready = tracer.kernel()
         if not ready:
@@ -198,7 +198,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         planned: PlannedBatch[MetadataT],
         hidden: Tensor | None,
         rows: Sequence[int] | None,
-        late: Sequence[LateRows] = (),
+        future_tokens: Sequence[FutureTokens] = (),
     ) -> StepInput[MetadataT]:
         """A step as the graph takes it; arguments are those of `forward`."""
         batch = planned.batch
@@ -218,7 +218,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self._shard.is_last:
             wanted = range(len(batch.token_ids)) if rows is None else rows
             tensors["rows"] = torch.tensor(wanted, dtype=torch.int64)
-        return StepInput(tensors, planned.metadata, late)
+        return StepInput(tensors, planned.metadata, future_tokens)
 
     @property
     def operations(self) -> Sequence[Operation]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight
 from pagoda.checkpoints.gguf.config import checked_tensor
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.ggml_blocks import floats, linear_weight
-from pagoda.model.sharding import Part, take_part
+from pagoda.model.sharding import LinearShard, take_part
 from pagoda.model.weights import own_rows
 
 
@@ -41,7 +41,7 @@ class GgufWeights:
         shape = stored.shape[1:] if stored.shape[0] == 1 else stored.shape
         tensor = checked_tensor(self._file, stored.weight, shape)
         weight = linear_weight(own_rows(self._rows(tensor), linear), tensor.type, dtype)
-        if linear.role is Role.STATE_OUT and linear.value_order is not None:
+        if linear.role is LinearRole.STATE_OUT and linear.value_order is not None:
             weight = _in_value_order(weight, linear, linear.value_order, dtype)
         if isinstance(weight, BlockWeight):
             for numbers in (weight.group_scales(), weight.group_minima()):
@@ -68,7 +68,9 @@ def _in_value_order(
     Raises ConfigError: the weight cannot be cut between heads."""
     size, outputs = linear.inputs // len(order), range(linear.outputs)
     parts = [
-        take_part(linear, weight, Part(outputs, range(head * size, (head + 1) * size)), dtype)
+        take_part(
+            linear, weight, LinearShard(outputs, range(head * size, (head + 1) * size)), dtype
+        )
         for head in order
     ]
     first = parts[0]

@@ -63,9 +63,9 @@ def grid_of(rounded: Rounded) -> Grid:
         return Grid(steps, steps * -rounded.zero_points[:, None], -128, 127)
     if isinstance(rounded, BlockWeight):
         steps, minima = rounded.group_scales(), rounded.group_minima()
-        bases = steps * -rounded.held_as.zero
+        bases = steps * -rounded.stored_format.zero
         return Grid(
-            steps, bases if minima is None else bases + minima, 0, 2**rounded.held_as.bits - 1
+            steps, bases if minima is None else bases + minima, 0, 2**rounded.stored_format.bits - 1
         )
     steps = rounded.scales.float()
     if isinstance(rounded, ZeroPointGroups) and rounded.zeros is not None:

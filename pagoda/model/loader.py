@@ -30,7 +30,7 @@ from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
-from pagoda.model.sharding import Part, Shard, take_part
+from pagoda.model.sharding import LinearShard, Shard, take_part
 from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
@@ -222,10 +222,10 @@ class WeightLoader(Generic[LinearT]):
         weight = self.source.linear(linear, self.dtype)
         if self._quantization is not None:
             # Outputs are rounded whole, so that ranks which share their inputs have the codes of one alone.
-            rows = Part(part.outputs, range(linear.inputs))
+            rows = LinearShard(part.outputs, range(linear.inputs))
             weight = take_part(linear, weight, rows, self.dtype)
             weight = self._quantization.quantize(linear, rows, weight, self.backend)
-            part = Part(range(len(part.outputs)), part.inputs)
+            part = LinearShard(range(len(part.outputs)), part.inputs)
         return take_part(linear, weight, part, self.dtype)
 
     def _bias(self, linear: LinearSpec) -> Tensor:

@@ -31,7 +31,7 @@ from pagoda.backend.weights import (
     Int8Weight,
     LinearWeight,
 )
-from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearRole, LinearSpec
 from pagoda.checkpoints.weight_formats import (
     GROUP_SIZES,
     BlockFormat,
@@ -42,14 +42,14 @@ from pagoda.checkpoints.weight_formats import (
     WeightFormat,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.sharding import Part, format_of_part
+from pagoda.model.sharding import LinearShard, format_of_part
 
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 _BLOCK_GROUP_SIZE = 32
 """Groups of int4 that have integer scales and minima."""
 _TABLE_BITS = 5
 _INT8_GROUP_SIZE = 64
-_TABLES = (Role.EMBEDDING, Role.HEAD)
+_TABLES = (LinearRole.EMBEDDING, LinearRole.HEAD)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class QuantizationOnLoad:
     def quantize(
         self,
         linear: LinearSpec,
-        part: Part,
+        part: LinearShard,
         weight: LinearWeight,
         backend: Backend[Any, Any],
         importance: Tensor | None = None,
@@ -105,18 +105,18 @@ class QuantizationOnLoad:
         Raises ConfigError: it holds numbers that are not finite or too large."""
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{linear.name} is quantized already.")
-        held_as = format_of_part(linear, self.format_of(linear), part.inputs)
-        if isinstance(held_as, DenseFormat):
+        stored_format = format_of_part(linear, self.format_of(linear), part.inputs)
+        if isinstance(stored_format, DenseFormat):
             return weight
         quantized: Int8Weight | Fp8Weight | GroupedWeight | BlockWeight
-        if isinstance(held_as, BlockFormat):
-            quantized = quantize_blocks(weight.values, held_as, importance)
+        if isinstance(stored_format, BlockFormat):
+            quantized = quantize_blocks(weight.values, stored_format, importance)
             scales = quantized.block_scales
-        elif isinstance(held_as, Fp8Format):
+        elif isinstance(stored_format, Fp8Format):
             quantized = quantize_fp8(weight.values)
             scales = quantized.scales
-        elif isinstance(held_as, GroupedFormat):
-            quantized = backend.quantize_int4(weight.values, held_as.group_size)
+        elif isinstance(stored_format, GroupedFormat):
+            quantized = backend.quantize_int4(weight.values, stored_format.group_size)
             scales = quantized.scales
         else:
             quantized = backend.quantize_int8(weight.values, symmetric=False)

@@ -30,7 +30,7 @@ from pagoda.checkpoints.weight_formats import BlockFormat, Fp8Format, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model.fp8_weights import convert_fp8, is_finite
 from pagoda.model.ggml_blocks import mxfp4_scales
-from pagoda.model.sharding import Part, take_part
+from pagoda.model.sharding import LinearShard, take_part
 from pagoda.model.weights import READABLE, CheckpointWeights, in_head_order, stored_rows
 
 _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -89,7 +89,7 @@ class QuantizedCheckpoint:
         whole = self.linear(joined, dtype)
         if rows.group:
             return _with_outputs(whole, lambda numbers: stored_rows(numbers, linear))
-        part = Part(range(rows.first, rows.first + linear.outputs), range(inputs))
+        part = LinearShard(range(rows.first, rows.first + linear.outputs), range(inputs))
         return take_part(linear, whole, part, dtype)
 
     def _fp8(self, linear: LinearSpec, scheme: Fp8Scheme, dtype: torch.dtype) -> LinearWeight:
@@ -111,15 +111,15 @@ class QuantizedCheckpoint:
         as_stored = stored if stored in flat else shape
         scales = tensors.tensor(scales_name, as_stored, _FP8_SCALES).float().reshape(shape)
         _check_finite(tensors, scales_name, scales, "float32")
-        held_as = self._quantization.format_of(linear)
-        if isinstance(held_as, Fp8Format) and values.dtype == E4M3:
+        stored_format = self._quantization.format_of(linear)
+        if isinstance(stored_format, Fp8Format) and values.dtype == E4M3:
             of_rows = scales.repeat_interleave(scheme.outputs or linear.outputs, dim=0)
-            return Fp8Weight(values, of_rows[: linear.outputs], held_as.group_size)
+            return Fp8Weight(values, of_rows[: linear.outputs], stored_format.group_size)
         return DenseWeight(convert_fp8(values, scales, scheme, dtype))
 
-    def _mxfp4(self, linear: LinearSpec, held_as: BlockFormat) -> BlockWeight:
+    def _mxfp4(self, linear: LinearSpec, stored_format: BlockFormat) -> BlockWeight:
         """Rows of the layer in the tensors of all experts, whose bytes hold two neighbouring inputs each."""
-        stored, size = linear.stored, held_as.block_size
+        stored, size = linear.stored, stored_format.block_size
         shape = (*stored.shape[:-1], linear.inputs // size)
         exponents = self._tensors.tensor(f"{stored.tensor}_scales", shape, _UINT8)
         packed = self._tensors.tensor(f"{stored.tensor}_blocks", (*shape, size // 2), _UINT8)
@@ -128,7 +128,7 @@ class QuantizedCheckpoint:
         codes = torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
         scales = mxfp4_scales(exponents.view(-1, shape[-1])[own])
         _check_finite(self._tensors, f"{stored.tensor}_scales", scales, "float16")
-        return BlockWeight(held_as, codes, scales, None, None, None)
+        return BlockWeight(stored_format, codes, scales, None, None, None)
 
     def _int8(self, linear: LinearSpec) -> Int8Weight:
         tensors, name, outputs = self._tensors, linear.name, linear.outputs

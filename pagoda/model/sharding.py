@@ -25,7 +25,7 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
@@ -43,14 +43,14 @@ from pagoda.checkpoints.weight_formats import (
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, even_share
 
-_TABLES = {Role.EMBEDDING, Role.HEAD, Role.WHOLE}
-_EXPERTS = {Role.EXPERT_IN, Role.EXPERT_OUT}
+_TABLES = {LinearRole.EMBEDDING, LinearRole.HEAD, LinearRole.WHOLE}
+_EXPERTS = {LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT}
 _VECTOR_ITEMSIZE = 4
 """Bytes of an element of norms and biases, which are float32 in memory."""
 
 
 @dataclass(frozen=True)
-class Part:
+class LinearShard:
     """Outputs and inputs of a linear layer [out, in] that a rank holds."""
 
     outputs: range
@@ -113,26 +113,26 @@ class Shard:
     def channels(self, count: int) -> range:
         return channel_share(count, self.tp_rank, self.tp_size)
 
-    def part_of(self, linear: LinearSpec) -> Part:
+    def part_of(self, linear: LinearSpec) -> LinearShard:
         outputs, inputs = range(linear.outputs), range(linear.inputs)
         match linear.role:
-            case Role.QUERY | Role.LATENT_HEADS:
+            case LinearRole.QUERY | LinearRole.LATENT_HEADS:
                 outputs = _times(self.heads, linear.outputs // self.config.num_heads)
-            case Role.KEY | Role.VALUE:
+            case LinearRole.KEY | LinearRole.VALUE:
                 outputs = _times(self.kv_heads, linear.outputs // self.config.num_kv_heads)
-            case Role.ATTENTION_OUT:
+            case LinearRole.ATTENTION_OUT:
                 inputs = _times(self.heads, linear.inputs // self.config.num_heads)
-            case Role.EXPERT_IN | Role.EXPERT_OUT if self.expert_parallel:
+            case LinearRole.EXPERT_IN | LinearRole.EXPERT_OUT if self.expert_parallel:
                 pass  # experts are whole
-            case Role.MLP_IN | Role.EXPERT_IN | Role.EMBEDDING | Role.HEAD:
+            case LinearRole.MLP_IN | LinearRole.EXPERT_IN | LinearRole.EMBEDDING | LinearRole.HEAD:
                 outputs = self.channels(linear.outputs)
-            case Role.MLP_OUT | Role.EXPERT_OUT:
+            case LinearRole.MLP_OUT | LinearRole.EXPERT_OUT:
                 inputs = self.channels(linear.inputs)
-            case Role.STATE_IN | Role.STATE_GATE:
+            case LinearRole.STATE_IN | LinearRole.STATE_GATE:
                 outputs = self.state_share(linear.outputs, linear.grain)
-            case Role.STATE_OUT:
+            case LinearRole.STATE_OUT:
                 inputs = self.state_share(linear.inputs, linear.grain)
-        return Part(outputs, inputs)
+        return LinearShard(outputs, inputs)
 
     def states(self, layer: int) -> tuple[StateUnits, ...]:
         """This rank's states of a layer; none of one with attention."""
@@ -190,11 +190,11 @@ class Shard:
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
-        return self._vector_bytes() + self._linear_bytes(set(Role), quantization, itemsize)
+        return self._vector_bytes() + self._linear_bytes(set(LinearRole), quantization, itemsize)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of weights that a forward pass reads, without the head and the embedding table."""
-        roles = set(Role) - _TABLES
+        roles = set(LinearRole) - _TABLES
         return self._vector_bytes() + self._linear_bytes(roles, quantization, itemsize)
 
     def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
@@ -237,14 +237,16 @@ class Shard:
         return 2 * (dense + held)
 
     def _linear_bytes(
-        self, roles: Set[Role], quantization: Quantization | None, itemsize: int
+        self, roles: Set[LinearRole], quantization: Quantization | None, itemsize: int
     ) -> int:
         total = 0
         for linear in self.linears():
             if linear.role in roles:
                 part = self.part_of(linear)
-                held_as = format_of_part(linear, _format_of(linear, quantization), part.inputs)
-                total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
+                stored_format = format_of_part(
+                    linear, _format_of(linear, quantization), part.inputs
+                )
+                total += format_bytes(stored_format, len(part.outputs), len(part.inputs), itemsize)
         return total
 
     def _vector_bytes(self) -> int:
@@ -296,9 +298,9 @@ def whole(config: ModelSpec) -> Shard:
     return Shard(config, range(config.num_layers))
 
 
-def whole_part(linear: LinearSpec) -> Part:
+def whole_part(linear: LinearSpec) -> LinearShard:
     """All of a linear layer."""
-    return Part(range(linear.outputs), range(linear.inputs))
+    return LinearShard(range(linear.outputs), range(linear.inputs))
 
 
 def shard_of(config: ModelSpec, parallel: ParallelConfig, place: RankPlace) -> Shard:
@@ -319,19 +321,19 @@ def check_quantized_parts(
     """Checks that no rank gets a part of a quantized map that cannot be held.
     Raises ConfigError: one does, or a map cannot be quantized so at all."""
     # Layers that are cut and quantized alike need but one look, as there may be thousands.
-    linears: dict[tuple[Role, int, GroupedFormat | BlockFormat], LinearSpec] = {}
+    linears: dict[tuple[LinearRole, int, GroupedFormat | BlockFormat], LinearSpec] = {}
     for linear in whole(config).linears():
-        held_as = _format_of(linear, quantization)
-        if isinstance(held_as, GroupedFormat | BlockFormat):
-            linears.setdefault((linear.role, linear.inputs, held_as), linear)
+        stored_format = _format_of(linear, quantization)
+        if isinstance(stored_format, GroupedFormat | BlockFormat):
+            linears.setdefault((linear.role, linear.inputs, stored_format), linear)
 
     def first_cut(size: int) -> tuple[LinearSpec, GroupedFormat | BlockFormat, range] | None:
         for rank in range(size):
             shard = Shard(config, range(config.num_layers), rank, size, parallel.expert_parallel)
-            for (_, inputs, held_as), linear in linears.items():
+            for (_, inputs, stored_format), linear in linears.items():
                 part = shard.part_of(linear).inputs
-                if part_format(held_as, inputs, part) is None:
-                    return linear, held_as, part
+                if part_format(stored_format, inputs, part) is None:
+                    return linear, stored_format, part
         return None
 
     tp_size = parallel.tensor_parallel_size
@@ -346,11 +348,11 @@ def check_quantized_parts(
             and first_cut(size) is None
         ),
     )
-    linear, held_as, part = cut
-    regroups = isinstance(held_as, BlockFormat) or held_as.can_regroup
+    linear, stored_format, part = cut
+    regroups = isinstance(stored_format, BlockFormat) or stored_format.can_regroup
     other = "" if regroups else ", or take a smaller --quantization-group-size"
-    unit = f"groups of {held_as.group_size}"
-    if isinstance(held_as, BlockFormat):
+    unit = f"groups of {stored_format.group_size}"
+    if isinstance(stored_format, BlockFormat):
         unit = f"blocks, which can be cut at multiples of {BLOCK_SIZES[-1]} only"
     raise ConfigError(
         f"--tensor-parallel-size {tp_size} cuts the {linear.inputs} inputs of {linear.name}.weight inside its "
@@ -362,10 +364,10 @@ def _format_of(linear: LinearSpec, quantization: Quantization | None) -> WeightF
     return DenseFormat() if quantization is None else quantization.format_of(linear)
 
 
-def format_of_part(linear: LinearSpec, held_as: WeightFormat, part: range) -> WeightFormat:
-    """Format of a part of a layer's inputs, the whole being `held_as`; see `part_format`.
+def format_of_part(linear: LinearSpec, stored_format: WeightFormat, part: range) -> WeightFormat:
+    """Format of a part of a layer's inputs, the whole being `stored_format`; see `part_format`.
     Raises ConfigError: the part cannot be held."""
-    held = part_format(held_as, linear.inputs, part)
+    held = part_format(stored_format, linear.inputs, part)
     if held is None:
         raise ConfigError(
             f"the {linear.inputs} inputs of {linear.name}.weight, quantized in groups, cannot be cut into parts "
@@ -410,7 +412,7 @@ def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:
 
 
 def take_part(
-    linear: LinearSpec, weight: LinearWeight, part: Part, dtype: torch.dtype
+    linear: LinearSpec, weight: LinearWeight, part: LinearShard, dtype: torch.dtype
 ) -> LinearWeight:
     """The part of a weight that a rank holds, in memory of its own; `dtype` is that of activations.
 
@@ -432,11 +434,11 @@ def take_part(
     return _part_of_groups(linear, weight, part, dtype)
 
 
-def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: Part) -> BlockWeight:
-    whole = weight.held_as
-    held_as = format_of_part(linear, whole, part.inputs)
-    if not isinstance(held_as, BlockFormat):
-        raise TypeError(f"{linear.name} cannot be held as {held_as}.")
+def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: LinearShard) -> BlockWeight:
+    whole = weight.stored_format
+    stored_format = format_of_part(linear, whole, part.inputs)
+    if not isinstance(stored_format, BlockFormat):
+        raise TypeError(f"{linear.name} cannot be held as {stored_format}.")
     own, inputs = weight.rows(_slice(part.outputs)), part.inputs
 
     def of_groups(numbers: Tensor) -> Tensor:
@@ -447,12 +449,12 @@ def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: Part) -> Bloc
         """This part's of the numbers of blocks, of which several smaller ones may hold the same."""
         if numbers is None:
             return None
-        size = held_as.block_size
+        size = stored_format.block_size
         repeated = numbers.repeat_interleave(whole.block_size // size, dim=1)
         return _copied(repeated[:, inputs.start // size : inputs.stop // size])
 
     return BlockWeight(
-        held_as,
+        stored_format,
         _copied(own.codes[:, _slice(inputs)]),
         of_groups(own.scales),
         None if own.minima is None else of_groups(own.minima),
@@ -462,13 +464,13 @@ def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: Part) -> Bloc
 
 
 def _part_of_fp8(
-    linear: LinearSpec, weight: Fp8Weight, part: Part, dtype: torch.dtype
+    linear: LinearSpec, weight: Fp8Weight, part: LinearShard, dtype: torch.dtype
 ) -> LinearWeight:
     own, inputs = weight.rows(_slice(part.outputs)), part.inputs
-    held_as = format_of_part(linear, weight_format(weight), inputs)
-    if not isinstance(held_as, Fp8Format):
+    stored_format = format_of_part(linear, weight_format(weight), inputs)
+    if not isinstance(stored_format, Fp8Format):
         return DenseWeight(dequantize(own)[:, _slice(inputs)].to(dtype).contiguous())
-    values, scales, size = own.values[:, _slice(inputs)], own.scales, held_as.group_size
+    values, scales, size = own.values[:, _slice(inputs)], own.scales, stored_format.group_size
     if size is not None and weight.group_size is not None:
         smaller = scales.repeat_interleave(weight.group_size // size, dim=1)
         scales = smaller[:, inputs.start // size : -(-inputs.stop // size)]
@@ -476,13 +478,13 @@ def _part_of_fp8(
 
 
 def _part_of_groups(
-    linear: LinearSpec, weight: GroupedWeight, part: Part, dtype: torch.dtype
+    linear: LinearSpec, weight: GroupedWeight, part: LinearShard, dtype: torch.dtype
 ) -> LinearWeight:
     outputs, inputs = _slice(part.outputs), _slice(part.inputs)
-    held_as = format_of_part(linear, weight_format(weight), part.inputs)
-    if not isinstance(held_as, GroupedFormat):
+    stored_format = format_of_part(linear, weight_format(weight), part.inputs)
+    if not isinstance(stored_format, GroupedFormat):
         return DenseWeight(dequantize(weight)[outputs, inputs].to(dtype).contiguous())
-    size = held_as.group_size
+    size = stored_format.group_size
     groups = slice(part.inputs.start // size, part.inputs.stop // size)
 
     def regrouped(numbers: Tensor) -> Tensor:

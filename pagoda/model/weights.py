@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.contents import full_names, no_place, unread_tensors
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
@@ -74,7 +74,7 @@ def in_value_order(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
 def own_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
     """A layer's rows [outputs, ...] of all rows of a tensor, in the order in which they are computed."""
     own = in_head_order(stored_rows(rows, linear), linear.head_order)
-    return own if linear.role is Role.STATE_OUT else in_value_order(own, linear.value_order)
+    return own if linear.role is LinearRole.STATE_OUT else in_value_order(own, linear.value_order)
 
 
 def stored_rows(rows: Tensor, linear: LinearSpec) -> Tensor:

@@ -43,7 +43,7 @@ class Draft:
     border: ReasoningBorder | None = None
     """Stop strings count behind it; None if they count in all of the text."""
     pooling: Pooling | None = None
-    second_text: int = 0
+    second_text_at: int = 0
     spans: tuple[EmbeddedSpan, ...] = ()
     num_scored_tokens: int = 0
     scores_once: bool = True

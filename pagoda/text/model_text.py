@@ -188,11 +188,11 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
     Raises ConfigError: the file cannot be read, or its metadata does not say what it should."""
     # Servers of other files need neither.
     from pagoda.text.tokenizers.gguf_tokenizer import build_tokenizer
-    from pagoda.text.tokenizers.gguf_vocabulary import Vocabulary
+    from pagoda.text.tokenizers.gguf_vocabulary import GGUFVocabulary
 
     file = read_gguf(path)
     metadata = file.metadata
-    vocabulary = Vocabulary(metadata)
+    vocabulary = GGUFVocabulary(metadata)
     special_tokens = vocabulary.special_tokens()
     sources = {
         "default": metadata.text("tokenizer.chat_template", ""),

@@ -322,7 +322,7 @@ class TextGenerator:
                         eos_token_ids=self._eos_of(sampling),
                         pooling=draft.pooling,
                         adapter=self.adapter.digest if self.adapter else "",
-                        second_text=draft.second_text,
+                        second_text_at=draft.second_text_at,
                         spans=draft.spans,
                     ),
                     priority=draft.priority,

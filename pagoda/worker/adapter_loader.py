@@ -16,14 +16,14 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import Adapters, adapter_bytes
 
 if TYPE_CHECKING:
-    from pagoda.worker.loading import WorkerPlan
+    from pagoda.worker.loading import WorkerMemoryPlan
 
 
 @dataclass(frozen=True)
 class AdapterLoader:
     """Loads and forgets adapters of a worker that runs."""
 
-    plan: WorkerPlan
+    plan: WorkerMemoryPlan
     adapters: Adapters | None
     """None where there are none and none may come."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables of the slots, of one KV group, and what steps are given of them."""
+"""Block tables (page tables) of all slots of one KV group. Each step gets a copy of the rows that it uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FEW_ROWS = 4
 """Rows that are sooner copied one by one than all together."""
 
 
-class BlockTable:
+class SlotBlockTables:
     """Ids of blocks by slot, in a table that is allocated once.
 
     Steps are given copies, which take turns and stay where they are. What a step has in common with the last one

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 
 
 class EventWatcher:
@@ -16,14 +16,14 @@ class EventWatcher:
 
     def __init__(self) -> None:
         self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[DeviceEvent] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def fileno(self) -> int:
         """File that is readable while events are done that nobody has taken."""
         return self._file
 
-    def watch(self, event: Event) -> None:
+    def watch(self, event: DeviceEvent) -> None:
         """Waits for a further event."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="step events", daemon=True)

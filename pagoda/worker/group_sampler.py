@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor, zeros
 
-from pagoda.backend.ahead import RunsAhead, Underway
-from pagoda.backend.kv_store import DONE, Event
+from pagoda.backend.kv_store import DONE, DeviceEvent
+from pagoda.backend.overlap import OverlapBackend, PendingOutput
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.backend.sampling import SampledRows
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
 from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.drawing import Drawing
+from pagoda.worker.pending_sample import PendingSample
 from pagoda.worker.sampler import Sampled, Sampler, argmax_tokens, merged
 from pagoda.worker.step_rows import Draft
 
@@ -58,7 +58,7 @@ class GroupSampler:
         group: HostGroup,
         tracer: Tracer,
         await_masks: AwaitMasks,
-        ahead: RunsAhead | None = None,
+        ahead: OverlapBackend | None = None,
     ) -> None:
         """`group` carries control messages; `sampler` and `await_masks` are used on its first rank only.
 
@@ -120,11 +120,11 @@ class GroupSampler:
         self._sampler.free(slot)
 
     @property
-    def runs_ahead(self) -> bool:
+    def overlaps(self) -> bool:
         """Samples may be launched, and read later."""
         return self._ahead is not None
 
-    def launched(self) -> Event:
+    def launched(self) -> DeviceEvent:
         """The event of all that was launched so far."""
         return DONE if self._ahead is None else self._ahead.launched()
 
@@ -163,7 +163,7 @@ class GroupSampler:
                 self._sampler.foresee(slot, draft)
         return spread
 
-    def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Drawing:
+    def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> PendingSample:
         """The next token of each slot from its row of hidden states [n, hidden].
 
         Sampling again gives the same tokens until one is counted for a slot's answer.
@@ -172,29 +172,29 @@ class GroupSampler:
             return self._launched(self._ahead, model, hidden, rows)
         own = model.row_sampler if self._group.size == 1 else None
         if own is not None:
-            return Drawing.of(self._sampled_by(own, hidden, rows))
-        return Drawing.of(self._sampled(model, hidden, rows))
+            return PendingSample.of(self._sampled_by(own, hidden, rows))
+        return PendingSample.of(self._sampled(model, hidden, rows))
 
     def _launched(
-        self, ahead: RunsAhead, model: Decoder[Any, Any], hidden: Tensor, rows: Rows
-    ) -> Drawing:
+        self, ahead: OverlapBackend, model: Decoder[Any, Any], hidden: Tensor, rows: Rows
+    ) -> PendingSample:
         """The same, to be read later; masks are awaited."""
         parts, unknown = self._known(rows)
-        drawing, sampler = Drawing(), self._sampler
+        pending, sampler = PendingSample(), self._sampler
         for part in parts:
-            drawing.add(part)
+            pending.add(part)
         likeliest, whole = self._modes(unknown, has_argmax=model.has_argmax)
         if likeliest:
             found = ahead.launch_read(self._computed("argmax", model.argmax, hidden, likeliest))
             slots = list(likeliest)
             read = partial(_read_argmax, found, slots)
-            drawing.add_late(read, slots, found.token_ids)
+            pending.add_pending(read, slots, found.token_ids)
         if whole:
             logits, slots = self._computed("logits", model.logits, hidden, whole), list(whole)
             rows_drawn = ahead.launch_sample(logits, sampler.table, slots)
             read = partial(_read_rows, rows_drawn, sampler, slots)
-            drawing.add_late(read, slots, rows_drawn.token_ids)
-        return drawing
+            pending.add_pending(read, slots, rows_drawn.token_ids)
+        return pending
 
     def _sampled_by(self, own: SamplesRows, hidden: Tensor, rows: Rows) -> Sampled:
         """The same by a decoder that reads of the logits what it needs."""
@@ -292,9 +292,9 @@ def _chosen(hidden: Tensor, rows: list[int]) -> Tensor:
     return hidden[begin:end] if rows == list(range(begin, end)) else hidden[rows]
 
 
-def _read_argmax(found: Underway[Tensor], slots: list[int]) -> Sampled:
+def _read_argmax(found: PendingOutput[Tensor], slots: list[int]) -> Sampled:
     return argmax_tokens(slots, found.read())
 
 
-def _read_rows(drawn: Underway[SampledRows], sampler: Sampler, slots: list[int]) -> Sampled:
+def _read_rows(drawn: PendingOutput[SampledRows], sampler: Sampler, slots: list[int]) -> Sampled:
     return sampler.outcome(drawn.read(), slots)

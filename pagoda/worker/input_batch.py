@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and blocks of each request, and the flat input of a step that is made of them.
+"""The input batch: the flat arrays of a step (token ids, positions, block tables), made of each slot's tokens and
+blocks.
 
 A step is prepared while the one before it runs. So what is counted (tokens, blocks) is as it will be once all
 steps before are done, and moves on as soon as a step is prepared; token ids are written and read when the step
@@ -24,7 +25,7 @@ from torch import Tensor
 from pagoda.backend.base import EmbeddedRows, TokenBatch
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
-from pagoda.worker.block_table import BlockTable
+from pagoda.worker.block_table import SlotBlockTables
 from pagoda.worker.step_rows import Draft, SlotRows
 
 
@@ -195,7 +196,7 @@ class InputBatch:
         )
         """Token ids as memory that takes single ones without a tensor each."""
         self._tables = [
-            BlockTable(max_num_seqs, max_model_len, block_size, MAX_STEPS)
+            SlotBlockTables(max_num_seqs, max_model_len, block_size, MAX_STEPS)
             for block_size in block_sizes
         ]
         # Counts are lists: a step of a few tokens would take longer in calls of torch than in loops over them.
@@ -260,8 +261,8 @@ class InputBatch:
         self._num_computed[slot] = start.num_computed_tokens
         self._adapters[slot] = adapter
         self._num_adapted += adapter != _NO_ADAPTER
-        self._second_texts[slot] = start.work.second_text
-        if start.work.second_text:
+        self._second_texts[slot] = start.work.second_text_at
+        if start.work.second_text_at:
             self._pairs.add(slot)
         if start.work.spans:
             self._spans[slot] = list(map(_Span, start.work.spans))

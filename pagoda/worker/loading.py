@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: a `WorkerConfig` becomes a model, or one rank's part of it, that is ready to run."""
+"""Model loading: a worker makes a model that is ready to run, or one rank's part of it, of its `WorkerConfig`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import Backend, KVCache, LatentCache
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
+from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
 from pagoda.checkpoints.adapters import AdapterFiles
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
@@ -84,7 +84,7 @@ class LayerPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
+class WorkerMemoryPlan:
     """Plan of what a worker will load, made before it takes any memory."""
 
     config: WorkerConfig
@@ -209,7 +209,7 @@ class WorkerPlan:
         return sampling_bytes(rows, vocab_size, ranks, torch.get_num_threads())
 
 
-def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
+def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemoryPlan:
     """Reads the model's configuration and looks at the machine.
 
     With `keeps_all`, layers keep what lies behind their windows.
@@ -229,7 +229,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
     block_size = _block_size(config, shape, kv_dtype_name, capabilities)
     _tell_of_long_factors(shape, config)
-    plan = WorkerPlan(
+    plan = WorkerMemoryPlan(
         config=config,
         shard=shard_of(shape, config.parallel, config.place),
         quantization=quantization,
@@ -262,7 +262,7 @@ class LoadedWorker(NamedTuple):
 
 
 def load_runner(
-    plan: WorkerPlan,
+    plan: WorkerMemoryPlan,
     tracer: Tracer,
     group: HostGroup | None = None,
     agree_on_kv: Callable[[int], int] = lambda num_blocks: num_blocks,
@@ -348,7 +348,7 @@ def load_runner(
             group,
             tracer,
             await_masks,
-            backend if isinstance(backend, RunsAhead) else None,
+            backend if isinstance(backend, OverlapBackend) else None,
         )
         has_states = any(layer.state is not None for layer in shard.config.layers)
         alone = shard.is_first and group.size == 1
@@ -371,7 +371,7 @@ def load_runner(
 
 
 def _calibrated(
-    plan: WorkerPlan,
+    plan: WorkerMemoryPlan,
     on_load: QuantizationOnLoad,
     source: WeightSource,
     backend: Backend[Any, Any],
@@ -423,7 +423,7 @@ def _calibrated(
 
 
 def _description(
-    plan: WorkerPlan, operations: Sequence[Operation]
+    plan: WorkerMemoryPlan, operations: Sequence[Operation]
 ) -> Mapping[str, Mapping[str, object]]:
     """Least cost of a rank's part of a forward pass, without the head, and the operations of the pass."""
     shard, itemsize = plan.shard, plan.dtype.itemsize
@@ -447,7 +447,7 @@ def _description(
     return {"model": model, "forward_ops": columns}
 
 
-def _summary(plan: WorkerPlan, num_blocks: int) -> str:
+def _summary(plan: WorkerMemoryPlan, num_blocks: int) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
     num_cached = tokens_held(plan.kv_groups, num_blocks)
     return (
@@ -541,7 +541,7 @@ def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
 
 
 @contextlib.contextmanager
-def _weights(plan: WorkerPlan) -> Iterator[WeightSource]:
+def _weights(plan: WorkerMemoryPlan) -> Iterator[WeightSource]:
     config, path = plan.config, Path(plan.config.model)
     if config.load_format == "dummy":
         yield DummyWeights(config.seed)

@@ -36,7 +36,7 @@ from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import bind, free_threads, set_library_options
 
 if TYPE_CHECKING:
-    from pagoda.backend.kv_store import Event
+    from pagoda.backend.kv_store import DeviceEvent
     from pagoda.worker.kv.populating import KVPopulator
     from pagoda.worker.kv.transfer_link import TransferThread
     from pagoda.worker.loading import LoadedWorker
@@ -98,7 +98,7 @@ def main() -> NoReturn:
 
 def _run(worker: _Worker, engine: EngineLink, tracer: Tracer, faults: Faults) -> NoReturn:
     ending = TraceEnding(tracer)
-    steps = _Steps(worker, engine, tracer, faults)
+    steps = _OpenSteps(worker, engine, tracer, faults)
     while True:
         order = None
         if steps.has_room:
@@ -136,7 +136,7 @@ def _load_adapter(loaded: LoadedWorker, order: LoadAdapter) -> AdapterLoaded:
     return AdapterLoaded(digest)
 
 
-class _Steps:
+class _OpenSteps:
     """Steps under way, the oldest first.
 
     A rank that awaits hidden states of the stage before prepares steps meanwhile. Where nothing is awaited, a step
@@ -205,7 +205,7 @@ class _Steps:
         while len(self._tickets) > (done is not None):
             self.finish()
 
-    def _launched(self, ticket: Ticket[StepResult] | Ticket[StageState]) -> Event | None:
+    def _launched(self, ticket: Ticket[StepResult] | Ticket[StageState]) -> DeviceEvent | None:
         """Launches the newest step. Raises what that raises, behind the results of all steps before."""
         try:
             return ticket.launch()

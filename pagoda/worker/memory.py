@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the worker will take of the machine, computed before any is taken."""
+"""The memory plan of a worker: bytes of weights, activations and KV cache, computed before any memory is taken."""
 
 from __future__ import annotations
 

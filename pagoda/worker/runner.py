@@ -24,16 +24,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import DeviceLostError, LateRows
-from pagoda.backend.kv_store import Event
+from pagoda.backend.base import DeviceLostError, FutureTokens
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.model.decoder import Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.drawing import Drawing, joined
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
+from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import BLAMES_REQUEST, NOT_FINITE, Right, Sampled
 from pagoda.worker.stages import StageState
@@ -52,8 +52,8 @@ class _Launched:
     ready: _Ready
     tokens: StepTokens
     """The tokens of slots that have not failed before."""
-    drawing: Drawing
-    done: Event
+    pending: PendingSample
+    done: DeviceEvent
     """The device has computed all of it."""
     before: StageState | None
     clock: StepClock
@@ -82,7 +82,7 @@ class Ticket(Generic[OutputT]):
         plan: StepPlan,
         tokens: StepTokens,
         compute: Callable[[StageState | None], OutputT],
-        launch: Callable[[], Event | None] = lambda: None,
+        launch: Callable[[], DeviceEvent | None] = lambda: None,
     ) -> None:
         self.plan = plan
         self._tokens = tokens
@@ -94,7 +94,7 @@ class Ticket(Generic[OutputT]):
         """Tokens of the step's slots that have K and V behind it."""
         return self._tokens.num_context_tokens
 
-    def launch(self) -> Event | None:
+    def launch(self) -> DeviceEvent | None:
         """Gives the step to the device, behind all that were launched before it; the event is that of its result.
 
         None where it cannot be launched yet, or steps are computed by whoever asks for their result."""
@@ -271,7 +271,7 @@ class Runner:
         compute, launch = partial(self._result, ready), partial(self._launch_ahead, ready)
         return Ticket(plan, tokens, compute, launch)
 
-    def _launch_ahead(self, ready: _Ready) -> Event | None:
+    def _launch_ahead(self, ready: _Ready) -> DeviceEvent | None:
         if not self._may_launch(ready):
             return None
         launched = self._launch(ready, None)
@@ -281,7 +281,7 @@ class Runner:
     def _may_launch(self, ready: _Ready) -> bool:
         """True if the step needs nothing of steps before it that only their results say."""
         plan = ready.plan
-        if not (self._alone and self._sampler.runs_ahead):
+        if not (self._alone and self._sampler.overlaps):
             return False
         if not self._steps.is_next(plan.step, len(self._launched)):
             return False
@@ -326,24 +326,24 @@ class Runner:
                 hidden = hidden[torch.tensor(chosen).repeat_interleave(torch.tensor(tokens.counts))]
             tokens, planned = tokens.of(chosen), None
         compute = self._compute_isolated if self._alone else self._compute
-        drawing = compute(tokens, planned, hidden)
+        pending = compute(tokens, planned, hidden)
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         samples = self._prompts.samples
         sampling = [slot for slot in compress(tokens.slots, tokens.samples) if samples(slot)]
         self._sampler.advance(sampling)
-        if self._sampler.runs_ahead:
+        if self._sampler.overlaps:
             # The next step may begin before these are known; the device puts its tokens in their place.
             self.batch.write([places[slot] for slot in sampling], [0] * len(sampling))
         done = self._sampler.launched()
-        return _Launched(ready, tokens, drawing, done, before, self._clock)
+        return _Launched(ready, tokens, pending, done, before, self._clock)
 
     @torch.inference_mode()
     def _collect(self, launched: _Launched) -> StepResult:
         """Reads what a step has drawn, and remembers it of requests that are still there."""
         ready, before, plan = launched.ready, launched.before, launched.ready.plan
         launched.done.wait()  # also where nothing was drawn: networks may read its KV once this is answered
-        sampled = launched.drawing.read()
-        expert_tokens = launched.drawing.expert_tokens(self.model.num_experts)
+        sampled = launched.pending.read()
+        expert_tokens = launched.pending.expert_tokens(self.model.num_experts)
         errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
         further = sampled.take_right(launched.tokens.drafts)
         for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed
@@ -356,7 +356,7 @@ class Runner:
         self.failed |= here
         self._remember(launched, sampled, further)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
-        launched.clock.ended("forward" if self._sampler.runs_ahead else "sample")
+        launched.clock.ended("forward" if self._sampler.overlaps else "sample")
         times = launched.clock.times.behind(ready.times)
         if before is not None:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
@@ -405,7 +405,7 @@ class Runner:
 
     def _compute_isolated(
         self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
-    ) -> Drawing:
+    ) -> PendingSample:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
         Raises DeviceLostError: none of theirs; of several slots with states, what computing them raises.
@@ -421,7 +421,7 @@ class Runner:
             if len(tokens.slots) == 1:
                 (slot,) = tokens.slots
                 _log.exception("computing this request raised", extra=self._log_fields(slot))
-                return Drawing.of(Sampled(errors={slot: BROKE_A_STEP}))
+                return PendingSample.of(Sampled(errors={slot: BROKE_A_STEP}))
             if self._has_states:
                 raise
             _log.exception("computing %d requests together raised", len(tokens.slots))
@@ -430,11 +430,11 @@ class Runner:
 
     def _compute(
         self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
-    ) -> Drawing:
+    ) -> PendingSample:
         """Computes the slots together."""
         if not tokens.slots:
             self._clock.ended("prepare")
-            return Drawing.of(Sampled())
+            return PendingSample.of(Sampled())
         if planned is None:
             planned = self.model.plan(tokens.batch)
         ends = list(accumulate(tokens.counts))
@@ -452,7 +452,7 @@ class Runner:
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
-        hidden = self.model.forward(planned, hidden, wanted, self._late_rows(tokens, ends))
+        hidden = self.model.forward(planned, hidden, wanted, self._future_tokens(tokens, ends))
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -460,24 +460,24 @@ class Runner:
         if self._spoil is not None:
             own = rows.keys() & self._request_ids.keys()
             self._spoil(hidden, {self._request_ids[slot]: rows[slot] for slot in own})
-        drawing = Drawing()
+        pending = PendingSample()
         if rows:
-            drawing = self._sampler.sample(self.model, hidden, rows)
+            pending = self._sampler.sample(self.model, hidden, rows)
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)
-            drawing.add(Sampled(prompts=prompts))
-        drawing.counts.append(self.model.take_expert_tokens())
-        return drawing
+            pending.add(Sampled(prompts=prompts))
+        pending.counts.append(self.model.take_expert_tokens())
+        return pending
 
-    def _late_rows(self, tokens: StepTokens, ends: Sequence[int]) -> Sequence[LateRows]:
+    def _future_tokens(self, tokens: StepTokens, ends: Sequence[int]) -> Sequence[FutureTokens]:
         """Tokens of the step that only the device knows."""
         if not self._launched:
             return ()
         (launched,) = self._launched
         begins = zip(tokens.slots, tokens.counts, ends, strict=True)
         rows = {slot: end - n for slot, n, end in begins if slot not in launched.freed}
-        return launched.drawing.late_rows(rows)
+        return launched.pending.future_tokens(rows)
 
     def _remember(
         self, launched: _Launched, sampled: Sampled, further: Mapping[int, Right]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pagoda.backend.sampling import Outcome, SampledRows
+from pagoda.backend.sampling import SampledRows, SampleOutcome
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.worker import SlotStart, most_sampled
@@ -30,9 +30,9 @@ NOTHING_ALLOWED = (
 BLAMES_REQUEST = frozenset({OVERFLOWN, NOTHING_ALLOWED})
 """Errors that are faults of a request's sampling parameters."""
 _ERRORS = {
-    Outcome.NOT_FINITE: NOT_FINITE,
-    Outcome.OVERFLOWN: OVERFLOWN,
-    Outcome.NOTHING_ALLOWED: NOTHING_ALLOWED,
+    SampleOutcome.NOT_FINITE: NOT_FINITE,
+    SampleOutcome.OVERFLOWN: OVERFLOWN,
+    SampleOutcome.NOTHING_ALLOWED: NOTHING_ALLOWED,
 }
 
 SampleRows = Callable[[Tensor, SamplingTable, Sequence[int]], SampledRows]
@@ -162,9 +162,9 @@ class Sampler:
         sampled = Sampled(dict(zip(slots, rows.token_ids.tolist(), strict=True)))
         if any(outcomes):
             for slot, outcome in zip(slots, outcomes, strict=True):
-                if outcome != Outcome.DRAWN:
+                if outcome != SampleOutcome.DRAWN:
                     del sampled.token_ids[slot]
-                    sampled.errors[slot] = _ERRORS[Outcome(outcome)]
+                    sampled.errors[slot] = _ERRORS[SampleOutcome(outcome)]
         reporting = self._reporting.intersection(sampled.token_ids)
         if reporting:
             chosen = [row for row, slot in enumerate(slots) if slot in reporting]

@@ -151,14 +151,14 @@ async def test_what_a_refused_client_goes_on_sending_is_not_parsed(
 ) -> None:
     api = await serve_api(api_keys=ApiKeys(["secret"]))
     parsed = 0
-    parse = app.Connection.parse
+    parse = app.HttpConnection.parse
 
-    def counting(self: app.Connection, data: bytes) -> None:
+    def counting(self: app.HttpConnection, data: bytes) -> None:
         nonlocal parsed
         parsed += len(data)
         parse(self, data)
 
-    monkeypatch.setattr(app.Connection, "parse", counting)
+    monkeypatch.setattr(app.HttpConnection, "parse", counting)
     monkeypatch.setattr(app, "_MOST_SKIPPED_BYTES", 2**20)
     reader, writer = await opened(api, head(length=None))
     status, top, _ = await answer_of(reader)
@@ -204,13 +204,13 @@ async def test_bodies_in_small_chunks_are_read_or_refused(api: Any) -> None:
 
 async def test_lines_are_parsed_a_few_in_a_turn(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    parse = app.Connection.parse
+    parse = app.HttpConnection.parse
 
-    def counting(self: app.Connection, data: bytes) -> None:
+    def counting(self: app.HttpConnection, data: bytes) -> None:
         sizes.append(len(data))
         parse(self, data)
 
-    monkeypatch.setattr(app.Connection, "parse", counting)
+    monkeypatch.setattr(app.HttpConnection, "parse", counting)
     lines = b'{"prompt": "hi", "max_tokens": 1' + b"\n" * 200_000 + b"}"
     reader, writer = await opened(api, head(length=len(lines)), lines)
     assert (await answer_of(reader))[0] == 200

@@ -25,7 +25,7 @@ TOLD_AT_ONCE = {
 async def held(service: Service, count: int) -> None:
     """Returns when so many requests wait for the model."""
     async with asyncio.timeout(60):
-        while service.num_held != count:
+        while service.num_waiting_for_model != count:
             await asyncio.sleep(0.001)
 
 
@@ -54,7 +54,7 @@ async def test_requests_wait_for_the_model_and_health_does_not(serve_api) -> Non
     assert (await api.get("/metrics")).status == 200
     settle(api, other)
     assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * len(asked)
-    assert api.service.num_held == 0
+    assert api.service.num_waiting_for_model == 0
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ async def test_what_waits_too_long_is_told_to_come_again(serve_api, config, head
     answer = await api.post("/v1/chat/completions", CHAT, headers=headers)
     assert (answer.status, answer.error()["message"]) == (503, "The model is loading.")
     assert int(answer.headers["Retry-After"]) > 0
-    assert api.service.num_held == 0
+    assert api.service.num_waiting_for_model == 0
 
 
 async def test_bodies_are_not_read_meanwhile_and_few_are_held(serve_api, monkeypatch) -> None:
     """A request waits as soon as its head is there; beyond a number they are told to come again."""
-    monkeypatch.setattr("pagoda.api.service._MAX_HELD", 1)
+    monkeypatch.setattr("pagoda.api.service._MAX_WAITING_FOR_MODEL", 1)
     api, other = await serve_api(loading=True, hold_while_loading_s=3600), await serve_api("ok")
     body = json.dumps({"prompt": "hi"}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)

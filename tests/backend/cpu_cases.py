@@ -187,26 +187,26 @@ grouped = st.builds(
 )
 
 
-def make_weight(held_as: Format, outputs: int, inputs: int, seed: int) -> LinearWeight:
+def make_weight(stored_format: Format, outputs: int, inputs: int, seed: int) -> LinearWeight:
     generator = torch.Generator().manual_seed(seed)
-    if held_as.bits is None:
+    if stored_format.bits is None:
         return DenseWeight(torch.randn(outputs, inputs, generator=generator))
-    if held_as.group_size is None:
+    if stored_format.group_size is None:
         codes = torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8)
         scales = torch.randn(outputs, generator=generator)
         zero_points = torch.randint(-128, 128, (outputs,), generator=generator, dtype=torch.int32)
-        return Int8Weight(codes, scales, zero_points if held_as.offsets else None)
-    codes = torch.randint(0, 2**held_as.bits, (outputs, inputs), generator=generator)
-    shape = (outputs, inputs // held_as.group_size)
+        return Int8Weight(codes, scales, zero_points if stored_format.offsets else None)
+    codes = torch.randint(0, 2**stored_format.bits, (outputs, inputs), generator=generator)
+    shape = (outputs, inputs // stored_format.group_size)
     scales, offsets = (torch.randn(shape, generator=generator).half() for _ in range(2))
     return GroupedWeight(
         codes.to(torch.uint8),
         scales,
-        4 * offsets if held_as.offsets else None,
-        held_as.bits,
-        held_as.group_size,
+        4 * offsets if stored_format.offsets else None,
+        stored_format.bits,
+        stored_format.group_size,
         torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
-        if held_as.ordered
+        if stored_format.ordered
         else None,
     )
 
@@ -231,6 +231,6 @@ QUANTIZED: dict[str, LinearWeight] = {
     "int4-offsets": make_weight(Format(4, 128, offsets=True), 70, 256, 1),
     "int4-order": make_weight(Format(4, 64, offsets=True, ordered=True), 70, 192, 1),
     "int8-groups": make_weight(Format(8, 128, offsets=True, ordered=True), 333, 256, 1),
-    **{name: make_blocks(held_as, 70, 512, 1) for name, held_as in BLOCKS.items()},
+    **{name: make_blocks(stored_format, 70, 512, 1) for name, stored_format in BLOCKS.items()},
     **{f"int{b}-rows": make_blocks(whole_rows(b, 576), 70, 576, 1) for b in (4, 5, 8)},
 }

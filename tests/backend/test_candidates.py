@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.reference.sampling import sample_candidates, sample_row
-from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow
+from pagoda.backend.sampling import SampledRow, SampleOutcome, SamplingRow
 from pagoda.plugins.backend_check.sampling import KINDS, logits_like, mask, row_of, table_of
 
 MOST = 32
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_all_logits(vocab: int, kind: str, seed: int) -> Non
     values, token_ids = candidates(logits, row, rng)
     found, expected = sample_candidates(values, token_ids, row), sample_row(logits, row)
     sampling = row.rules.sampling
-    if expected.outcome is not Outcome.DRAWN:
+    if expected.outcome is not SampleOutcome.DRAWN:
         # What is not finite is found where it is among the candidates: the lowest are not.
         shown = not bool(values.isfinite().all())
         assert found == expected if shown else kind == "-inf"
@@ -84,7 +84,7 @@ def test_a_tie_behind_the_last_kept_token_is_not_decided() -> None:
 )
 def test_what_is_not_finite_among_candidates_is_told(values: list[float]) -> None:
     found = sample_candidates(torch.tensor(values), torch.arange(3), row_of(9, top_k=2))
-    assert found == SampledRow(Outcome.NOT_FINITE)
+    assert found == SampledRow(SampleOutcome.NOT_FINITE)
 
 
 @pytest.mark.parametrize(

@@ -191,13 +191,13 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
 
 
 def _exact_blocks(x: Tensor, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-    if weight.held_as.whole_rows:
+    if weight.stored_format.whole_rows:
         rounded, of_rows = rounded_rows(x)
         codes = rounded.unflatten(1, (-1, BLOCK_INPUT_GROUP))
         scales = of_rows.expand(-1, codes.shape[1])
     else:
         codes, scales = _quantized(x.unflatten(1, (-1, BLOCK_INPUT_GROUP)))
-    size = weight.held_as.group_size
+    size = weight.stored_format.group_size
     own = weight.numbers().double() * weight.group_scales().double().repeat_interleave(size, 1)
     rows = codes.double() * scales.double()[..., None]
     own = own.unflatten(1, (-1, BLOCK_INPUT_GROUP))
@@ -241,15 +241,15 @@ def _check(
 )  # fmt: skip
 @settings(examples, max_examples=120)
 def test_one_format(
-    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, held_as: Format, inputs: int,
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, stored_format: Format, inputs: int,
     outputs: int, biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    if held_as.group_size is not None:
-        inputs = (1 + inputs % 5) * held_as.group_size
+    if stored_format.group_size is not None:
+        inputs = (1 + inputs % 5) * stored_format.group_size
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
-    _check(kernels(name), x, [make_weight(held_as, outputs, inputs, seed)], bias, dtype)
+    _check(kernels(name), x, [make_weight(stored_format, outputs, inputs, seed)], bias, dtype)
 
 
 @given(
@@ -263,26 +263,26 @@ def test_blocks(
     outputs: int, biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    held_as = (BLOCKS | _WHOLE_ROWS)[kind]
-    if held_as.whole_rows:
-        held_as = whole_rows(held_as.bits, 64 * blocks)
+    stored_format = (BLOCKS | _WHOLE_ROWS)[kind]
+    if stored_format.whole_rows:
+        stored_format = whole_rows(stored_format.bits, 64 * blocks)
         blocks = 1
-    elif held_as.integer_scales:
-        held_as = replace(held_as, block_size=BLOCK_SIZES[seed % len(BLOCK_SIZES)])
-    inputs = blocks * held_as.block_size
+    elif stored_format.integer_scales:
+        stored_format = replace(stored_format, block_size=BLOCK_SIZES[seed % len(BLOCK_SIZES)])
+    inputs = blocks * stored_format.block_size
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
-    weight = make_blocks(held_as, outputs, inputs, seed)
+    weight = make_blocks(stored_format, outputs, inputs, seed)
     _check(kernels(name), x, [weight], bias, dtype)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_take_their_own_bits(kind: str) -> None:
     """Panels are as large as reckoned, and at most a 16th larger than the file."""
-    outputs, inputs, held_as = 96, 512, BLOCKS[kind]
-    weight = make_blocks(held_as, outputs, inputs, 1)
+    outputs, inputs, stored_format = 96, 512, BLOCKS[kind]
+    weight = make_blocks(stored_format, outputs, inputs, 1)
     (segment,) = kernels(SETS[-1]).prepare_linear([weight], None, torch.float32).segments
-    assert segment.num_bytes == format_bytes(held_as, outputs, inputs, 2)
+    assert segment.num_bytes == format_bytes(stored_format, outputs, inputs, 2)
     stored = next(block for block in BLOCK_TYPES.values() if block.name == kind)
     assert segment.num_bytes <= outputs * inputs // stored.weights * stored.num_bytes * 1.06
 
@@ -313,30 +313,32 @@ def test_blocks_that_kernels_do_not_know_are_refused() -> None:
 def test_parts_of_any_formats_and_sizes(
     name: str, seed: int, rows: int, biased: bool, parts: list[tuple[Format, int]]
 ) -> None:
-    weights = [make_weight(held_as, outputs, 256, seed) for held_as, outputs in parts]
+    weights = [make_weight(stored_format, outputs, 256, seed) for stored_format, outputs in parts]
     bias = torch.randn(sum(outputs for _, outputs in parts)) if biased else None
     _check(kernels(name), _rows(rows, 256, seed, torch.float32), weights, bias, torch.float32)
 
 
 def test_parts_of_one_format_become_one_map() -> None:
     ops = kernels(SETS[-1])
-    held_as = Format(4, 32, False, True)
-    for part in (DENSE, INT8, held_as, Format(4, 128, True)):
+    stored_format = Format(4, 32, False, True)
+    for part in (DENSE, INT8, stored_format, Format(4, 128, True)):
         parts = [make_weight(part, outputs, 128, 1) for outputs in (33, 7)]
         assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 1
-    parts = [make_weight(held_as, 33, 128, seed) for seed in (1, 2)]
+    parts = [make_weight(stored_format, 33, 128, seed) for seed in (1, 2)]
     assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
 
 
 @pytest.mark.parametrize(
-    "held_as",
+    "stored_format",
     [INT8, Format(4, 32, True), Format(8, 128), *BLOCKS.values(), *_WHOLE_ROWS.values()],
     ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 33])
-def test_instruction_sets_agree_in_every_bit(held_as: Format | BlockFormat, rows: int) -> None:
-    make = make_blocks if isinstance(held_as, BlockFormat) else make_weight
-    x, weight = _rows(rows, 256, 3, torch.float32), make(held_as, 100, 256, 4)
+def test_instruction_sets_agree_in_every_bit(
+    stored_format: Format | BlockFormat, rows: int
+) -> None:
+    make = make_blocks if isinstance(stored_format, BlockFormat) else make_weight
+    x, weight = _rows(rows, 256, 3, torch.float32), make(stored_format, 100, 256, 4)
     first, *others = (
         ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
         for ops in map(kernels, SETS)

@@ -31,7 +31,7 @@ from torch import Tensor
 from pagoda.backend.base import StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu.weights import AttentionMetadata
+from pagoda.backend.cpu.weights import NativeAttentionMetadata
 from pagoda.backend.graph import Graph
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
@@ -195,7 +195,7 @@ class _Part:
         return ops.build()
 
 
-def _step(num_tokens: int) -> StepInput[AttentionMetadata]:
+def _step(num_tokens: int) -> StepInput[NativeAttentionMetadata]:
     return StepInput({"token_ids": torch.arange(num_tokens) % VOCAB})
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
+from pagoda.backend.cpu.weights import NativeAttentionMetadata, PackedLinear
 from pagoda.backend.graph import Graph
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_head_norm
@@ -109,13 +109,15 @@ def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
 
 def _step(
     ops: CpuBackend, cache: KVCache, lengths: list[int], token_ids: list[int], **more: Tensor
-) -> StepInput[AttentionMetadata]:
+) -> StepInput[NativeAttentionMetadata]:
     batch = batch_of_spans([(0, n, list(range(3 * i, 3 * i + 3))) for i, n in enumerate(lengths)])
     tensors = {"token_ids": torch.tensor(token_ids), "positions": batch.positions}
     return StepInput(tensors | more, {0: ops.attention_metadata(batch, HEADS, cache)})
 
 
-def _with(step: StepInput[AttentionMetadata], **tensors: Tensor) -> StepInput[AttentionMetadata]:
+def _with(
+    step: StepInput[NativeAttentionMetadata], **tensors: Tensor
+) -> StepInput[NativeAttentionMetadata]:
     return dataclasses.replace(step, tensors={**step.tensors, **tensors})
 
 
@@ -187,7 +189,7 @@ def test_results_together_apart_and_from_one_that_is_given(name: str, selects: b
         assert torch.equal(compiled(step, [result])[0], expected)
     assert len(compiled.operations(["out"])) + 1 == len(compiled.operations(["logits"]))
     for rows in ([2, 0], [1], []):
-        given: StepInput[AttentionMetadata] = StepInput({"out": out[rows]})
+        given: StepInput[NativeAttentionMetadata] = StepInput({"out": out[rows]})
         some_logits, some_found = compiled(given, ["logits", "argmax"])
         assert torch.equal(some_logits, logits[rows])
         assert torch.equal(some_found, found[rows])
@@ -217,7 +219,7 @@ def test_a_gated_map_of_many_rows(name: str, kind: str, inner: int) -> None:
     ops.result("out", ops.silu_and_mul(ops.linear(x, weight)))
     graph, step = (
         ops.build(),
-        StepInput[AttentionMetadata]({"token_ids": torch.arange(300) % VOCAB}),
+        StepInput[NativeAttentionMetadata]({"token_ids": torch.arange(300) % VOCAB}),
     )
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)

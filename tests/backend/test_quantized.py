@@ -42,7 +42,7 @@ def test_products_are_those_of_rounded_inputs(kind: str) -> None:
     for row in range(3):
         if isinstance(weight, GroupedWeight):
             rounded = _rounded(mapped[row], weight.group_size)
-        elif isinstance(weight, BlockWeight) and not weight.held_as.whole_rows:
+        elif isinstance(weight, BlockWeight) and not weight.stored_format.whole_rows:
             rounded = _rounded(mapped[row], BLOCK_INPUT_GROUP)
         else:
             rounded = _rounded_whole(mapped[row])
@@ -57,10 +57,10 @@ def _exact(weight: LinearWeight) -> Tensor:
     if isinstance(weight, Int8Weight):
         return weight.integers().double() * weight.scales.double()[:, None]
     if isinstance(weight, BlockWeight):
-        wide = weight.group_scales().double().repeat_interleave(weight.held_as.group_size, 1)
+        wide = weight.group_scales().double().repeat_interleave(weight.stored_format.group_size, 1)
         values = weight.numbers().double() * wide
         if (minima := weight.group_minima()) is not None:
-            values += minima.double().repeat_interleave(weight.held_as.group_size, 1)
+            values += minima.double().repeat_interleave(weight.stored_format.group_size, 1)
         return values
     assert isinstance(weight, GroupedWeight)
     wide = weight.scales.double().repeat_interleave(weight.group_size, 1)

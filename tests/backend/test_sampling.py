@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.sampling import Outcome, SampledRow
+from pagoda.backend.sampling import SampledRow, SampleOutcome
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.plugins.backend_check.sampling import (
     KINDS,
@@ -262,8 +262,8 @@ def test_a_bad_row_is_told_from_the_others(ops: Any) -> None:
     overflows = row_of(40, seen=(7,), counts=(0,), repetition_penalty=0.01)
     rows = [row_of(40), row_of(40), overflows, row_of(40, allowed=mask([4], 40), stops=(4,))]
     assert sample_all(ops, logits, rows) == [
-        SampledRow(Outcome.DRAWN, 7),
-        SampledRow(Outcome.NOT_FINITE),
-        SampledRow(Outcome.OVERFLOWN),
-        SampledRow(Outcome.NOTHING_ALLOWED),
+        SampledRow(SampleOutcome.DRAWN, 7),
+        SampledRow(SampleOutcome.NOT_FINITE),
+        SampledRow(SampleOutcome.OVERFLOWN),
+        SampledRow(SampleOutcome.NOTHING_ALLOWED),
     ]

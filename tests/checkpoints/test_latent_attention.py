@@ -12,7 +12,7 @@ import torch
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentSpec
-from pagoda.checkpoints.linears import Role
+from pagoda.checkpoints.linears import LinearRole
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 from pagoda.cli.model_report import model_facts
 from pagoda.errors import ConfigError
@@ -178,7 +178,7 @@ def test_ranks_hold_every_weight_of_attention_once(values: dict[str, Any], tp: i
         for shard in shards:
             part = shard.part_of(linear)
             held[part.outputs.start : part.outputs.stop, part.inputs.start : part.inputs.stop] += 1
-        assert bool((held == (tp if linear.role is Role.LATENT_IN else 1)).all()), linear.name
+        assert bool((held == (tp if linear.role is LinearRole.LATENT_IN else 1)).all()), linear.name
 
 
 def test_layers_with_experts_may_take_turns() -> None:

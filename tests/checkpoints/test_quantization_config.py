@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.quantization_config import (
     CheckpointQuantization,
     GroupScheme,
@@ -37,8 +37,8 @@ GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
 def _linear(name: str, inputs: int = 512) -> LinearSpec:
-    roles = {"lm_head": Role.HEAD, "model.embed_tokens": Role.EMBEDDING}
-    return LinearSpec(name, 64, inputs, roles.get(name, Role.MLP_IN))
+    roles = {"lm_head": LinearRole.HEAD, "model.embed_tokens": LinearRole.EMBEDDING}
+    return LinearSpec(name, 64, inputs, roles.get(name, LinearRole.MLP_IN))
 
 
 def _parse(values: dict[str, Any]) -> CheckpointQuantization:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pagoda.cli.answer import AnswerPrinter, Outcome, ask
+from pagoda.cli.answer import AnswerPrinter, RequestTimes, ask
 from pagoda.cli.openai_client import PATHS, OpenAIClient, ServerError
 from pagoda.plugins.bench.datasets import Sample
 from pagoda.plugins.bench.load import LoadOptions, arrival_times, run_load
@@ -220,6 +220,6 @@ async def test_events_count_where_the_server_reports_no_usage(contents: list[str
 
 
 def test_the_rate_is_that_after_the_first_token() -> None:
-    outcome = Outcome(0.0, 3.0, event_times_s=[1.0, 3.0], output_tokens=11)
+    outcome = RequestTimes(0.0, 3.0, event_times_s=[1.0, 3.0], output_tokens=11)
     assert outcome.tokens_per_s == pytest.approx(5.0)
     assert outcome.figures() == "11 tokens, first after 1000 ms, 5 tokens/s"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cli.demo import choose_questions, demo_questions, shorten
-from pagoda.cli.openai_client import Message, ToolCall, ToolFunction
+from pagoda.cli.openai_client import ClientMessage, ClientToolCall, ToolFunction
 from pagoda.cli.questions import Question, load_questions
 from pagoda.errors import ConfigError
 from pagoda.plugins.bench.accuracy import Grade, score_by_skill
@@ -32,21 +32,25 @@ def _load(
     return load_questions(path, skills)
 
 
-def _call(name: str, arguments: str) -> Message:
-    return Message(tool_calls=[ToolCall(ToolFunction(name, arguments))])
+def _call(name: str, arguments: str) -> ClientMessage:
+    return ClientMessage(tool_calls=[ClientToolCall(ToolFunction(name, arguments))])
 
 
 @pytest.mark.parametrize(
     ("expect", "right", "wrong"),
     [
-        ({"text": "2"}, [Message(" 2\n"), Message("2", "well ...")], [Message("22"), Message()]),
-        ({"contains": "2"}, [Message("so 2.")], [Message("two"), Message(None)]),
+        (
+            {"text": "2"},
+            [ClientMessage(" 2\n"), ClientMessage("2", "well ...")],
+            [ClientMessage("22"), ClientMessage()],
+        ),
+        ({"contains": "2"}, [ClientMessage("so 2.")], [ClientMessage("two"), ClientMessage(None)]),
         (
             {"json": {"a": [1, None]}},
-            [Message('{"a": [1, null]}'), Message('\n{"a":[1,null]} ')],
-            [Message('{"a": [1]}'), Message('{"a": [1, null]'), Message("")],
+            [ClientMessage('{"a": [1, null]}'), ClientMessage('\n{"a":[1,null]} ')],
+            [ClientMessage('{"a": [1]}'), ClientMessage('{"a": [1, null]'), ClientMessage("")],
         ),
-        ({"json": None}, [Message("null")], [Message(""), Message("0")]),
+        ({"json": None}, [ClientMessage("null")], [ClientMessage(""), ClientMessage("0")]),
         (
             {"tool_call": {"name": "add", "arguments": {"a": 1, "b": 2}}},
             [_call("add", '{"b": 2, "a": 1}')],
@@ -54,14 +58,19 @@ def _call(name: str, arguments: str) -> Message:
                 _call("sub", '{"a": 1, "b": 2}'),
                 _call("add", '{"a": 1}'),
                 _call("add", "{"),
-                Message("add(1, 2)"),
-                Message(tool_calls=[*(_call("add", '{"a": 1, "b": 2}').tool_calls or []) * 2]),
+                ClientMessage("add(1, 2)"),
+                ClientMessage(
+                    tool_calls=[*(_call("add", '{"a": 1, "b": 2}').tool_calls or []) * 2]
+                ),
             ],
         ),
     ],
 )
 def test_answers_are_checked_exactly(
-    expect: dict[str, object], right: list[Message], wrong: list[Message], tmp_path: Path
+    expect: dict[str, object],
+    right: list[ClientMessage],
+    wrong: list[ClientMessage],
+    tmp_path: Path,
 ) -> None:
     [question] = _load(tmp_path, _line(expect=expect))
     for answer in right:

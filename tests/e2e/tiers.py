@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 from metrics_text import series
 
-from pagoda.cli.openai_client import Message
+from pagoda.cli.openai_client import ClientMessage
 from pagoda.cli.questions import Question, load_questions
 from pagoda.kv.block_keys import prefix_keys
 
@@ -60,7 +60,7 @@ def some_questions(long: int = 8, short: int = 1) -> list[Question]:
 
 def num_right(questions: Sequence[Question], replies: Sequence[Reply]) -> int:
     return sum(
-        question.expect.is_met_by(msgspec.convert(reply.message, Message))
+        question.expect.is_met_by(msgspec.convert(reply.message, ClientMessage))
         for question, reply in zip(questions, replies, strict=True)
     )
 

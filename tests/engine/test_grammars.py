@@ -53,7 +53,7 @@ def constrained(request_id: str, grammar: Grammar, **fields: object) -> Generate
     return make_request(request_id, [1, 2, 3], grammar=grammar, eos_token_ids=(EOS,), **fields)
 
 
-def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, Constraint | str]]:
+def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, object]]:
     """The next outcomes, at least some number of them."""
     found = grammars.drain()
     while len(found) < number:
@@ -325,7 +325,7 @@ def test_grammars_are_compiled_beside_the_loop_and_kept() -> None:
     ((taken, place),) = drained(grammars)
     assert taken is request
     assert isinstance(place, Constraint)
-    assert grammars.num_held == 0
+    assert grammars.num_compiling == 0
     assert isinstance(grammars.take(request, LONG), Constraint)
     grammars.close()
     assert compiled_by == ["grammars"]
@@ -456,7 +456,7 @@ def test_grammars_of_a_tenant_that_take_too_long_keep_no_other_tenant_out(
     clock, compiler = VirtualClock(), SlowCompiler()
     grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
 
-    def ask(tenant: str, grammar: Grammar) -> Constraint | str:
+    def ask(tenant: str, grammar: Grammar) -> object:
         request = msgspec.structs.replace(constrained(grammar.text, grammar), tenant=tenant)
         place = grammars.take(request, grammar)
         if place is None and set(grammar.text) == {"b"}:

@@ -8,8 +8,8 @@ import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
 
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
+from pagoda.engine.request_queue import MAX_CRASHES
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, Work

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import assert_constant, assert_linear
 
-from pagoda.engine.plans import Wishes
+from pagoda.engine.plans import Demand
 from pagoda.engine.request import Request
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.engine_config import KVTiersConfig
@@ -118,20 +118,20 @@ def test_wishes_behind_each_request_are_those_of_a_look_at_all(
         )
         for index, (priority, tenant, wanted) in enumerate(running)
     ]
-    wishes = Wishes(cast(list[Request], requests))
+    demand = Demand(cast(list[Request], requests))
     for index, one in enumerate(requests):
         equals = [it for it in requests[index + 1 :] if it.order_key[0] == one.order_key[0]]
         prompts = [it for it in equals if it.num_schedulable_tokens > 1]
         others = [it for it in prompts if it.tenant != one.tenant]
         place = len(requests) - 1 - index
-        assert wishes.behind(place) == (
+        assert demand.behind(place) == (
             sum(it.num_schedulable_tokens == 1 for it in equals),
             sum(it.num_schedulable_tokens for it in others),
             sum({it.tenant: it.charge.weight for it in others}.values()),
         )
         name = data.draw(st.sampled_from(["t0", "t1", "t2"]))
         has_prompt = any(it.tenant == name for it in prompts)
-        assert wishes.has_prompt_behind(place, one.order_key[0], name) == has_prompt
+        assert demand.has_prompt_behind(place, one.order_key[0], name) == has_prompt
 
 
 def test_an_arrival_costs_the_same_however_many_run_or_wait() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.executor.placement import (
-    Placement,
+    RankPlacement,
     neighbours_first,
     plan_placement,
     workers_on_host,
@@ -22,20 +22,20 @@ def parallel(dp: int = 1, pp: int = 1, tp: int = 1) -> ParallelConfig:
 @pytest.mark.parametrize(
     ("hosts", "sizes", "threads", "expected"),
     [
-        ([16], parallel(), None, Placement(16, 1, 1)),
-        ([16, 16], parallel(tp=2), None, Placement(16, 1, 2)),
-        ([16, 16], parallel(tp=2), 8, Placement(8, 2, 1)),
-        ([16, 16], parallel(tp=2, pp=2), None, Placement(8, 2, 2)),
-        ([16, 4], parallel(tp=2), None, Placement(8, 2, 1)),
-        ([3, 3], parallel(tp=2, pp=2), 1, Placement(1, 2, 2)),
-        ([3, 3], parallel(tp=3, pp=2), 1, Placement(1, 3, 2)),
-        ([3, 1], parallel(tp=2, pp=2), 1, Placement(1, 1, 4)),
-        ([8, 8], parallel(dp=2, tp=2), None, Placement(4, 2, 1)),
-        ([1, 1], parallel(tp=2), None, Placement(1, 1, 2)),
+        ([16], parallel(), None, RankPlacement(16, 1, 1)),
+        ([16, 16], parallel(tp=2), None, RankPlacement(16, 1, 2)),
+        ([16, 16], parallel(tp=2), 8, RankPlacement(8, 2, 1)),
+        ([16, 16], parallel(tp=2, pp=2), None, RankPlacement(8, 2, 2)),
+        ([16, 4], parallel(tp=2), None, RankPlacement(8, 2, 1)),
+        ([3, 3], parallel(tp=2, pp=2), 1, RankPlacement(1, 2, 2)),
+        ([3, 3], parallel(tp=3, pp=2), 1, RankPlacement(1, 3, 2)),
+        ([3, 1], parallel(tp=2, pp=2), 1, RankPlacement(1, 1, 4)),
+        ([8, 8], parallel(dp=2, tp=2), None, RankPlacement(4, 2, 1)),
+        ([1, 1], parallel(tp=2), None, RankPlacement(1, 1, 2)),
     ],
 )
 def test_tensor_parallel_ranks_share_a_bundle_where_it_fits(
-    hosts: list[int], sizes: ParallelConfig, threads: int | None, expected: Placement
+    hosts: list[int], sizes: ParallelConfig, threads: int | None, expected: RankPlacement
 ) -> None:
     assert plan_placement(hosts, sizes, threads) == expected
 

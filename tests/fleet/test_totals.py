@@ -20,7 +20,7 @@ def test_what_steps_did_adds_up_over_replicas() -> None:
     first = LoadReport(num_generated_tokens=3, steps=steps, processes=(engine,))
     second = LoadReport(num_generated_tokens=4, steps=others, processes=(worker,))
     total = sum_of_loads(
-        (replica("0", first), replica("1", second), replica("2", None)), num_held=0
+        (replica("0", first), replica("1", second), replica("2", None)), num_unplaced=0
     )
     assert total.num_generated_tokens == 7
     assert total.steps == StepTotals(
@@ -81,7 +81,7 @@ def test_counters_go_on_when_an_engine_is_lost() -> None:
 def test_a_replica_that_does_not_answer_still_counts() -> None:
     total = sum_of_loads(
         (replica("0", counters(2)), replica("1", None)),
-        num_held=0,
+        num_unplaced=0,
         counted=[counters_of(counters(3))],
     )
     assert total.num_generated_tokens == 5
@@ -94,6 +94,6 @@ def test_a_replica_that_does_not_answer_still_counts() -> None:
 def test_sums_take_work_in_proportion_to_the_fleet() -> None:
     def add_up(num_replicas: int) -> Callable[[], object]:
         replicas = tuple(replica(str(number), counters(1)) for number in range(num_replicas))
-        return lambda: sum_of_loads(replicas, num_held=0)
+        return lambda: sum_of_loads(replicas, num_unplaced=0)
 
     assert_linear(add_up, (50, 100, 200))

@@ -24,11 +24,11 @@ from pagoda.backend.weights import (
     dequantize,
     weight_format,
 )
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.weight_formats import GROUP_SIZES, BlockFormat, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad, quantization_on_load
-from pagoda.model.sharding import Part
+from pagoda.model.sharding import LinearShard
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -113,14 +113,14 @@ def test_pieces_of_large_weights_are_quantized_alike() -> None:
     assert torch.equal(whole.values[300:301], row.values)
 
 
-def _spec(outputs: int, inputs: int, role: Role = Role.MLP_IN) -> LinearSpec:
+def _spec(outputs: int, inputs: int, role: LinearRole = LinearRole.MLP_IN) -> LinearSpec:
     return LinearSpec("a", outputs, inputs, role)
 
 
 def _quantized(
     quantization: QuantizationOnLoad, linear: LinearSpec, values: Tensor
 ) -> LinearWeight:
-    part = Part(range(linear.outputs), range(linear.inputs))
+    part = LinearShard(range(linear.outputs), range(linear.inputs))
     return quantization.quantize(linear, part, DenseWeight(values), ReferenceBackend())
 
 
@@ -135,23 +135,27 @@ def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
 @pytest.mark.parametrize(
     ("role", "kind"),
     [
-        (Role.MLP_IN, GroupedWeight),
-        (Role.HEAD, BlockWeight),
-        (Role.EMBEDDING, BlockWeight),
-        (Role.ROUTER, DenseWeight),
+        (LinearRole.MLP_IN, GroupedWeight),
+        (LinearRole.HEAD, BlockWeight),
+        (LinearRole.EMBEDDING, BlockWeight),
+        (LinearRole.ROUTER, DenseWeight),
     ],
 )
-def test_with_larger_groups_heads_and_tables_are_int8(role: Role, kind: type[LinearWeight]) -> None:
+def test_with_larger_groups_heads_and_tables_are_int8(
+    role: LinearRole, kind: type[LinearWeight]
+) -> None:
     weight = _quantized(QuantizationOnLoad(64), _spec(8, 64, role), torch.ones(8, 64).bfloat16())
     assert isinstance(weight, kind)
 
 
-@pytest.mark.parametrize(("role", "bits"), [(Role.MLP_IN, 4), (Role.HEAD, 5), (Role.EMBEDDING, 5)])
-def test_groups_of_32_are_blocks_of_rows(role: Role, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("role", "bits"), [(LinearRole.MLP_IN, 4), (LinearRole.HEAD, 5), (LinearRole.EMBEDDING, 5)]
+)
+def test_groups_of_32_are_blocks_of_rows(role: LinearRole, bits: int) -> None:
     values = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
     weight = _quantized(QuantizationOnLoad(32), _spec(8, 96, role), values)
     assert weight_format(weight) == _whole_rows(bits, 32, 96)
-    router = _quantized(QuantizationOnLoad(32), _spec(8, 96, Role.ROUTER), values)
+    router = _quantized(QuantizationOnLoad(32), _spec(8, 96, LinearRole.ROUTER), values)
     assert isinstance(router, DenseWeight)
 
 
@@ -161,9 +165,9 @@ def test_blocks(seed: int, dtype: torch.dtype, outputs: int, num_groups: int, bi
     size = 64 if bits == 8 else 32
     inputs = size * num_groups
     values = _weight(seed, outputs, inputs, torch.float32).to(dtype)
-    held_as = _whole_rows(bits, size, inputs)
-    weight = quantize_blocks(values, held_as)
-    rows = quantize_blocks(values[-1:], held_as)
+    stored_format = _whole_rows(bits, size, inputs)
+    weight = quantize_blocks(values, stored_format)
+    rows = quantize_blocks(values[-1:], stored_format)
     assert torch.equal(weight.codes[-1:], rows.codes)
     groups = values.float().unflatten(1, (-1, size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1)
@@ -186,16 +190,16 @@ def test_a_grid_of_16_numbers_is_found_again() -> None:
     codes[..., 0], codes[..., 1] = 0, 15
     steps = 0.01 + 0.01 * torch.rand(64, 18, 1, generator=generator)
     values = ((codes - 7) * steps).flatten(1)
-    held_as = _whole_rows(4, 32, 576)
-    assert torch.equal(quantize_blocks(values, held_as).codes, codes.flatten(1).byte())
+    stored_format = _whole_rows(4, 32, 576)
+    assert torch.equal(quantize_blocks(values, stored_format).codes, codes.flatten(1).byte())
 
 
-@pytest.mark.parametrize("role", [Role.HEAD, Role.EMBEDDING])
-def test_tables_of_int8_have_groups_of_64(role: Role) -> None:
+@pytest.mark.parametrize("role", [LinearRole.HEAD, LinearRole.EMBEDDING])
+def test_tables_of_int8_have_groups_of_64(role: LinearRole) -> None:
     quantization = QuantizationOnLoad(None)
     assert quantization.format_of(_spec(8, 192, role)) == _whole_rows(8, 64, 192)
     assert quantization.format_of(_spec(8, 96, role)) == Int8Format(zero_points=True)
-    assert quantization.format_of(_spec(8, 192, Role.MLP_OUT)) == Int8Format(zero_points=True)
+    assert quantization.format_of(_spec(8, 192, LinearRole.MLP_OUT)) == Int8Format(zero_points=True)
 
 
 def _whole_rows(bits: int, group_size: int, inputs: int) -> BlockFormat:
@@ -222,7 +226,7 @@ def test_8_bit_floats_have_a_scale_for_each_output() -> None:
     assert highest.tolist() == [448.0, 448.0, 0.0, 448.0, 448.0, 448.0, 448.0]
     errors = (dequantize(weight) - values.bfloat16().float()).abs()
     assert bool((errors <= values.abs() / 15 + weight.scales * 2**-9).all())
-    for role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER):
+    for role in (LinearRole.EMBEDDING, LinearRole.HEAD, LinearRole.ROUTER):
         held = _quantized(quantization, _spec(7, 40, role), values.bfloat16())
         assert isinstance(held, DenseWeight)
     values[3, 5] = torch.inf

@@ -25,7 +25,7 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import BLOCKS
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
@@ -39,7 +39,7 @@ from pagoda.checkpoints.weight_formats import (
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import (
-    Part,
+    LinearShard,
     Shard,
     check_quantized_parts,
     shard_of,
@@ -50,7 +50,7 @@ from pagoda.model.sharding import (
 from pagoda.parallel.config import ParallelConfig, channel_share
 from pagoda.plugins.backend_check.products import fp8_weight
 
-LAYER = LinearSpec("a.b", 48, 256, Role.MLP_IN)
+LAYER = LinearSpec("a.b", 48, 256, LinearRole.MLP_IN)
 
 
 def model(**changes: Any) -> ModelSpec:
@@ -206,7 +206,7 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
         (range(16, 32), range(256)),
         (range(48), range(64, 192)),
     ):
-        part = take_part(LAYER, weight, Part(outputs, inputs), torch.float32)
+        part = take_part(LAYER, weight, LinearShard(outputs, inputs), torch.float32)
         assert torch.equal(dequantize(part), numbers[outputs][:, inputs])
         for tensor in vars(part).values():
             assert not isinstance(tensor, Tensor) or tensor.is_contiguous()
@@ -216,7 +216,7 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
     "kind", ["int8", "int4", "offsets", "fp8", "fp8 by output", "ordered", *BLOCK_KINDS]
 )
 def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
-    for part in (Part(range(16, 32), range(256)), Part(range(48), range(64, 192))):
+    for part in (LinearShard(range(16, 32), range(256)), LinearShard(range(48), range(64, 192))):
         held = take_part(LAYER, _weights()[kind], part, torch.float32)
         for tensor in vars(held).values():
             if isinstance(tensor, Tensor):
@@ -226,14 +226,14 @@ def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int4", "offsets"])
 def test_groups_are_cut_into_smaller_ones_of_the_same_scale(kind: str) -> None:
     weight = _weights()[kind]
-    part = take_part(LAYER, weight, Part(range(48), range(32, 160)), torch.float32)
+    part = take_part(LAYER, weight, LinearShard(range(48), range(32, 160)), torch.float32)
     assert isinstance(part, GroupedWeight)
     assert part.group_size == 32
     assert torch.equal(dequantize(part), dequantize(weight)[:, 32:160])
 
 
 @pytest.mark.parametrize(
-    ("size", "cut", "held_as"),
+    ("size", "cut", "stored_format"),
     [
         (None, range(5, 201), Fp8Format(None)),
         (128, range(96, 200), Fp8Format(32)),
@@ -243,18 +243,20 @@ def test_groups_are_cut_into_smaller_ones_of_the_same_scale(kind: str) -> None:
         (64, range(16, 200), DenseFormat()),
     ],
 )
-def test_8_bit_floats_are_cut_anywhere(size: int | None, cut: range, held_as: WeightFormat) -> None:
+def test_8_bit_floats_are_cut_anywhere(
+    size: int | None, cut: range, stored_format: WeightFormat
+) -> None:
     """Groups become smaller ones that kernels take, of which the last may be cut off, or else all become dense."""
-    layer, weight = LinearSpec("a.b", 48, 200, Role.MLP_OUT), fp8_weight(48, 200, size)
-    part = take_part(layer, weight, Part(range(3, 40), cut), torch.float32)
-    assert weight_format(part) == part_format(weight_format(weight), 200, cut) == held_as
+    layer, weight = LinearSpec("a.b", 48, 200, LinearRole.MLP_OUT), fp8_weight(48, 200, size)
+    part = take_part(layer, weight, LinearShard(range(3, 40), cut), torch.float32)
+    assert weight_format(part) == part_format(weight_format(weight), 200, cut) == stored_format
     assert torch.equal(dequantize(part), dequantize(weight)[3:40, cut.start : cut.stop])
     groups = 0 if isinstance(part, DenseWeight) else part.scales.numel() * 4
     assert weight_bytes(part, torch.float32) == part.values.nbytes + groups
 
 
 def test_the_smallest_groups_are_not_cut() -> None:
-    part = Part(range(48), range(16, 256))
+    part = LinearShard(range(48), range(16, 256))
     with pytest.raises(ConfigError) as caught:
         take_part(LAYER, _weights()["int4"], part, torch.float32)
     assert str(caught.value) == (
@@ -332,23 +334,25 @@ def test_parts_of_narrow_heads() -> None:
 @pytest.mark.parametrize(("start", "block_size"), [(0, 128), (128, 128), (64, 64), (32, 32)])
 def test_blocks_are_cut_into_smaller_ones_of_the_same_scale(start: int, block_size: int) -> None:
     weight = make_blocks(BLOCKS["Q6_K"], 48, 256, 3)
-    part = take_part(LAYER, weight, Part(range(48), range(start, start + 128)), torch.float32)
+    part = take_part(
+        LAYER, weight, LinearShard(range(48), range(start, start + 128)), torch.float32
+    )
     assert isinstance(part, BlockWeight)
-    assert part.held_as.block_size == block_size
+    assert part.stored_format.block_size == block_size
     assert torch.equal(dequantize(part), dequantize(weight)[:, start : start + 128])
 
 
 def test_blocks_are_not_cut_inside_32_inputs() -> None:
     weight = make_blocks(BLOCKS["Q6_K"], 48, 256, 3)
     with pytest.raises(ConfigError, match=r"such as 16 to 144; take a smaller"):
-        take_part(LAYER, weight, Part(range(48), range(16, 144)), torch.float32)
-    held_as = weight_format(weight)
+        take_part(LAYER, weight, LinearShard(range(48), range(16, 144)), torch.float32)
+    stored_format = weight_format(weight)
 
     class Stored:
         summary = "Q6_K"
 
         def format_of(self, linear: LinearSpec) -> WeightFormat:
-            return held_as if linear.role is Role.ATTENTION_OUT else DenseFormat()
+            return stored_format if linear.role is LinearRole.ATTENTION_OUT else DenseFormat()
 
     config = model(num_attention_heads=16, num_key_value_heads=8, head_dim=16, hidden_size=256)
     check_quantized_parts(config, Stored(), ParallelConfig(tensor_parallel_size=8))

@@ -96,9 +96,9 @@ async def test_a_suspect_that_dies_beside_others_is_tried_at_an_empty_replica() 
         others.append(asyncio.create_task(ask(dispatcher, request(f"g{len(others)}"))))
         await asyncio.sleep(0.05)
         [slot] = dispatcher.slots
-        if slot.held_for is not None:
-            assert slot.held_for.request_id == "bad"
-            assert set(slot.requests) <= {slot.held_for}
+        if slot.quarantined_for is not None:
+            assert slot.quarantined_for.request_id == "bad"
+            assert set(slot.requests) <= {slot.quarantined_for}
             assert dispatcher.requests["bad"].crash_count == LONE_CRASHES
     assert (await bad).finish is FinishReason.ERROR
     assert all(answer.complete for answer in await asyncio.gather(*others))
@@ -109,10 +109,10 @@ async def test_a_replica_that_fails_for_good_is_not_kept_for_a_suspect() -> None
     dispatcher, engines = await start(2, "round-robin")
     bad = asyncio.create_task(ask(dispatcher, request("bad", [POISON])))
     others: list[asyncio.Task[Answer]] = []
-    while all(slot.held_for is None for slot in dispatcher.slots):
+    while all(slot.quarantined_for is None for slot in dispatcher.slots):
         others.append(asyncio.create_task(ask(dispatcher, request(f"g{len(others)}"))))
         await asyncio.sleep(0.02)
-    [held] = [slot for slot in dispatcher.slots if slot.held_for is not None]
+    [held] = [slot for slot in dispatcher.slots if slot.quarantined_for is not None]
     engine_of(held).give_up("It is broken.")
     assert (await bad).finish is FinishReason.ERROR
     assert all(answer.complete for answer in await asyncio.gather(*others))

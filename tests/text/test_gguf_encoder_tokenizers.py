@@ -25,7 +25,7 @@ from tokenizers import (
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.errors import ConfigError
 from pagoda.text.tokenizers.gguf_tokenizer import build_tokenizer
-from pagoda.text.tokenizers.gguf_vocabulary import Vocabulary
+from pagoda.text.tokenizers.gguf_vocabulary import GGUFVocabulary
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 CORPUS = [
@@ -141,7 +141,7 @@ def encoder(
     make, model = MADE[request.param]
     backend = make()
     path = write(tmp_path_factory.mktemp("tokenizer"), backend, model)
-    return backend, build_tokenizer(Vocabulary(read_gguf(path).metadata))
+    return backend, build_tokenizer(GGUFVocabulary(read_gguf(path).metadata))
 
 
 @settings(max_examples=300, deadline=None)
@@ -171,4 +171,4 @@ def test_a_vocabulary_without_a_separator(tmp_path: Path) -> None:
     finish(writer)
     message = "lacks the token .SEP., and tokenizer.ggml.seperator_token_id names none"
     with pytest.raises(ConfigError, match=message):
-        build_tokenizer(Vocabulary(read_gguf(writer.path).metadata))
+        build_tokenizer(GGUFVocabulary(read_gguf(writer.path).metadata))

@@ -33,7 +33,7 @@ from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.text.model_text import load_gguf_text, load_model_text, load_text
 from pagoda.text.tokenizers.gguf_tokenizer import build_tokenizer
-from pagoda.text.tokenizers.gguf_vocabulary import Vocabulary
+from pagoda.text.tokenizers.gguf_vocabulary import GGUFVocabulary
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 CONTROLS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -103,7 +103,7 @@ def write_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> Path:
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    return build_tokenizer(Vocabulary(read_gguf(path).metadata))
+    return build_tokenizer(GGUFVocabulary(read_gguf(path).metadata))
 
 
 def train_byte_level(split: pre_tokenizers.PreTokenizer, *, ignore_merges: bool) -> Backend:

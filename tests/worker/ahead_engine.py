@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.faults.injector import Faults
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ class _UnderWay:
     ticket: Ticket[StepResult]
     names: dict[int, str]
     """Requests by slot."""
-    done: Event | None
+    done: DeviceEvent | None
     """None of a step that was not launched ahead."""
 
 

@@ -31,7 +31,7 @@ from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVAllocation, shares_kv
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
-from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, plan_worker
 
 NUM_BLOCKS = 12
 SECRET = b"a secret of the cluster"
@@ -43,7 +43,7 @@ def topology(tp: int = 1, pp: int = 1) -> ParallelConfig:
 
 @dataclass
 class Rank:
-    plan: WorkerPlan
+    plan: WorkerMemoryPlan
     caches: list[KVCache]
     handoff: KVHandoff
 

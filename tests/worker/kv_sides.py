@@ -19,12 +19,12 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disaggregation.worker.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
-from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, plan_worker
 
 
 def handoff_plan(
     model: Path, role: Role, transports: Sequence[str], parallel: ParallelConfig, tp: int = 0
-) -> WorkerPlan:
+) -> WorkerMemoryPlan:
     """The plan of rank `tp` of a worker that hands KV over, or is handed some."""
     handoff = KVHandoffConfig(
         role=role, transports=tuple(transports), host="127.0.0.1", secret=SECRET
@@ -43,7 +43,7 @@ def handoff_plan(
     return plan_worker(msgspec.structs.replace(config, place=list(parallel.places(0))[tp]))
 
 
-def cache_shape(plan: WorkerPlan) -> tuple[int, ...]:
+def cache_shape(plan: WorkerMemoryPlan) -> tuple[int, ...]:
     """[blocks, heads, tokens, elements] of the keys, or values, of a layer."""
     shard = plan.shard
     return NUM_BLOCKS, shard.num_kv_heads, plan.block_size, shard.config.head_dim
@@ -52,7 +52,7 @@ def cache_shape(plan: WorkerPlan) -> tuple[int, ...]:
 class Side:
     """One engine's worker, with blocks on a device or in host memory."""
 
-    def __init__(self, plan: WorkerPlan, store: KVStore) -> None:
+    def __init__(self, plan: WorkerMemoryPlan, store: KVStore) -> None:
         assert plan.config.kv_handoff is not None
         self.store = store
         loaded: Any = LoadedWorker(None, READY, store, None, None)  # type: ignore[arg-type]

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pagoda.backend.ahead import Underway
 from pagoda.backend.base import UNNAMED, StepInput
 from pagoda.backend.graph import Graph
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.backend.operation import WeightNames
+from pagoda.backend.overlap import PendingOutput
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
@@ -27,32 +27,32 @@ OutcomeT = TypeVar("OutcomeT")
 class LateBackend:
     def __init__(self) -> None:
         self._own = ReferenceBackend()
-        self.late = EmulatedDevice()
+        self.future_tokens = EmulatedDevice()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
     def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> LateGraph:
-        return LateGraph(self.late, self._own.compile(graph, names), graph)
+        return LateGraph(self.future_tokens, self._own.compile(graph, names), graph)
 
-    def launched(self) -> Event:
-        return self.late.steps.record()
+    def launched(self) -> DeviceEvent:
+        return self.future_tokens.steps.record()
 
-    def launch_read(self, found: Tensor) -> Underway[Tensor]:
-        here = _held(self.late, found)
-        token_ids = self.late.empty((len(here),), torch.int64)
-        self.late.steps.run(lambda: token_ids.copy_(here[:, 0]))
-        return _Underway(self.late, token_ids, here.clone)
+    def launch_read(self, found: Tensor) -> PendingOutput[Tensor]:
+        here = _held(self.future_tokens, found)
+        token_ids = self.future_tokens.empty((len(here),), torch.int64)
+        self.future_tokens.steps.run(lambda: token_ids.copy_(here[:, 0]))
+        return _Underway(self.future_tokens, token_ids, here.clone)
 
     def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
-        drained = self.late.empty(tuple(counts.shape), counts.dtype)
+        drained = self.future_tokens.empty(tuple(counts.shape), counts.dtype)
 
         def work() -> None:
             drained.copy_(counts)
             counts.zero_()
 
-        self.late.steps.run(work)
-        done = self.late.steps.record()
+        self.future_tokens.steps.run(work)
+        done = self.future_tokens.steps.record()
 
         def read() -> Tensor:
             done.wait()
@@ -62,10 +62,10 @@ class LateBackend:
 
     def launch_sample(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
-    ) -> Underway[SampledRows]:
+    ) -> PendingOutput[SampledRows]:
         table.check(logits, slots)
-        here, rows = _held(self.late, logits), [table.row(slot) for slot in slots]
-        token_ids = self.late.empty((len(slots),), torch.int64)
+        here, rows = _held(self.future_tokens, logits), [table.row(slot) for slot in slots]
+        token_ids = self.future_tokens.empty((len(slots),), torch.int64)
         outcome: list[SampledRows] = []
 
         def work() -> None:
@@ -73,8 +73,8 @@ class LateBackend:
             outcome.append(self._own.sample(here.clone(), own, range(len(rows))))
             token_ids.copy_(outcome[0].token_ids)
 
-        self.late.steps.run(work)
-        return _Underway(self.late, token_ids, lambda: outcome[0])
+        self.future_tokens.steps.run(work)
+        return _Underway(self.future_tokens, token_ids, lambda: outcome[0])
 
     def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
         return self.launch_sample(logits, table, slots).read()
@@ -123,9 +123,11 @@ class LateGraph:
         ]
 
         def work() -> None:
-            for late in step.late:
-                chosen = late.token_ids[list(late.places)]
-                given["token_ids"][list(late.rows)] = chosen.clamp(min=0)  # -1 of what failed
+            for future_tokens in step.future_tokens:
+                chosen = future_tokens.token_ids[list(future_tokens.places)]
+                given["token_ids"][list(future_tokens.rows)] = chosen.clamp(
+                    min=0
+                )  # -1 of what failed
             computed = self._own(StepInput(given, step.metadata), results)
             for out, own in zip(outs, computed, strict=True):
                 out.copy_(own)

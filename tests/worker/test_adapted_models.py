@@ -29,7 +29,7 @@ from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
-from pagoda.worker.loading import WorkerPlan, load_runner, plan_worker
+from pagoda.worker.loading import WorkerMemoryPlan, load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
 LENGTH = 20
@@ -324,7 +324,7 @@ def test_adapters_take_memory_of_steps(
         pytest.skip("what functions take is not seen")
     taken: list[int] = []
 
-    def measured(plan: WorkerPlan, _: int, step_bytes: int) -> int:
+    def measured(plan: WorkerMemoryPlan, _: int, step_bytes: int) -> int:
         taken.append(step_bytes)
         return plan.num_blocks
 

@@ -45,7 +45,7 @@ def _requests(pooling: Pooling, second: int = 0) -> list[GenerateRequest]:
         GenerateRequest(
             request_id=str(i),
             prompt_token_ids=prompt,
-            work=Work(sampling, pooling=pooling, second_text=min(second, len(prompt) - 1)),
+            work=Work(sampling, pooling=pooling, second_text_at=min(second, len(prompt) - 1)),
         )
         for i, prompt in enumerate(PROMPTS)
     ]
@@ -125,7 +125,7 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path, backend: st
             ids = torch.tensor([request.prompt_token_ids])
             types = {}
             if second:
-                begin = request.work.second_text or ids.shape[1]
+                begin = request.work.second_text_at or ids.shape[1]
                 types = {"token_type_ids": (torch.arange(ids.shape[1]) >= begin).long()[None]}
             with torch.no_grad():
                 expected = model(ids, **types).logits[0]

@@ -20,7 +20,7 @@ from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.disaggregation.worker.plan import find_runs, make_spans, own_parts, plan_slices
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.loading import LoadedWorker, WorkerPlan, load_runner, plan_worker
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
 NUM_BLOCKS = 128
@@ -43,7 +43,7 @@ SIZES = (
 
 
 class Worker(NamedTuple):
-    plan: WorkerPlan
+    plan: WorkerMemoryPlan
     loaded: LoadedWorker
 
     def driver(self) -> Driver:

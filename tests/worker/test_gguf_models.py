@@ -32,9 +32,9 @@ from pagoda.backend.weights import (
     dequantize,
 )
 from pagoda.checkpoints.config_json import read_model_config
-from pagoda.checkpoints.gguf.config import gguf_model_config, held_as
+from pagoda.checkpoints.gguf.config import gguf_model_config, stored_format
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES, read_gguf
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.ggml_blocks import linear_weight
@@ -67,11 +67,11 @@ def test_quantized_weights_are_those_of_the_package(kind: Kind, tmp_path: Path) 
     path = tmp_path / "one.gguf"
     expected = _save_layers(path, kind)["blk.0.ffn_down.weight"]
     weight = _weights(path).linear(
-        LinearSpec("blk.0.ffn_down", 256, 512, Role.MLP_OUT), torch.bfloat16
+        LinearSpec("blk.0.ffn_down", 256, 512, LinearRole.MLP_OUT), torch.bfloat16
     )
     assert isinstance(weight, BlockWeight)
-    assert weight.held_as == held_as(BLOCK_TYPES[kind])
-    assert int(weight.codes.max()) < 2**weight.held_as.bits
+    assert weight.stored_format == stored_format(BLOCK_TYPES[kind])
+    assert int(weight.codes.max()) < 2**weight.stored_format.bits
     np.testing.assert_array_equal(dequantize(weight).numpy(), expected)
 
 
@@ -84,7 +84,9 @@ def test_dense_weights_come_in_the_dtype_of_activations(
     expected = torch.from_numpy(_save_layers(path, kind)["token_embd.weight"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weight = _weights(path).linear(LinearSpec("token_embd", 320, 256, Role.EMBEDDING), dtype)
+        weight = _weights(path).linear(
+            LinearSpec("token_embd", 320, 256, LinearRole.EMBEDDING), dtype
+        )
     assert isinstance(weight, DenseWeight)
     assert weight.values.dtype == dtype
     assert torch.equal(weight.values, expected.to(dtype))

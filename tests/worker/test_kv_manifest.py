@@ -19,10 +19,10 @@ from pagoda.plugins.disk_tier.objects import Manifest
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv.manifest import kv_digest
 from pagoda.worker.kv.store import HostKVStore
-from pagoda.worker.loading import WorkerPlan, plan_worker
+from pagoda.worker.loading import WorkerMemoryPlan, plan_worker
 
 
-def _plan(model: Path | str, **options: Any) -> tuple[WorkerPlan, list[KVCache]]:
+def _plan(model: Path | str, **options: Any) -> tuple[WorkerMemoryPlan, list[KVCache]]:
     config = WorkerConfig(
         model=str(model), **{"num_blocks": 64, "max_num_seqs": 4, "num_threads": 1} | options
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_objects import small_manifest
 
-from pagoda.backend.kv_store import DONE, Event
+from pagoda.backend.kv_store import DONE, DeviceEvent
 from pagoda.messages.transfers import (
     DeviceBlocks,
     HostSlots,
@@ -46,7 +46,9 @@ class Memory:
         """One of them does."""
         self.touched: list[tuple[str, int]] = []
 
-    def read(self, block_ids: list[int], into: list[memoryview], after: Event = DONE) -> Event:
+    def read(
+        self, block_ids: list[int], into: list[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         [block_id], [buffer] = block_ids, into
         assert after is DONE
         if block_id == 7:
@@ -56,7 +58,9 @@ class Memory:
         buffer[:] = self.blocks[block_id]
         return DONE
 
-    def write(self, block_ids: list[int], sources: list[memoryview], after: Event = DONE) -> Event:
+    def write(
+        self, block_ids: list[int], sources: list[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         [block_id], [source] = block_ids, sources
         assert after is DONE
         self.touched.append(("write", block_id))

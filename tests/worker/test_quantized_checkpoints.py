@@ -37,7 +37,7 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.fp8_weights import convert_fp8, is_finite
@@ -403,7 +403,7 @@ def _linear(
     assert quantization is not None
     with open_checkpoint(directory) as tensors:
         source = QuantizedCheckpoint(tensors, replace(quantization, keeps_fp8=keeps_fp8))
-        return source.linear(LinearSpec(name, outputs, inputs, Role.MLP_IN), torch.float32)
+        return source.linear(LinearSpec(name, outputs, inputs, LinearRole.MLP_IN), torch.float32)
 
 
 def _assert_answers_alike(directory: Path, model: Any) -> None:

@@ -16,8 +16,8 @@ from family_models import make_model
 from late_backend import LateBackend
 from tiny_models import save_model
 
-from pagoda.backend.ahead import RunsAhead
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
+from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ def test_answers_are_those_of_steps_one_by_one(
     directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = LateBackend()
-    assert isinstance(backend, RunsAhead)
+    assert isinstance(backend, OverlapBackend)
     own = _together(Engine(load(directory, backend, monkeypatch)), KINDS[kind])
     expected = _together(Engine(load(directory, ReferenceBackend(), monkeypatch)), KINDS[kind])
     assert own.answers == expected.answers
@@ -113,7 +113,7 @@ def test_the_result_of_a_step_waits_for_the_device_also_without_samples(
     engine = Engine(load(directory, backend, monkeypatch))
     engine.start(0, "long", [20, 21, 22, 23, 24], GREEDY)
     engine.submit({0: 3})
-    computed = backend.late.steps.record()
+    computed = backend.future_tokens.steps.record()
     assert not computed.done
     engine.finish()
     assert engine.answers.get("long", []) == []
@@ -130,9 +130,9 @@ def test_ranks_meet_when_their_devices_have_computed(is_known: bool) -> None:
     ranks, devices = ThreadGroup(2), [EmulatedDevice() for _ in range(2)]
     written: list[int] = []
 
-    def compute_and_meet(rank: int) -> Event:
+    def compute_and_meet(rank: int) -> DeviceEvent:
         backend = LateBackend()
-        backend.late = devices[rank]
+        backend.future_tokens = devices[rank]
         sampler = Sampler(1, 8, backend.sample)
         group = ThreadRank(ranks, rank)
         own = GroupSampler(sampler, group, Tracer("worker"), lambda _step: masks, backend)
@@ -140,8 +140,8 @@ def test_ranks_meet_when_their_devices_have_computed(is_known: bool) -> None:
         devices[rank].steps.run(lambda: written.append(rank))
         computed = backend.launched()
         if is_known:
-            drawing = own.sample(model, torch.zeros(1, 4), {0: 0} if rank == 0 else {})
-            assert drawing.read().token_ids == {0: 7}
+            pending = own.sample(model, torch.zeros(1, 4), {0: 0} if rank == 0 else {})
+            assert pending.read().token_ids == {0: 7}
         else:
             own.meet()
         assert sorted(written) == [0, 1]

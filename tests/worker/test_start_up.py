@@ -18,7 +18,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
 from pagoda.worker.kv.sizing import measured_blocks, planned_blocks, share_of
-from pagoda.worker.loading import LoadedWorker, WorkerPlan, load_runner, plan_worker
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, load_runner, plan_worker
 
 
 class _Device(HostMemory):
@@ -37,7 +37,7 @@ def _config(directory: Path, **changes: Any) -> WorkerConfig:
     return WorkerConfig(model=str(directory), **sizes | changes)
 
 
-def _plan(config: WorkerConfig, memory: HostMemory) -> WorkerPlan:
+def _plan(config: WorkerConfig, memory: HostMemory) -> WorkerMemoryPlan:
     """The plan of a worker whose backend has this memory."""
     plan = plan_worker(msgspec.structs.replace(config, num_blocks=16))
     plan.backend.memory = memory
@@ -148,7 +148,7 @@ def test_the_plan_reckons_with_what_steps_take(
     profiled: list[int] = []
     right = loading.measured_blocks
 
-    def measured(plan: WorkerPlan, taken_bytes: int, step_bytes: int) -> int:
+    def measured(plan: WorkerMemoryPlan, taken_bytes: int, step_bytes: int) -> int:
         profiled.append(step_bytes)
         return right(plan, taken_bytes, step_bytes)
 

@@ -11,7 +11,7 @@ from benchmarks.chaos.hostile.attack import BODY_BYTES, MESSAGES, Attack, chat, 
 
 
 def constraints() -> Iterator[Attack]:
-    """Schemas that explode, dear patterns and grammars, tools of one name, and bodies of many values."""
+    """Schemas that explode, slow patterns and grammars, tools of one name, and bodies of many values."""
     for name, schema in _schemas():
         yield chat(f"schema: {name}", response_format=_response_format(schema))
         tool = {"name": "f", "strict": True, "parameters": schema}

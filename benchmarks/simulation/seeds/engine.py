@@ -117,7 +117,7 @@ class _Preemptions:
         is_preempted = before is RequestState.RUNNING and request.state is RequestState.WAITING
         if is_preempted and not is_lost:
             behind = [it for it in self._scheduler.running if it.order_key > request.order_key]
-            has_tenants = self._scheduler.places.has_tenants
+            has_tenants = self._scheduler.queue.has_tenants
             wrong = [it for it in behind if not (has_tenants and _may_stay(it, request))]
             require(not wrong, f"{request.request_id} was preempted before others.")
 
@@ -129,7 +129,7 @@ class _Preemptions:
 
 
 class LateEngine:
-    """The `Transport` of a replica, which supervises its engine as `EngineClient` does."""
+    """The `ReplicaTransport` of a replica, which supervises its engine as `EngineClient` does."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pagoda.api.fields import GenerationFields, StreamOptions
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import AnswerShape, Generation
 from pagoda.api.sse import DONE, EventTemplate, event
 from pagoda.messages.frontend import FinishReason
 from pagoda.text.text_generator import TextDelta
@@ -18,7 +18,7 @@ from pagoda.version import __version__
 _NO_OPTIONS = StreamOptions()
 
 
-class Choice(Answer, Protocol):
+class Choice(AnswerShape, Protocol):
     """An answer as an element of `choices`."""
 
     def choice(self) -> dict[str, Any]:

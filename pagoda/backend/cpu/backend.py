@@ -33,10 +33,10 @@ from pagoda.backend.cpu.weights import (
     DTYPES,
     GATES,
     KV_DTYPES,
-    AttentionMetadata,
+    NativeAttentionMetadata,
     PackedLinear,
-    Segment,
     WeightMemory,
+    WeightSegment,
     address,
     check_experts,
     packed_low_rank,
@@ -46,7 +46,7 @@ from pagoda.backend.host import HostBackend, check_token_ids
 from pagoda.backend.kv_store import Pages
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.sampling import Outcome, SampledRows, ScoredRows, check_logits
+from pagoda.backend.sampling import SampledRows, SampleOutcome, ScoredRows, check_logits
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import (
     BlockWeight,
@@ -80,7 +80,7 @@ def open_backend(devices: DeviceSet) -> CpuBackend:  # noqa: ARG001
     return CpuBackend(choose_instruction_set())
 
 
-class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
+class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
     """Native kernels of one instruction set."""
 
     def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
@@ -169,7 +169,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         """Parts of one format, one after the other, become one map.
         Raises ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs; UnsupportedError: a part is of
         8-bit floats."""
-        segments: list[Segment] = []
+        segments: list[WeightSegment] = []
         first = 0
         for alike in _runs_of_one_format(parts):
             outputs = total_outputs(alike)
@@ -180,7 +180,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     def _pack(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
-    ) -> Segment:
+    ) -> WeightSegment:
         """Parts of one format."""
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
@@ -191,9 +191,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             weight = _join(parts, "values").to(dtype)
             panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs))
             self.kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
-            return Segment(panels, bias, outputs, (number, outputs, inputs))
+            return WeightSegment(panels, bias, outputs, (number, outputs, inputs))
         if isinstance(first, BlockWeight):
-            return self._pack_blocks(first.held_as, parts, bias)
+            return self._pack_blocks(first.stored_format, parts, bias)
         if isinstance(first, Fp8Weight):
             raise UnsupportedError("the cpu backend has no weights of fp8.")
         shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
@@ -216,11 +216,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._native.pack_quantized(
             shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
         )
-        return Segment(panels, bias, outputs, shape, order)
+        return WeightSegment(panels, bias, outputs, shape, order)
 
     def _pack_blocks(
         self, held: BlockFormat, parts: Sequence[LinearWeight], bias: Tensor | None
-    ) -> Segment:
+    ) -> WeightSegment:
         """Blocks of one format."""
         outputs, inputs = total_outputs(parts), weight_shape(parts[0])[1]
         shape = self._native.QuantizedShape.in_blocks(
@@ -240,7 +240,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         ]
         panels = self._memory.take(shape.bytes)
         self._native.pack_blocks(shape, *map(address, tensors), panels.data_ptr())
-        return Segment(panels, bias, outputs, shape)
+        return WeightSegment(panels, bias, outputs, shape)
 
     def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
         table.check(logits, slots)
@@ -277,7 +277,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         sizes = (rows, logits.stride(0), vocab_size, num_top)
         reports = (numbers.data_ptr(), logprobs.data_ptr())
         self.kernels.score(ids.data_ptr(), logits.data_ptr(), *sizes, *reports)
-        finite = bool((numbers[:, 0] == int(Outcome.DRAWN)).all())
+        finite = bool((numbers[:, 0] == int(SampleOutcome.DRAWN)).all())
         return ScoredRows(finite, numbers[:, 2], numbers[:, 3:], logprobs)
 
     def set_low_rank(
@@ -353,14 +353,14 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._known_experts[experts] = native
         return native
 
-    def native_layer(self, segments: Iterable[Segment]) -> _native.LinearLayer:
+    def native_layer(self, segments: Iterable[WeightSegment]) -> _native.LinearLayer:
         layer: _native.LinearLayer = self._native.LinearLayer()
         for segment in segments:
             bias_bytes = 0 if segment.bias is None else segment.bias.nbytes
             layer.add(self._native_linear(segment), address(segment.bias), bias_bytes)
         return layer
 
-    def _native_linear(self, segment: Segment) -> _native.PackedLinear:
+    def _native_linear(self, segment: WeightSegment) -> _native.PackedLinear:
         kind, panels = self._native.PackedLinear, segment.panels.data_ptr()
         native: _native.PackedLinear = (
             kind.dense(*segment.shape, panels)
@@ -373,7 +373,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     def attention_metadata(
         self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
-    ) -> AttentionMetadata:
+    ) -> NativeAttentionMetadata:
         if isinstance(cache, StateCache):
             # Layers with a state read places of tokens and blocks alone, and plan nothing by heads: there is one
             # of one element, as csrc/layer_lowering.cpp asks for.
@@ -399,7 +399,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             block_tables.data_ptr(),
             block_tables.shape[1],
         )
-        return AttentionMetadata(native, num_heads, head_dim)
+        return NativeAttentionMetadata(native, num_heads, head_dim)
 
     def native_cache(self, cache: KVCache) -> _native.Cache:
         tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
@@ -455,7 +455,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     # ---- all at once
 
-    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[AttentionMetadata]:
+    def compile(
+        self, graph: Graph, names: WeightNames = UNNAMED
+    ) -> Compiled[NativeAttentionMetadata]:
         return CompiledGraph(self, graph, self._native.Program, names)
 
 

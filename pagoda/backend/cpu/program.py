@@ -22,7 +22,7 @@ from pagoda.backend.base import (
     StepInput,
 )
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
-from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear, Segment, address
+from pagoda.backend.cpu.weights import NativeAttentionMetadata, PackedLinear, WeightSegment, address
 from pagoda.backend.graph import Attribute, Graph, Node, Value
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.low_rank import LowRankMaps
@@ -44,7 +44,7 @@ _ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0}
 
 
 @dataclass(frozen=True)
-class _Schedule:
+class _NativeSchedule:
     """Operations of steps that want some results and bring some along."""
 
     number: int
@@ -63,7 +63,7 @@ class CompiledGraph:
         """Lowers the graph to a native program. Operations are named after `names`."""
         self._graph = graph
         self._names = names
-        self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], _Schedule] = {}
+        self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], _NativeSchedule] = {}
         self._native_nodes = [i for i, node in enumerate(graph.nodes) if node.op not in _BEFORE]
         self._tensors = [(name, value.index) for name, value in graph.inputs.items()]
         computed = [v for node in graph.nodes if node.op in _BEFORE for v in node.outputs]
@@ -89,20 +89,20 @@ class CompiledGraph:
         return self._schedule(results, ()).operations
 
     def __call__(
-        self, step: StepInput[AttentionMetadata], results: Sequence[str]
+        self, step: StepInput[NativeAttentionMetadata], results: Sequence[str]
     ) -> tuple[Tensor, ...]:
         return self._run(step, results, None)
 
     def traced(
         self,
-        step: StepInput[AttentionMetadata],
+        step: StepInput[NativeAttentionMetadata],
         results: Sequence[str],
         tracer: Tracer,  # noqa: ARG002 - the program keeps the time
     ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
         times: list[int] = []
         return self._run(step, results, times), times
 
-    def profile(self, step: StepInput[AttentionMetadata], results: Sequence[str]) -> int:
+    def profile(self, step: StepInput[NativeAttentionMetadata], results: Sequence[str]) -> int:
         """Computes nothing: the program counts what it would take, of which it keeps all but the results."""
         given = step.given(self._graph)
         schedule = self._schedule(results, given)
@@ -126,7 +126,10 @@ class CompiledGraph:
         )
 
     def _run(
-        self, step: StepInput[AttentionMetadata], results: Sequence[str], times: list[int] | None
+        self,
+        step: StepInput[NativeAttentionMetadata],
+        results: Sequence[str],
+        times: list[int] | None,
     ) -> tuple[Tensor, ...]:
         """The results; `times` gets the nanoseconds of each operation."""
         graph = self._graph
@@ -184,14 +187,14 @@ class CompiledGraph:
         for value, out in zip(node.outputs, outputs, strict=True):
             values[value] = out.contiguous()
 
-    def _schedule(self, results: Sequence[str], given: Sequence[str]) -> _Schedule:
+    def _schedule(self, results: Sequence[str], given: Sequence[str]) -> _NativeSchedule:
         key = (tuple(results), tuple(given))
         schedule = self._schedules.get(key)
         if schedule is None:
             schedule = self._schedules[key] = self._new_schedule(*key)
         return schedule
 
-    def _new_schedule(self, results: tuple[str, ...], given: tuple[str, ...]) -> _Schedule:
+    def _new_schedule(self, results: tuple[str, ...], given: tuple[str, ...]) -> _NativeSchedule:
         graph, needed = self._graph, self._graph.needed(results, given)
         place = {node: i for i, node in enumerate(self._native_nodes)}
         external = [graph.results[name].index for name in (*results, *given)]
@@ -205,7 +208,7 @@ class CompiledGraph:
             for node, num_bytes, flops in self._program.operations(number)
         ]
         operations = [self._operation(namer, *note) for note in noted]
-        return _Schedule(
+        return _NativeSchedule(
             number,
             NeededInputs(graph, needed, given),
             tuple((name, value, getattr(torch, value.dtype)) for name, value in wanted),
@@ -259,7 +262,7 @@ def _numbers(node: Node) -> list[float]:
     return [float(number) for number in numbers]
 
 
-def _of_heads(weight: HeadLinears[PackedLinear]) -> list[Segment]:
+def _of_heads(weight: HeadLinears[PackedLinear]) -> list[WeightSegment]:
     """The maps of all heads. Raises ValueError: they are none that kernels take."""
     segments = [segment for head in weight.heads for segment in head.segments]
     shape = segments[0].shape

@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Segment:
+class WeightSegment:
     """Outputs of a linear layer whose weights have one format."""
 
     panels: Tensor
@@ -46,14 +46,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    segments: tuple[Segment, ...]
+    segments: tuple[WeightSegment, ...]
     """Segments whose outputs follow one another."""
     outputs: int
     inputs: int
 
 
 @dataclass(frozen=True)
-class AttentionMetadata:
+class NativeAttentionMetadata:
     native: _native.AttentionMetadata
     num_heads: int
     head_dim: int

@@ -70,7 +70,7 @@ class PackedBlocks:
     @classmethod
     def of(cls, weight: BlockWeight) -> PackedBlocks:
         planes, taken = [], 0
-        for width in plane_widths(weight.held_as.bits):
+        for width in plane_widths(weight.stored_format.bits):
             parts = (weight.codes >> taken & 2**width - 1).unflatten(1, (-1, 8 // width))
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             planes.append((parts << shifts).sum(-1, dtype=torch.uint8))
@@ -80,7 +80,7 @@ class PackedBlocks:
     def rows(self, chosen: slice | Tensor) -> BlockWeight:
         """Some outputs of it, unpacked."""
         weight, codes, taken = self.weight, torch.tensor(0, dtype=torch.uint8), 0
-        for width, plane in zip(plane_widths(weight.held_as.bits), self.planes, strict=True):
+        for width, plane in zip(plane_widths(weight.stored_format.bits), self.planes, strict=True):
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             parts = plane[chosen][..., None] >> shifts & 2**width - 1
             codes = codes | parts.flatten(1) << taken
@@ -115,7 +115,7 @@ def quantized_product(x: Tensor, weight: Int8Weight | PackedGroups | PackedBlock
     if isinstance(weight, Int8Weight):
         rounded, scales = rounded_rows(x)
         products = [_int8_product(rounded, scales, weight.rows(some)) for some in pieces]
-    elif isinstance(weight, PackedBlocks) and weight.weight.held_as.whole_rows:
+    elif isinstance(weight, PackedBlocks) and weight.weight.stored_format.whole_rows:
         rounded, scales = rounded_rows(x)
         products = [_whole_product(rounded, scales, weight.rows(some)) for some in pieces]
     elif isinstance(weight, PackedBlocks):
@@ -189,7 +189,7 @@ def _block_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tens
     """
     numbers, minima = weight.numbers(), weight.group_minima()
     weight_scales = weight.group_scales()
-    parts = weight.held_as.group_size // BLOCK_INPUT_GROUP
+    parts = weight.stored_format.group_size // BLOCK_INPUT_GROUP
     total = torch.zeros(len(rounded), len(numbers))
     for group in range(weight_scales.shape[1]):
         products, row_sums = torch.zeros_like(total), torch.zeros(len(rounded), 1)
@@ -206,7 +206,7 @@ def _block_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tens
 def _whole_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tensor:
     """Product of integers [n, in] with scales [n, 1] and blocks of whole rows; groups are added up in order."""
     codes, minima = weight.codes.double(), weight.group_minima()
-    weight_scales, size = weight.group_scales(), weight.held_as.group_size
+    weight_scales, size = weight.group_scales(), weight.stored_format.group_size
     total = torch.zeros(len(rounded), len(codes))
     for group in range(weight_scales.shape[1]):
         inputs = slice(group * size, (group + 1) * size)

@@ -24,9 +24,9 @@ from pagoda.backend.host import check_token_ids
 from pagoda.backend.sampling import (
     LOWEST_POWER,
     WEIGHT_BITS,
-    Outcome,
     SampledRow,
     SampledRows,
+    SampleOutcome,
     SamplingRow,
     ScoredRows,
     check_logits,
@@ -93,20 +93,20 @@ def as_arrays(rows: Sequence[SampledRow], num_top: int) -> SampledRows:
 def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:
     """The next token from logits [vocab] float32, which stay as they are."""
     if not bool(logits.isfinite().all()):
-        return SampledRow(Outcome.NOT_FINITE)
+        return SampledRow(SampleOutcome.NOT_FINITE)
     changed = apply_rules(logits, row)
     highest = float(changed.max())
     if highest == -math.inf and row.forbids_tokens:
-        return SampledRow(Outcome.NOTHING_ALLOWED)
+        return SampledRow(SampleOutcome.NOTHING_ALLOWED)
     if not math.isfinite(highest):
-        return SampledRow(Outcome.OVERFLOWN)
+        return SampledRow(SampleOutcome.OVERFLOWN)
     if row.rules.sampling.greedy:
         token_id = int((changed == highest).nonzero()[0])
     else:
         token_id = _draw(changed, row)
     num_top = row.rules.sampling.logprobs
     reported = None if num_top is None else token_logprobs(logits, token_id, num_top)
-    return SampledRow(Outcome.DRAWN, token_id, reported)
+    return SampledRow(SampleOutcome.DRAWN, token_id, reported)
 
 
 def sample_candidates(values: Tensor, token_ids: Tensor, row: SamplingRow) -> SampledRow | None:
@@ -117,14 +117,14 @@ def sample_candidates(values: Tensor, token_ids: Tensor, row: SamplingRow) -> Sa
     among lower logits is not found.
     """
     if not bool(values.isfinite().all()):
-        return SampledRow(Outcome.NOT_FINITE)
+        return SampledRow(SampleOutcome.NOT_FINITE)
     sampling = row.rules.sampling
     if sampling.greedy:
-        return SampledRow(Outcome.DRAWN, int(token_ids[0]))
+        return SampledRow(SampleOutcome.DRAWN, int(token_ids[0]))
     if float(values[sampling.top_k]) == float(values[sampling.top_k - 1]):
         return None
     order = token_ids.argsort()
-    return SampledRow(Outcome.DRAWN, int(token_ids[order[_draw(values[order], row)]]))
+    return SampledRow(SampleOutcome.DRAWN, int(token_ids[order[_draw(values[order], row)]]))
 
 
 def apply_rules(logits: Tensor, row: SamplingRow) -> Tensor:

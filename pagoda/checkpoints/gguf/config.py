@@ -15,7 +15,7 @@ from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
@@ -194,11 +194,11 @@ class GgufQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Raises ConfigError if the file has no such linear layer."""
-        if linear.role is Role.LATENT_HEADS:
+        if linear.role is LinearRole.LATENT_HEADS:
             return DenseFormat()
         stored = self.file.tensor(f"{linear.stored.tensor}.weight")
-        held = held_as(stored.type)
-        if linear.role is not Role.STATE_OUT or linear.value_order is None:
+        held = stored_format(stored.type)
+        if linear.role is not LinearRole.STATE_OUT or linear.value_order is None:
             return held
         # Its heads are brought into another order.
         cut = part_format(held, linear.inputs, range(linear.inputs // len(linear.value_order)))
@@ -218,7 +218,7 @@ def is_dense(tensor: GgufTensor) -> bool:
     return tensor.type.name in DENSE
 
 
-def held_as(block: BlockType) -> WeightFormat:
+def stored_format(block: BlockType) -> WeightFormat:
     """Format in memory of a matrix that a file holds in blocks of one type."""
     if block.name in DENSE:
         return DenseFormat()

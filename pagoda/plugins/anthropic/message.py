@@ -11,7 +11,7 @@ from typing import Any
 
 from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
-from pagoda.api.generation import Answer
+from pagoda.api.generation import AnswerShape
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.sse import EventTemplate, encode_json
 from pagoda.messages.frontend import FinishReason
@@ -112,7 +112,7 @@ class MessageAnswer:
         self._has_begun = False
 
     @property
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[AnswerShape]:
         return (self,)
 
     @property

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from pagoda.backend.kv_store import DONE, Event, KVStore, ReachedByNetworks, block_extents
+from pagoda.backend.kv_store import DONE, DeviceEvent, KVStore, ReachedByNetworks, block_extents
 from pagoda.errors import TransportError
 from pagoda.kv.memory import Extent, Region
 from pagoda.messages.kv_formats import KV_FORMATS
@@ -119,7 +119,7 @@ def _check_order(store: KVStore, what: str) -> None:
     )
 
 
-def _await(event: Event, what: str) -> None:
+def _await(event: DeviceEvent, what: str) -> None:
     event.wait()
     ensure(event.done, f"the event of {what} is not done behind its wait")
 

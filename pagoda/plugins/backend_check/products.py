@@ -93,29 +93,31 @@ def fp8_weight(outputs: int, inputs: int, group_size: int | None, seed: int = 4)
     return Fp8Weight(values, scales, group_size)
 
 
-def block_weight(held_as: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
+def block_weight(stored_format: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
     """A weight of random codes, scales and minima in blocks of ggml."""
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(
-        0, 2**held_as.bits, (outputs, inputs), generator=generator, dtype=torch.uint8
+        0, 2**stored_format.bits, (outputs, inputs), generator=generator, dtype=torch.uint8
     )
-    groups, blocks = inputs // held_as.group_size, inputs // held_as.block_size
+    groups, blocks = inputs // stored_format.group_size, inputs // stored_format.block_size
 
     def halves(count: int) -> Tensor:
-        drawn: Tensor = torch.randn((outputs, count), generator=generator) / 2**held_as.bits
+        drawn: Tensor = torch.randn((outputs, count), generator=generator) / 2**stored_format.bits
         return drawn.half()
 
-    if not held_as.integer_scales:
-        minima = halves(groups) if held_as.minima else None
-        return BlockWeight(held_as, codes, halves(groups), minima, None, None)
-    low, high = (0, 15) if held_as.bits == 2 else (0, 63) if held_as.minima else (-128, 127)
+    if not stored_format.integer_scales:
+        minima = halves(groups) if stored_format.minima else None
+        return BlockWeight(stored_format, codes, halves(groups), minima, None, None)
+    low, high = (
+        (0, 15) if stored_format.bits == 2 else (0, 63) if stored_format.minima else (-128, 127)
+    )
 
     def integers() -> Tensor:
         return torch.randint(low, high + 1, (outputs, groups), generator=generator).to(torch.int8)
 
-    has_minima = held_as.minima
+    has_minima = stored_format.minima
     return BlockWeight(
-        held_as,
+        stored_format,
         codes,
         integers(),
         integers() if has_minima else None,
@@ -157,8 +159,8 @@ def _dtypes(subject: Subject, name: str) -> list[torch.dtype]:
 
 def _block_check(subject: Subject) -> str:
     formats = subject.backend.capabilities.weight_formats
-    for name, held_as in BLOCKS.items():
-        weight = block_weight(held_as, 70, 512)
+    for name, stored_format in BLOCKS.items():
+        weight = block_weight(stored_format, 70, 512)
         if not {"int8", "int4"} <= {*formats}:
             _expect_refusal(subject, "int8 and int4", weight)
         try:  # it may have other quantized weights, and not these
@@ -331,19 +333,19 @@ def _experts(subject: Subject) -> str:
     for number, (words, routing) in enumerate(routings.items()):
         activation = _ACTIVATIONS[number % len(_ACTIVATIONS)]
         counts: list[Tensor] = []
-        held_as = _expert_in_fp8 if words == _FP8_EXPERTS else _dense_expert
+        stored_format = _expert_in_fp8 if words == _FP8_EXPERTS else _dense_expert
 
         def for_backend(
             backend: Backend[Any, Any],
             routing: ExpertRouting = routing,
             activation: ExpertActivation = activation,
             counts: list[Tensor] = counts,
-            held_as: Callable[[int, int, int], LinearWeight] = held_as,
+            stored_format: Callable[[int, int, int], LinearWeight] = stored_format,
         ) -> Record:
             def maps(outputs: int, inputs: int, seed: int) -> tuple[Any, ...]:
                 return tuple(
                     backend.prepare_linear(
-                        [held_as(outputs, inputs, seed + expert)], None, subject.dense
+                        [stored_format(outputs, inputs, seed + expert)], None, subject.dense
                     )
                     for expert in range(2, 7)
                 )

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend
-from pagoda.backend.sampling import Outcome, SampledRow, SampledRows, SamplingRow, SamplingRules
+from pagoda.backend.sampling import (
+    SampledRow,
+    SampledRows,
+    SampleOutcome,
+    SamplingRow,
+    SamplingRules,
+)
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.sampling_params import DRAWS, RANGES, SamplingParams
 from pagoda.plugins.backend_check.subject import Check, Subject, ensure, random_tensor
@@ -56,8 +62,11 @@ def rows_of(found: SampledRows, table: SamplingTable, slots: Sequence[int]) -> l
     """The results row by row, without what a row does not have."""
     rows = []
     for i, slot in enumerate(slots):
-        outcome, count = Outcome(int(found.outcomes[i])), table.row(slot).rules.sampling.logprobs
-        if outcome is not Outcome.DRAWN:
+        outcome, count = (
+            SampleOutcome(int(found.outcomes[i])),
+            table.row(slot).rules.sampling.logprobs,
+        )
+        if outcome is not SampleOutcome.DRAWN:
             rows.append(SampledRow(outcome))
             continue
         report = None if count is None else found.token_logprobs([i], [count])[0]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import UnsupportedError
+from pagoda.backend.overlap import OverlapBackend
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
@@ -57,7 +57,7 @@ class _Answers:
         self.expert_tokens.append(result.expert_tokens)
 
 
-class _Engine:
+class _PlanByHand:
     """Makes plans by hand, and submits each, and launches it, before the results of those before it are taken."""
 
     def __init__(self, runner: Runner) -> None:
@@ -141,7 +141,7 @@ def _config(place: _Place, dtype: str) -> WorkerConfig:
 
 def together(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
     """All prompts in one step, then a token of each in every step, with two steps under way."""
-    engine = _Engine(_load(place, dtype))
+    engine = _PlanByHand(_load(place, dtype))
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, prompt, sampling)
     engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
@@ -152,7 +152,7 @@ def together(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
 
 def in_pieces(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
     """Each prompt seven tokens at a time, in the company of answers that run already."""
-    engine = _Engine(_load(place, dtype))
+    engine = _PlanByHand(_load(place, dtype))
     running: dict[int, int] = {}
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, prompt, sampling)
@@ -224,12 +224,12 @@ def _checked_answers(subject: Subject, place: _Place) -> str:
         own.expert_tokens == expected.expert_tokens,
         f"experts are given {own.expert_tokens} tokens in the steps, not {expected.expert_tokens}",
     )
-    runs_ahead = isinstance(subject.backend, RunsAhead)
+    overlaps = isinstance(subject.backend, OverlapBackend)
     ensure(
-        own.num_ahead == (NUM_TOKENS - 1 if runs_ahead else 0),
+        own.num_ahead == (NUM_TOKENS - 1 if overlaps else 0),
         f"{own.num_ahead} of {NUM_TOKENS - 1} steps are launched before the results in front of them are read",
     )
-    way = "launched ahead" if runs_ahead else "two steps under way"
+    way = "launched ahead" if overlaps else "two steps under way"
     return f"{len(expected.tokens)} prompts, {NUM_TOKENS} tokens each, {way}"
 
 

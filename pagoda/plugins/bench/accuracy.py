@@ -32,7 +32,7 @@ class Grade:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class AccuracyScore:
     correct: int
     asked: int
 
@@ -74,7 +74,7 @@ def accuracy(
     with connect(model, base_url, api_key, engine, parallel, trust) as (thread, connection):
         grades = thread.run(grade_all(connection, asked, concurrency))
     scores = score_by_skill(grades)
-    overall = Score(sum(grade.correct for grade in grades), len(grades))
+    overall = AccuracyScore(sum(grade.correct for grade in grades), len(grades))
     rows = (
         (name, str(score.correct), str(score.asked), f"{score.accuracy:.1%}")
         for name, score in [*scores.items(), ("all", overall)]
@@ -116,16 +116,16 @@ async def _grade(connection: Connection, question: Question) -> Grade:
     return Grade(question, message.content or "", question.expect.is_met_by(message))
 
 
-def score_by_skill(grades: Sequence[Grade]) -> dict[str, Score]:
+def score_by_skill(grades: Sequence[Grade]) -> dict[str, AccuracyScore]:
     """Scores in the order in which skills were first asked about."""
     correct: dict[str, list[bool]] = {}
     for grade in grades:
         correct.setdefault(grade.question.skill, []).append(grade.correct)
-    return {name: Score(sum(of), len(of)) for name, of in correct.items()}
+    return {name: AccuracyScore(sum(of), len(of)) for name, of in correct.items()}
 
 
 def _record(
-    scores: Mapping[str, Score], overall: Score, grades: Sequence[Grade]
+    scores: Mapping[str, AccuracyScore], overall: AccuracyScore, grades: Sequence[Grade]
 ) -> dict[str, object]:
     answers = [
         {

@@ -30,13 +30,13 @@ from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.plugins.bench.datasets import RandomLengths, Sample, random_samples
 from pagoda.plugins.bench.load import LoadOptions, ask_sample, run_load
-from pagoda.plugins.bench.metrics import Report, summarize
+from pagoda.plugins.bench.metrics import BenchReport, summarize
 from pagoda.plugins.bench.sampling import LoadSampling
 
 _MIN_PROMPTS = 4
 _LETTERS = string.ascii_uppercase
 
-FIGURES: Mapping[str, Callable[[Report], float | None]] = {
+FIGURES: Mapping[str, Callable[[BenchReport], float | None]] = {
     "output tokens/s": lambda report: report.output_token_rate,
     "requests/s": lambda report: report.request_rate,
     "TTFT p50, ms": lambda report: report.ttft_ms.median,
@@ -59,7 +59,7 @@ class Server:
 class Measured:
     base_url: str
     concurrency: int
-    report: Report
+    report: BenchReport
     lengths: Sequence[tuple[int, int]]
     """Prompt and answer tokens of each request that did not fail, as the server counts them."""
 

@@ -88,7 +88,7 @@ class _Turn(msgspec.Struct):
     value: str
 
 
-class _Conversation(msgspec.Struct):
+class _DatasetConversation(msgspec.Struct):
     conversations: list[_Turn]
 
 
@@ -102,7 +102,7 @@ def sharegpt_samples(
     Raises ConfigError if the file is not in ShareGPT's format or holds no conversation of two turns.
     """
     try:
-        conversations = msgspec.json.decode(read_file(path, _FLAG), type=list[_Conversation])
+        conversations = msgspec.json.decode(read_file(path, _FLAG), type=list[_DatasetConversation])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{_FLAG}: {path} is not ShareGPT JSON: {error}.") from error
     samples = []
@@ -112,7 +112,7 @@ def sharegpt_samples(
     return _repeat(samples, count, path)
 
 
-class _Line(msgspec.Struct):
+class _DatasetLine(msgspec.Struct):
     body: dict[str, object] | None = None
     prompt: str | list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -128,7 +128,7 @@ def jsonl_samples(
     Raises ConfigError, which names the line, if a line is not such a request.
     """
     samples = []
-    for place, line in read_jsonl(path, _Line, _FLAG):
+    for place, line in read_jsonl(path, _DatasetLine, _FLAG):
         sample = _line_sample(line, endpoint, output_len)
         if sample is None:
             raise ConfigError(f"{place} needs prompt, prompt_token_ids, messages or body.")
@@ -136,7 +136,7 @@ def jsonl_samples(
     return _repeat(samples, count, path)
 
 
-def _line_sample(line: _Line, endpoint: Endpoint, output_len: int | None) -> Sample | None:
+def _line_sample(line: _DatasetLine, endpoint: Endpoint, output_len: int | None) -> Sample | None:
     if line.body is not None:
         left_out = {"model", "stream", "stream_options"}
         fields = {name: value for name, value in line.body.items() if name not in left_out}

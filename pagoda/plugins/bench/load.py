@@ -19,7 +19,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from pagoda.cli.answer import Outcome, ask
+from pagoda.cli.answer import RequestTimes, ask
 from pagoda.cli.openai_client import PATHS, OpenAIClient
 from pagoda.cli.options import Count, Length
 from pagoda.errors import PagodaError
@@ -57,21 +57,21 @@ async def run_load(
     common: Mapping[str, object],
     load: LoadOptions,
     on_done: Callable[[], None] = lambda: None,
-) -> tuple[list[Outcome], float]:
+) -> tuple[list[RequestTimes], float]:
     """Sends every sample, with the body fields `common` added; returns how all fared, and the seconds it took."""
     limit = load.max_concurrency
     room = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
     arrivals = arrival_times(len(samples), load)
     started = time.perf_counter()
 
-    async def send(sample: Sample, arrival: float) -> Outcome:
+    async def send(sample: Sample, arrival: float) -> RequestTimes:
         async with room:  # arrivals are in order, so nobody waits behind one that is still to come
             await asyncio.sleep(started + arrival - time.perf_counter())
             sent = time.perf_counter()
             try:
                 outcome = await ask_sample(client, sample, common, stream=load.stream)
             except PagodaError as error:
-                outcome = Outcome(sent, time.perf_counter(), error=str(error))
+                outcome = RequestTimes(sent, time.perf_counter(), error=str(error))
         on_done()
         return outcome
 
@@ -81,7 +81,7 @@ async def run_load(
 
 async def ask_sample(
     client: OpenAIClient, sample: Sample, common: Mapping[str, object], *, stream: bool = True
-) -> Outcome:
+) -> RequestTimes:
     """Raises what `ask` raises."""
     return await ask(client, PATHS[sample.endpoint], {**common, **sample.fields}, stream=stream)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pagoda.cli.answer import Outcome
+from pagoda.cli.answer import RequestTimes
 from pagoda.errors import ConfigError
 
 _GOALS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2e", "e2el": "e2e"}
@@ -36,7 +36,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """The figures of one run. Rates are per second of the whole run."""
 
     duration_s: float
@@ -79,7 +79,7 @@ def parse_goal(words: Sequence[str]) -> Goal | None:
     return limits or None
 
 
-def _is_met(goal: Goal, outcome: Outcome) -> bool:
+def _is_met(goal: Goal, outcome: RequestTimes) -> bool:
     """An answer without a token misses every goal; one of a single token has no TPOT to miss."""
     if not (outcome.event_times_s or outcome.output_tokens):
         return False
@@ -89,12 +89,14 @@ def _is_met(goal: Goal, outcome: Outcome) -> bool:
     )
 
 
-def summarize(outcomes: Sequence[Outcome], duration_s: float, goal: Goal | None) -> Report:
+def summarize(
+    outcomes: Sequence[RequestTimes], duration_s: float, goal: Goal | None
+) -> BenchReport:
     """The figures of a run that took `duration_s`; failed requests count as failed only."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
-    return Report(
+    return BenchReport(
         duration_s=duration_s,
         completed=len(good),
         failed=len(outcomes) - len(good),

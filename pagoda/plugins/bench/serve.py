@@ -32,7 +32,7 @@ from pagoda.plugins.bench.datasets import (
     sharegpt_samples,
 )
 from pagoda.plugins.bench.load import LoadOptions, ask_sample, run_load
-from pagoda.plugins.bench.metrics import Distribution, Goal, Report, parse_goal, summarize
+from pagoda.plugins.bench.metrics import BenchReport, Distribution, Goal, parse_goal, summarize
 from pagoda.plugins.bench.sampling import LoadSampling
 
 
@@ -139,7 +139,7 @@ async def _measure(
     requests: RequestOptions,
     load: LoadOptions,
     goal: Goal | None,
-) -> Report:
+) -> BenchReport:
     async with connection as client:
         common = {"model": model or await client.first_model(), **requests.common_fields()}
         for _ in range(load.num_warmups):
@@ -149,7 +149,7 @@ async def _measure(
     return summarize(*measured, goal)
 
 
-def report_table(title: str, sampling: str, report: Report) -> Stack:
+def report_table(title: str, sampling: str, report: BenchReport) -> Stack:
     """The figures as two tables in one: counts and rates, then latencies."""
     counts = output.facts([("sampling", sampling), *_count_rows(report)])
     latencies = output.table(
@@ -165,7 +165,7 @@ def report_table(title: str, sampling: str, report: Report) -> Stack:
     return Stack(f"\nLoad on {title}\n", counts, "", latencies)
 
 
-def _count_rows(report: Report) -> Iterable[tuple[str, str]]:
+def _count_rows(report: BenchReport) -> Iterable[tuple[str, str]]:
     yield "requests", f"{report.completed} completed, {report.failed} failed"
     yield "duration", f"{report.duration_s:.2f} s"
     yield (

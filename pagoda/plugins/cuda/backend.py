@@ -12,7 +12,6 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pagoda.backend.ahead import Underway
 from pagoda.backend.base import (
     UNNAMED,
     Compiled,
@@ -26,10 +25,11 @@ from pagoda.backend.base import (
     new_tensor,
 )
 from pagoda.backend.graph import Graph
-from pagoda.backend.kv_store import Event, KVStore
+from pagoda.backend.kv_store import DeviceEvent, KVStore
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.operations import OPERATIONS
+from pagoda.backend.overlap import PendingOutput
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
@@ -43,12 +43,12 @@ from pagoda.plugins.cuda.kernels.numbers import KV_NARROW
 from pagoda.plugins.cuda.kv_store import DeviceKVStore
 from pagoda.plugins.cuda.lost import device_errors
 from pagoda.plugins.cuda.lowering import LOWERED
-from pagoda.plugins.cuda.places import Places, plan_places
-from pagoda.plugins.cuda.program import CompiledGraph
+from pagoda.plugins.cuda.pending_output import Copied, CopiedOutput
+from pagoda.plugins.cuda.program import CudaCompiledGraph
 from pagoda.plugins.cuda.runtime import Runtime
 from pagoda.plugins.cuda.sampling import DeviceSampler
+from pagoda.plugins.cuda.slot_mapping import SlotMapping, plan_slot_mapping
 from pagoda.plugins.cuda.staging import PinnedPool
-from pagoda.plugins.cuda.underway import Copied, UnderwayResult
 from pagoda.plugins.cuda.weights import DeviceLinear, prepare
 
 
@@ -156,34 +156,36 @@ class GpuBackend:
 
     def attention_metadata(
         self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
-    ) -> Places:
+    ) -> SlotMapping:
         if isinstance(cache, StateCache):  # one program goes through all tokens of a sequence
-            return plan_places(batch, group, cache.block_size, len(batch.positions), self._pool)
+            return plan_slot_mapping(
+                batch, group, cache.block_size, len(batch.positions), self._pool
+            )
         if isinstance(cache, LatentCache):
             block_size, products = cache.latents.shape[2], self._products[cache]
             per_tile = latents.tokens_per_tile(num_heads, products)
         else:
             _, kv_heads, block_size, _ = cache.keys.shape
             per_tile = attention.tokens_per_tile(num_heads // kv_heads)
-        return plan_places(batch, group, block_size, per_tile, self._pool)
+        return plan_slot_mapping(batch, group, block_size, per_tile, self._pool)
 
-    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[Places]:
-        return CompiledGraph(
+    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[SlotMapping]:
+        return CudaCompiledGraph(
             self._runtime, self._pool, graph, names, self._products_of, self._adapters
         )
 
     def _products_of(self, cache: Any) -> torch.dtype:
         return self._products[cache]
 
-    def launched(self) -> Event:
+    def launched(self) -> DeviceEvent:
         return self._runtime.steps.record()
 
-    def launch_read(self, found: Tensor) -> Underway[Tensor]:
+    def launch_read(self, found: Tensor) -> PendingOutput[Tensor]:
         held = self._runtime.held(found)
         held = self._runtime.upload(found) if held is None else held
         with device_errors(self._runtime):
             copied = Copied(self._runtime, self._pool, [held])
-        return UnderwayResult(copied, held[:, 0], lambda tensors: tensors[0])
+        return CopiedOutput(copied, held[:, 0], lambda tensors: tensors[0])
 
     def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
         with device_errors(self._runtime):
@@ -193,7 +195,7 @@ class GpuBackend:
 
     def launch_sample(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
-    ) -> Underway[SampledRows]:
+    ) -> PendingOutput[SampledRows]:
         return self._sampler.launch(logits, table, slots)
 
     def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:

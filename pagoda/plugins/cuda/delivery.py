@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import LateRows, StepInput
-from pagoda.plugins.cuda.places import Places
+from pagoda.backend.base import FutureTokens, StepInput
 from pagoda.plugins.cuda.runtime import Runtime, Work
 from pagoda.plugins.cuda.schedule import Bound, Rows
+from pagoda.plugins.cuda.slot_mapping import SlotMapping
 from pagoda.plugins.cuda.staging import Pinned, PinnedPool
 
 _PADDING = {"adapters": -1}
@@ -17,7 +17,7 @@ _PADDING = {"adapters": -1}
 
 
 def deliver_step(
-    runtime: Runtime, pool: PinnedPool, bound: Bound, rows: Rows, step: StepInput[Places]
+    runtime: Runtime, pool: PinnedPool, bound: Bound, rows: Rows, step: StepInput[SlotMapping]
 ) -> tuple[Work, list[Pinned]]:
     """Work that copies a step's inputs, and the pinned memory that it reads."""
     packed = pool.take(bound.parcel.num_bytes)
@@ -36,29 +36,31 @@ def deliver_step(
         view[count:] = _PADDING.get(name, 0)
     copies = [(bound.packed, packed.memory)]
     copies += [(own, step.metadata[group].packed.memory) for group, own in bound.places.items()]
-    late = [_Late(pool, targets["token_ids"], rows_of) for rows_of in step.late]
+    future_tokens = [
+        _FutureTokensCopy(pool, targets["token_ids"], rows_of) for rows_of in step.future_tokens
+    ]
 
     def deliver() -> None:
         for target, source in copies:
             target.copy_(source, non_blocking=True)
         for target, source in there:
             target.copy_(source)
-        for tokens in late:
+        for tokens in future_tokens:
             tokens.put()
 
-    pinned = [packed, *(tokens.places for tokens in late)]
+    pinned = [packed, *(tokens.places for tokens in future_tokens)]
     return deliver, pinned + [step.metadata[group].packed for group in bound.places]
 
 
-class _Late:
+class _FutureTokensCopy:
     """Tokens that the step before has left on the device."""
 
-    def __init__(self, pool: PinnedPool, token_ids: Tensor, late: LateRows) -> None:
-        self._token_ids, self._source = token_ids, late.token_ids
-        self.places = pool.take(16 * len(late.rows))
+    def __init__(self, pool: PinnedPool, token_ids: Tensor, future_tokens: FutureTokens) -> None:
+        self._token_ids, self._source = token_ids, future_tokens.token_ids
+        self.places = pool.take(16 * len(future_tokens.rows))
         """Rows of the step, then elements of the tokens that become theirs."""
         self._memory = self.places.memory
-        numbers = torch.tensor([*late.rows, *late.places])
+        numbers = torch.tensor([*future_tokens.rows, *future_tokens.places])
         self._memory.view(torch.int64).copy_(numbers)
 
     def put(self) -> None:

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import (  # type: ignore[import-untyped]
     TensorHandle,
 )
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.memory import DirectMemory, Region
 from pagoda.parallel.collectives import Collectives, HostGroup, sum_in_order
@@ -83,23 +83,23 @@ class EmulatedStream:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
-        self._left: deque[Work | Event] = deque()
+        self._left: deque[Work | DeviceEvent] = deque()
         self._num_submitted = 0
         self.num_done = 0
 
     def run(self, work: Work) -> None:
         self._submit(partial(_in_mode, work, torch.is_inference_mode_enabled()))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         self._submit(event)
 
-    def _submit(self, entry: Work | Event) -> None:
+    def _submit(self, entry: Work | DeviceEvent) -> None:
         with self._device.lock:
             self._left.append(entry)
             self._num_submitted += 1
             self._device.submitted.notify_all()
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return EmulatedEvent(self, self._num_submitted)
 
     def advance(self, place: int) -> None:

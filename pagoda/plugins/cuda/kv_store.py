@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, LatentCache
-from pagoda.backend.kv_store import DONE, Event, check_blocks, check_extents, describe_tensors
+from pagoda.backend.kv_store import DONE, DeviceEvent, check_blocks, check_extents, describe_tensors
 from pagoda.kv.memory import DirectMemory, Extent
 from pagoda.plugins.cuda.kernels.blocks import gather_blocks, scatter_blocks
 from pagoda.plugins.cuda.runtime import Runtime, Stream
@@ -28,7 +28,7 @@ _BATCH_BYTES = 2**24
 class _Read:
     """The event of a copy to pinned memory, and from there to where it was wanted."""
 
-    def __init__(self, on_device: Event, pinned: Pinned, into: Sequence[memoryview]) -> None:
+    def __init__(self, on_device: DeviceEvent, pinned: Pinned, into: Sequence[memoryview]) -> None:
         self.on_device = on_device
         self._pinned: Pinned | None = pinned
         self._into = into
@@ -74,12 +74,12 @@ class DeviceKVStore:
         sizes = [tensor.block_bytes for tensor in self.tensors]
         self._offsets = [sum(sizes[:place]) for place in range(len(sizes))]
 
-    def computed(self) -> Event:
+    def computed(self) -> DeviceEvent:
         return self._runtime.steps.record()
 
     def read(
-        self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], into: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_blocks(self, block_ids, into)
         if not block_ids:
             return DONE
@@ -96,8 +96,8 @@ class DeviceKVStore:
         return _Read(done, pinned, into)
 
     def write(
-        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_blocks(self, block_ids, sources)
         if not block_ids:
             return DONE
@@ -113,8 +113,8 @@ class DeviceKVStore:
         return self._submit(self._runtime.writes, copy, after, pinned, ids)
 
     def read_extents(
-        self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], into: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_extents(self, extents, into)
         pinned = self._pool.take(into.nbytes)
         pinned_memory = pinned.memory
@@ -127,8 +127,8 @@ class DeviceKVStore:
         return _Read(done, pinned, [into])
 
     def write_extents(
-        self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], source: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_extents(self, extents, source)
         pinned = self._filled([source], after)
         pinned_memory = pinned.memory
@@ -155,8 +155,8 @@ class DeviceKVStore:
     # ---- copies
 
     def _submit(
-        self, stream: Stream, copy: Callable[[], None], after: Event, *pinned: Pinned
-    ) -> Event:
+        self, stream: Stream, copy: Callable[[], None], after: DeviceEvent, *pinned: Pinned
+    ) -> DeviceEvent:
         """Submits a copy behind an event; the pinned memory is its own until it is done."""
         if after is not DONE:
             stream.wait(after.on_device if isinstance(after, _Read) else after)
@@ -166,7 +166,7 @@ class DeviceKVStore:
             each.used_until(done)
         return done
 
-    def _filled(self, sources: Sequence[memoryview], after: Event) -> Pinned:
+    def _filled(self, sources: Sequence[memoryview], after: DeviceEvent) -> Pinned:
         """Pinned memory with what is to be written, which the copy before may have to give first."""
         if isinstance(after, _Read):
             after.wait()

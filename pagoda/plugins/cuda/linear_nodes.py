@@ -178,7 +178,7 @@ def _grouped(
 def _blocks(
     lowering: Lowering, x: int, out: int, selected: bool, weight: Blocks, bias: Tensor | None
 ) -> Launch:
-    whole_rows, inputs = weight.held_as.whole_rows, weight.inputs
+    whole_rows, inputs = weight.stored_format.whole_rows, weight.inputs
     if whole_rows:
         rounded = _rounded_rows(lowering, inputs, selected)
     else:

@@ -14,8 +14,8 @@ from torch import Tensor
 from pagoda.backend.graph import Graph, Node
 from pagoda.plugins.cuda.adapters import AdapterTables
 from pagoda.plugins.cuda.kernels.attention import SPLIT, Partials
-from pagoda.plugins.cuda.places import Layout
 from pagoda.plugins.cuda.runtime import Runtime
+from pagoda.plugins.cuda.slot_mapping import Layout
 
 TemplateT = TypeVar("TemplateT")
 Values = list[Any]

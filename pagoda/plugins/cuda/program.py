@@ -20,9 +20,9 @@ from pagoda.plugins.cuda.kernels.numbers import power_of_two
 from pagoda.plugins.cuda.lost import device_errors
 from pagoda.plugins.cuda.lowering import FUSED
 from pagoda.plugins.cuda.nodes import Launch
-from pagoda.plugins.cuda.places import FEW_TILES, MOST_CAPTURED, Places
 from pagoda.plugins.cuda.runtime import Runtime, Work
 from pagoda.plugins.cuda.schedule import Bound, Rows, Schedule, launch_all
+from pagoda.plugins.cuda.slot_mapping import FEW_TILES, MOST_CAPTURED, SlotMapping
 from pagoda.plugins.cuda.staging import PinnedPool
 from pagoda.plugins.cuda.weights import DeviceLinear
 from pagoda.telemetry.tracer import Tracer
@@ -55,7 +55,7 @@ class _SharedMemory:
         return 2 * power_of_two(num_bytes, 1)
 
 
-class CompiledGraph:
+class CudaCompiledGraph:
     def __init__(
         self,
         runtime: Runtime,
@@ -85,12 +85,12 @@ class CompiledGraph:
         namer = OperationNamer(self._names)
         return [self._operation(namer, node) for node in self._schedule(results, ()).nodes]
 
-    def __call__(self, step: StepInput[Places], results: Sequence[str]) -> tuple[Tensor, ...]:
+    def __call__(self, step: StepInput[SlotMapping], results: Sequence[str]) -> tuple[Tensor, ...]:
         """Launches a step. Raises DeviceLostError: the device has failed."""
         with device_errors(self._runtime):
             return self._computed(step, results)
 
-    def _computed(self, step: StepInput[Places], results: Sequence[str]) -> tuple[Tensor, ...]:
+    def _computed(self, step: StepInput[SlotMapping], results: Sequence[str]) -> tuple[Tensor, ...]:
         schedule = self._schedule(results, step.given(self._graph))
         rows = schedule.rows(step)
         if not (schedule.can_be_captured and rows.is_padded):
@@ -110,7 +110,7 @@ class CompiledGraph:
 
     def traced(
         self,
-        step: StepInput[Places],
+        step: StepInput[SlotMapping],
         results: Sequence[str],
         tracer: Tracer,  # noqa: ARG002
     ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
@@ -128,7 +128,7 @@ class CompiledGraph:
             self._runtime.steps.record().wait()  # the device may be at it
             del self._captured[next(iter(self._captured))]
 
-    def profile(self, step: StepInput[Places], results: Sequence[str]) -> int:
+    def profile(self, step: StepInput[SlotMapping], results: Sequence[str]) -> int:
         """Bytes of a step's inputs, values and scratch memory, and what captured steps share and the driver takes
         for them. To measure that, a step of nothing but padding is computed."""
         schedule = self._schedule(results, step.given(self._graph))
@@ -143,7 +143,7 @@ class CompiledGraph:
             taken += MOST_GRAPHS * self._driver_bytes(schedule, rows, step)
         return taken
 
-    def _driver_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[Places]) -> int:
+    def _driver_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[SlotMapping]) -> int:
         """Bytes that the driver takes for a captured step, whatever the number of its rows."""
         if schedule not in self._graph_bytes:
             padding = rows.captured(FEW_TILES)
@@ -153,7 +153,7 @@ class CompiledGraph:
                 self._graph_bytes[schedule] = self._runtime.captured_bytes(work)
         return self._graph_bytes[schedule]
 
-    def _captured_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[Places]) -> int:
+    def _captured_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[SlotMapping]) -> int:
         """Bytes that captured steps share at most, of contexts as long as those of `rows`."""
         most: dict[Hashable, int] = {}
 
@@ -168,7 +168,7 @@ class CompiledGraph:
     # ---- steps
 
     def _launched(
-        self, schedule: Schedule, rows: Rows, step: StepInput[Places], results: Sequence[str]
+        self, schedule: Schedule, rows: Rows, step: StepInput[SlotMapping], results: Sequence[str]
     ) -> tuple[Tensor, ...]:
         """A step in memory of its own."""
         bound = schedule.bind(rows, step, self._runtime, self._own_memory)
@@ -179,7 +179,7 @@ class CompiledGraph:
         self,
         schedule: Schedule,
         rows: Rows,
-        step: StepInput[Places],
+        step: StepInput[SlotMapping],
         results: Sequence[str],
         captured: tuple[Bound, Work],
     ) -> tuple[Tensor, ...]:
@@ -198,7 +198,7 @@ class CompiledGraph:
         self._submit(bound, rows, step, run)
         return tuple(self._runtime.shown(copies[name][0]) for name in results)
 
-    def _submit(self, bound: Bound, rows: Rows, step: StepInput[Places], run: Work) -> None:
+    def _submit(self, bound: Bound, rows: Rows, step: StepInput[SlotMapping], run: Work) -> None:
         """Submits copies of all that the step brings along, and what comes behind them."""
         deliver, pinned = deliver_step(self._runtime, self._pool, bound, rows, step)
 
@@ -215,7 +215,7 @@ class CompiledGraph:
         self,
         schedule: Schedule,
         rows: Rows,
-        step: StepInput[Places],
+        step: StepInput[SlotMapping],
         results: Sequence[str],
         bound: Bound,
     ) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Memory
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.kv.memory import DirectMemory
 from pagoda.parallel.collectives import Collectives, HostGroup
 
@@ -28,10 +28,10 @@ class Stream(Protocol):
     def run(self, work: Work) -> None:
         """Submits work, and does not wait for it."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """The event of all that was submitted so far."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """Lets what is submitted from now on begin behind an event of another stream of the device."""
 
 

@@ -15,9 +15,9 @@ from pagoda.backend.sampling_table import SamplingTable
 from pagoda.plugins.cuda.kernels import sampler as kernels
 from pagoda.plugins.cuda.kernels.sampling import FIXED
 from pagoda.plugins.cuda.lost import device_errors
+from pagoda.plugins.cuda.pending_output import Copied, CopiedOutput
 from pagoda.plugins.cuda.runtime import Runtime
 from pagoda.plugins.cuda.staging import Parcel, PinnedPool
-from pagoda.plugins.cuda.underway import Copied, UnderwayResult
 
 
 class DeviceSampler:
@@ -26,7 +26,7 @@ class DeviceSampler:
 
     def launch(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
-    ) -> UnderwayResult[SampledRows]:
+    ) -> CopiedOutput[SampledRows]:
         """Launches what `Backend.sample` does. Raises DeviceLostError: the device has failed."""
         table.check(logits, slots)
         with device_errors(self._runtime):
@@ -34,7 +34,7 @@ class DeviceSampler:
 
     def _launched(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
-    ) -> UnderwayResult[SampledRows]:
+    ) -> CopiedOutput[SampledRows]:
         runtime, here = self._runtime, self._on_device(logits)
         packed = kernels.pack_rows(table, slots)
         masks = [] if packed.masks is None else [packed.masks]
@@ -64,7 +64,7 @@ class DeviceSampler:
         runtime.steps.run(work)
         pinned.used_until(runtime.steps.record())
         copied = Copied(runtime, self._pool, [found.columns])
-        return UnderwayResult(
+        return CopiedOutput(
             copied, found.token_ids, lambda columns: kernels.Found(columns[0], found.most).sampled()
         )
 

@@ -16,9 +16,9 @@ from pagoda.backend.host import check_token_ids
 from pagoda.plugins.cuda.adapters import AdapterTables
 from pagoda.plugins.cuda.lowering import fused, launches_of
 from pagoda.plugins.cuda.nodes import Launch, Lowering, StepShape, Values
-from pagoda.plugins.cuda.places import Layout, Places, PlacesOnDevice
 from pagoda.plugins.cuda.rounded import rounded_values
 from pagoda.plugins.cuda.runtime import Runtime
+from pagoda.plugins.cuda.slot_mapping import DeviceSlotMapping, Layout, SlotMapping
 from pagoda.plugins.cuda.slots import ValuePlan, dtype_of, plan_values, shape_of
 from pagoda.plugins.cuda.staging import Parcel, Spec
 
@@ -110,7 +110,7 @@ class Schedule:
             if node.op == "select_rows" and graph.values[node.inputs[0]].dtype == "int64"
         ]
 
-    def rows(self, step: StepInput[Places]) -> Rows:
+    def rows(self, step: StepInput[SlotMapping]) -> Rows:
         """Rows of a step. Raises ValueError: inputs do not fit; IndexError: an id is of no token."""
         num_tokens, num_selected = self.inputs.check(step)
         layouts = {}
@@ -125,13 +125,13 @@ class Schedule:
         selected = tokens if tokens > num_tokens == num_selected else num_selected
         return Rows(num_tokens, num_selected, tokens, selected, layouts)
 
-    def shape_key(self, rows: Rows, step: StepInput[Places]) -> Hashable:
+    def shape_key(self, rows: Rows, step: StepInput[SlotMapping]) -> Hashable:
         """Equal for steps that one captured graph may serve."""
         present = self.inputs.names.intersection(step.tensors)
         return rows.tokens, rows.selected, tuple(rows.layouts.items()), present
 
     def bind(
-        self, rows: Rows, step: StepInput[Places], runtime: Runtime, memory: NewMemory
+        self, rows: Rows, step: StepInput[SlotMapping], runtime: Runtime, memory: NewMemory
     ) -> Bound:
         """Memory for a step of these rows; results that are wanted have some of their own."""
         graph, lowering = self._graph, self.lowering
@@ -157,7 +157,7 @@ class Schedule:
             index = graph.metadata[group].index
             layout = rows.layouts[index]
             places[group] = memory(("places", group), layout.parcel.num_bytes)
-            values[index] = PlacesOnDevice.of(layout, places[group])
+            values[index] = DeviceSlotMapping.of(layout, places[group])
         for value in self.computed.values():
             key, sizes = ("result", value.index), shape_of(value, rows.of(value))
             values[self.plan.root(value.index)] = shape.tensor(key, dtype_of(value), *sizes)

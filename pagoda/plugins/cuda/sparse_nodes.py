@@ -136,7 +136,7 @@ def _form(segment: Segment) -> Form | None:
     if isinstance(segment, Blocks):
         constants = constants_of(segment)
         del constants["inputs"]
-        return Form("whole rows" if segment.held_as.whole_rows else "blocks", **constants)
+        return Form("whole rows" if segment.stored_format.whole_rows else "blocks", **constants)
     return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagoda.backend.kv_store import DONE, Event
+from pagoda.backend.kv_store import DONE, DeviceEvent
 from pagoda.plugins.cuda.runtime import Runtime
 
 _ALIGNMENT = 16
@@ -22,12 +22,12 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 class Pinned:
     """Memory out of a pool, which takes it back when nobody has this object any more."""
 
-    def __init__(self, pool: PinnedPool, whole: Tensor, num_bytes: int, until: Event) -> None:
+    def __init__(self, pool: PinnedPool, whole: Tensor, num_bytes: int, until: DeviceEvent) -> None:
         self._pool, self._whole, self._until = pool, whole, until
         self.memory = whole[:num_bytes]
         """[num_bytes] uint8."""
 
-    def used_until(self, event: Event) -> None:
+    def used_until(self, event: DeviceEvent) -> None:
         """Keeps the memory from others until the event, which comes behind those that were said before."""
         self._until = event
 
@@ -40,7 +40,7 @@ class PinnedPool:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._free: list[tuple[Tensor, Event]] = []
+        self._free: list[tuple[Tensor, DeviceEvent]] = []
         self._lock = threading.RLock()  # garbage may be collected, and given back, while it is held
 
     def take(self, num_bytes: int) -> Pinned:
@@ -56,7 +56,7 @@ class PinnedPool:
             whole = self._runtime.pinned(size)
         return Pinned(self, whole, num_bytes, DONE)
 
-    def give_back(self, whole: Tensor, until: Event) -> None:
+    def give_back(self, whole: Tensor, until: DeviceEvent) -> None:
         with self._lock:
             self._free.append((whole, until))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.kv.memory import DirectMemory, Region
 from pagoda.parallel.collectives import Collectives, HostGroup
 from pagoda.plugins.cuda.collectives import open_device_group
@@ -46,10 +46,10 @@ class TorchStream:
         with _cuda.stream(self._stream):
             work()
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return TorchEvent(self._stream.record_event())
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         if isinstance(event, TorchEvent):
             self._stream.wait_event(event.event)
         else:

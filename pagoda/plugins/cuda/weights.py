@@ -183,19 +183,19 @@ def _segment(run: Sequence[LinearWeight], dtype: torch.dtype, upload: Upload) ->
 
 
 def _blocks(parts: Sequence[BlockWeight], upload: Upload) -> Blocks:
-    held_as, inputs = parts[0].held_as, parts[0].codes.shape[1]
+    stored_format, inputs = parts[0].stored_format, parts[0].codes.shape[1]
     packed = [PackedBlocks.of(part) for part in parts]
     planes = zip(*(part.planes for part in packed), strict=True)
     of_groups = {
         field: None if getattr(parts[0], field) is None else _joined(parts, field, upload)
         for field in ("minima", "block_scales", "block_minima")
     }
-    codebook = held_as.codebook
+    codebook = stored_format.codebook
     return Blocks(
-        held_as,
+        stored_format,
         inputs,
         tuple(upload(torch.cat(each)) for each in planes),
-        plane_widths(held_as.bits),
+        plane_widths(stored_format.bits),
         None if codebook is None else upload(torch.tensor(codebook, dtype=torch.int8)),
         _joined(parts, "scales", upload),
         **of_groups,

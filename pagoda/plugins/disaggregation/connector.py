@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode engine's half of a handoff: KV of prompts that other engines compute, and the tokens behind them.
+"""Disaggregation, decode side: the connector loads KV of prompts that prefill engines compute.
 
 A queued request with a source is asked for there at once. As soon as the first blocks are computed the request may
 load: blocks are allocated for all that will come, and read as they come, while the other engine goes on computing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill engine's half of a handoff: KV that is held under leases, and answers to engines that ask for it.
+"""Disaggregation, prefill side: the exporter leases KV of computed prompts to decode engines.
 
 There is no state for each connection: a question says everything, and may be repeated.
 """
@@ -20,7 +20,7 @@ from pagoda.messages.frontend import FinishReason, KVSource, TokenChunk, TokenLo
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disaggregation import messages
-from pagoda.plugins.disaggregation.links import Listener
+from pagoda.plugins.disaggregation.links import KVListener
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
 
 _MAX_EARLY = 4096
@@ -70,7 +70,7 @@ class KVExporter:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: KVListener,
         pool: BlockPool,
         layout: KVLayout,
         clock: Clock,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches of KV that other engines compute, and these engines."""
+"""Disaggregation, decode side: fetches of KV, and the prefill engines that compute it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from pagoda.api.errors import ApiError
-from pagoda.api.handoffs import Asked, Handoff
+from pagoda.api.handoffs import Asked, RequestHandoff
 from pagoda.api.plugin import ApiPlugin
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route
@@ -35,21 +35,21 @@ class HandoffState:
         self._service = service
         service.handoffs = self
 
-    async def handoff(self, asked: Asked) -> Handoff:
+    async def handoff(self, asked: Asked) -> RequestHandoff:
         """The same as `Handoffs.handoff`."""
         body, role = asked.body, asked.role
         is_router = self._service.is_router
         handoff = handoff_of(body, role, max_tokens=asked.max_tokens, is_router=is_router)
         if asked.num_prompts != 1 and body.kv_transfer_params is None:
-            handoff = Handoff()
+            handoff = RequestHandoff()
         hosts = self._service.config.option(BootstrapHosts) or BootstrapHosts(())
         room = room_of(body, role, hosts.names)
         if room is not None and role.holds_kv:
-            handoff = Handoff(holds_kv=True, on_kv_source=partial(self.rooms.tell, room))
+            handoff = RequestHandoff(holds_kv=True, on_kv_source=partial(self.rooms.tell, room))
         elif room is not None:
             source = await ask(body, asked.authorization, self._service.config.client_tls)
-            handoff = Handoff(kv_source=source)
-        if handoff != Handoff() and asked.num_prompts != 1:
+            handoff = RequestHandoff(kv_source=source)
+        if handoff != RequestHandoff() and asked.num_prompts != 1:
             refuse("prompt", "must be a single prompt with kv_transfer_params")
         return handoff
 

@@ -24,7 +24,7 @@ from pagoda.plugins.disaggregation.connector import RemoteKV
 from pagoda.plugins.disaggregation.exporter import KVExporter
 from pagoda.plugins.disaggregation.links import (
     Context,
-    Listener,
+    KVListener,
     Peers,
     SocketListener,
     SocketPeers,
@@ -38,7 +38,7 @@ class HandoffLinks:
     """Connections of one engine: a listener if it exports KV, peers if it fetches KV."""
 
     engine_id: str
-    listener: Listener | None = None
+    listener: KVListener | None = None
     peers: Peers | None = None
     context: Context | None = None
     """Context of the sockets; None if the links have none."""

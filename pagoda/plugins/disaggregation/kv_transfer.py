@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from pagoda.api.fields import GenerationFields, KVTransferParams
-from pagoda.api.handoffs import Handoff
+from pagoda.api.handoffs import RequestHandoff
 from pagoda.errors import refuse
 from pagoda.ipc.addresses import bracketed
 from pagoda.messages.frontend import KVSource
@@ -20,7 +20,7 @@ from pagoda.messages.worker_config import Role
 
 def handoff_of(
     body: GenerationFields, role: Role, *, max_tokens: int | None = None, is_router: bool = False
-) -> Handoff:
+) -> RequestHandoff:
     """The handoff that a body's `kv_transfer_params` ask for. A router arranges handoffs itself and refuses them.
 
     smg asks a server of vLLM's kind for one token without any parameters, and hands on those of the answer. So a
@@ -30,9 +30,9 @@ def handoff_of(
     """
     params = body.kv_transfer_params
     if params is None and role is Role.PREFILL and not is_router:
-        return Handoff(holds_kv=max_tokens == 1 and (body.n or 1) == 1)
+        return RequestHandoff(holds_kv=max_tokens == 1 and (body.n or 1) == 1)
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
-        return Handoff()
+        return RequestHandoff()
     holds = params.do_remote_decode
     name, wanted = ("do_remote_decode", "prefill") if holds else ("do_remote_prefill", "decode")
     if is_router:
@@ -48,7 +48,7 @@ def handoff_of(
     if not (role.holds_kv if holds else role.fetches_kv):
         rule = f"must be false: this server runs with --role {role}, not {wanted} or both"
         _refuse(name, rule)
-    return Handoff(holds_kv=True) if holds else Handoff(kv_source=_source(params))
+    return RequestHandoff(holds_kv=True) if holds else RequestHandoff(kv_source=_source(params))
 
 
 def transfer_fields(source: KVSource | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to other engines: a listener if the engine exports KV, outgoing ones if it fetches KV."""
+"""Connections between engines: a listener where KV is exported, outgoing ones where KV is fetched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PeerLost(NamedTuple):
     reason: str
 
 
-class Listener(Protocol):
+class KVListener(Protocol):
     """Receives what other engines ask, and answers them. No method waits."""
 
     @property
@@ -147,7 +147,7 @@ def _numeric(host: str) -> str:
         raise ConfigError(f"--advertise: {host} has no address ({error.strerror}).") from None
 
 
-class _Connection:
+class _EngineConnection:
     """One connection. It is closed when lost, before ZeroMQ connects again to whoever is there then."""
 
     def __init__(self, context: Context, address: str, keys: CurveKeys) -> None:
@@ -184,8 +184,8 @@ class SocketPeers:
         self._transmit = (faults or Faults(None)).messages("handoff.send", self._send)
         self._context = context
         self._keys = keys
-        self._connections: dict[str, _Connection] = {}
-        self._by_socket: dict[object, _Connection] = {}
+        self._connections: dict[str, _EngineConnection] = {}
+        self._by_socket: dict[object, _EngineConnection] = {}
         self._lost: list[tuple[str, PeerLost]] = []
         self._poller = zmq.Poller()
         """Asks all sockets at once: one after the other takes longer than many a step."""
@@ -199,7 +199,7 @@ class SocketPeers:
         try:
             connection = self._connections.get(address)
             if connection is None:
-                connection = _Connection(self._context, address, self._keys)
+                connection = _EngineConnection(self._context, address, self._keys)
                 self._connections[address] = connection
                 for source in (connection.socket, connection.monitor):
                     self._by_socket[source] = connection
@@ -220,7 +220,7 @@ class SocketPeers:
         lost, self._lost = self._lost, []
         return [*messages, *lost]
 
-    def _read(self, connection: _Connection) -> list[tuple[str, PrefillMessage | PeerLost]]:
+    def _read(self, connection: _EngineConnection) -> list[tuple[str, PrefillMessage | PeerLost]]:
         messages: list[tuple[str, PrefillMessage | PeerLost]] = []
         with suppress(zmq.Again):
             while True:

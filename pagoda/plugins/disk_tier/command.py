@@ -40,7 +40,7 @@ Root = Annotated[Path, Parameter(name="DIR")]
 Flag = Annotated[bool, Parameter(negative=())]
 
 
-class _Directory:
+class _ModelDirectory:
     """The directory of one model's blocks, and what is in it."""
 
     def __init__(self, path: str) -> None:
@@ -173,7 +173,7 @@ def clear(
 # ---- what is there
 
 
-def _look_into(root: Path) -> list[_Directory]:
+def _look_into(root: Path) -> list[_ModelDirectory]:
     """All directories of blocks under `root`, with what is in them.
 
     Raises ConfigError if there is no such directory or it cannot be read.
@@ -184,7 +184,7 @@ def _look_into(root: Path) -> list[_Directory]:
     if not root.is_dir():
         raise ConfigError(f"{root} is no directory.")
     with _failures_in_a_sentence():
-        directories = [_Directory(path) for path in object_directories(str(root))]
+        directories = [_ModelDirectory(path) for path in object_directories(str(root))]
         if not directories:
             raise ConfigError(
                 f"{root} holds no KV blocks: no directory in it has a {MANIFEST_NAME}."
@@ -198,7 +198,7 @@ def _look_into(root: Path) -> list[_Directory]:
     return directories
 
 
-def _row(directory: _Directory) -> tuple[str, ...]:
+def _row(directory: _ModelDirectory) -> tuple[str, ...]:
     manifest = directory.manifest
     described = ("-",) * 4 if manifest is None else _describe(manifest)
     return (
@@ -231,7 +231,7 @@ def _describe(manifest: Manifest) -> tuple[str, str, str, str]:
     return weights, manifest.kv_dtype, ", ".join(ranks) or "-", str(manifest.block_size)
 
 
-def _total(directories: Sequence[_Directory]) -> str:
+def _total(directories: Sequence[_ModelDirectory]) -> str:
     num_blocks = sum(it.num_blocks for it in directories)
     num_bytes = sum(it.num_bytes for it in directories)
     num_left_over = sum(it.num_left_over for it in directories)
@@ -249,7 +249,7 @@ def _count_of(number: int, what: str) -> str:
 
 
 def _check(
-    directories: Sequence[_Directory], advance: Callable[[], None]
+    directories: Sequence[_ModelDirectory], advance: Callable[[], None]
 ) -> Iterator[tuple[FoundFile, str | None]]:
     """Each block, and what is wrong with it. One that has been removed meanwhile is none."""
     for directory in directories:
@@ -272,7 +272,7 @@ def _check(
 # ---- removing
 
 
-def _is_meant(directory: _Directory, model: str | None) -> bool:
+def _is_meant(directory: _ModelDirectory, model: str | None) -> bool:
     if model is None:
         return True
     return directory.model == model or (bool(model) and directory.digest.startswith(model))

@@ -22,7 +22,7 @@ _PERIOD_BITS = 6
 """Entries found on disk are in the order of their last use to within this power of two of seconds."""
 
 
-class _Directory:
+class _IndexedDirectory:
     __slots__ = ("count", "object_bytes", "slots")
 
     def __init__(self, object_bytes: int) -> None:
@@ -36,7 +36,7 @@ class DiskIndex:
     """The objects of some directories, by directory and key. Times are whole seconds since 1970."""
 
     def __init__(self) -> None:
-        self._directories: dict[int, _Directory] = {}
+        self._directories: dict[int, _IndexedDirectory] = {}
         self._keys: list[bytes] = [b""]
         self._owner = array("H", [0])
         self._used_at = array("I", [0])
@@ -50,7 +50,7 @@ class DiskIndex:
         self.num_bytes = 0
 
     def add_directory(self, directory: int, object_bytes: int) -> None:
-        self._directories[directory] = _Directory(object_bytes)
+        self._directories[directory] = _IndexedDirectory(object_bytes)
 
     @property
     def num_slots(self) -> int:

@@ -8,10 +8,10 @@ from pathlib import Path
 from pagoda.backend.kv_store import KVStore, layout_of
 from pagoda.plugins.disk_tier.objects import Manifest
 from pagoda.worker.kv.manifest import agreed_groups, model_digest, quantization_name
-from pagoda.worker.loading import WorkerPlan
+from pagoda.worker.loading import WorkerMemoryPlan
 
 
-def make_manifest(plan: WorkerPlan, store: KVStore, arithmetic: str) -> Manifest:
+def make_manifest(plan: WorkerMemoryPlan, store: KVStore, arithmetic: str) -> Manifest:
     """Manifest of the objects of one rank. Raises ConfigError if the model's files cannot be read."""
     config, parallel, place = plan.config, plan.config.parallel, plan.config.place
     return Manifest(

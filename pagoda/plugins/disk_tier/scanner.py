@@ -106,7 +106,7 @@ class Removed(NamedTuple):
 News = DirectoryFound | ObjectsFound | FanOutListed | ScanEnded | ProbeAnswer | Removed
 
 
-class _Directory:
+class _ScannedDirectory:
     """State of a directory between scans."""
 
     def __init__(self, number: int, paths: Sequence[str], object_bytes: int) -> None:
@@ -131,7 +131,7 @@ class DiskScanner:
     def __init__(self, directories: Sequence[TierPlace], clock: Clock) -> None:
         self._clock = clock
         paths = [directory.path for directory in directories]
-        self._own = _Directory(OWN, paths, directories[0].block_bytes)
+        self._own = _ScannedDirectory(OWN, paths, directories[0].block_bytes)
         self._root = os.path.dirname(paths[0])
         self._directories = [self._own]
         """Directories by their number."""
@@ -339,10 +339,10 @@ class DiskScanner:
             self._complain(path, "its manifest cannot be understood; it is not counted")
             return
         number = len(self._directories)
-        self._directories.append(_Directory(number, [path], manifest.object_bytes))
+        self._directories.append(_ScannedDirectory(number, [path], manifest.object_bytes))
         self._tell(DirectoryFound(number, manifest.object_bytes))
 
-    def _list(self, directory: _Directory) -> Iterator[bool]:
+    def _list(self, directory: _ScannedDirectory) -> Iterator[bool]:
         try:
             for path in (directory.path, *directory.counterparts):
                 self._tidy(list_files(path))
@@ -362,7 +362,9 @@ class DiskScanner:
                 self._complain(directory.path, error)
             yield True
 
-    def _list_fan_out(self, directory: _Directory, number: int, fan_out: str) -> Iterator[bool]:
+    def _list_fan_out(
+        self, directory: _ScannedDirectory, number: int, fan_out: str
+    ) -> Iterator[bool]:
         path = directory.path + fan_out
         changed_at = os.stat(path).st_mtime_ns
         last_listed_at, last_changed_at = directory.listed.get(number, (0, _UNSURE))
@@ -389,7 +391,7 @@ class DiskScanner:
             self._remove_orphans(counterpart + fan_out, everything.keys())
 
     def _collect_objects(
-        self, directory: _Directory, files: Sequence[FoundFile], now: int
+        self, directory: _ScannedDirectory, files: Sequence[FoundFile], now: int
     ) -> dict[bytes, int]:
         """Returns the last uses of the objects among `files`, and removes worthless files."""
         used_at: dict[bytes, int] = {}

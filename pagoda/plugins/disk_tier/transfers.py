@@ -29,7 +29,7 @@ from pagoda.plugins.disk_tier.objects import (
 from pagoda.worker.kv.jobs import FIRST, LATER, CopyError, GivenUpError, Job, Jobs, Lane
 from pagoda.worker.kv.memory import HostArena, copy_bytes
 from pagoda.worker.kv.transfers import not_here
-from pagoda.worker.loading import LoadedWorker, WorkerPlan
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
 
 NUM_READERS = 2
 NUM_WRITERS = 2
@@ -48,7 +48,7 @@ _HANGS = f"the disk of KV blocks has not answered for {READ_TIMEOUT_S:g} s"
 
 
 def open_tier(
-    config: KVTierConfig, plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None
+    config: KVTierConfig, plan: WorkerMemoryPlan, loaded: LoadedWorker, faults: Faults | None
 ) -> WorkerTier:
     """The objects of one rank. Raises ConfigError if the directory cannot be used."""
     manifest = make_manifest(plan, loaded.kv, loaded.ready.arithmetic)

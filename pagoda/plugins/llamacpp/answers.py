@@ -18,7 +18,7 @@ from pagoda.text.text_generator import TextDelta, joined_deltas
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreparedCompletion:
     """A body, and what the server made of it."""
 
     body: SamplingFields
@@ -27,7 +27,7 @@ class Asked:
     eos_token_ids: tuple[int, ...]
 
 
-def generation_settings(sampling: SamplingParams, asked: Asked) -> dict[str, Any]:
+def generation_settings(sampling: SamplingParams, asked: PreparedCompletion) -> dict[str, Any]:
     """The sampling of a request in llama.cpp's words; samplers that Pagoda has not are off."""
     body = asked.body
     banned = asked.eos_token_ids if sampling.ignore_eos else ()
@@ -82,7 +82,9 @@ class LlamaAnswer:
 
     is_complete = False
 
-    def __init__(self, generation: Generation, index: int, asked: Asked, prompt: str) -> None:
+    def __init__(
+        self, generation: Generation, index: int, asked: PreparedCompletion, prompt: str
+    ) -> None:
         """`prompt` is the text of the prompt."""
         self._generation = generation
         self._index = index

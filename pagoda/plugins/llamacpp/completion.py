@@ -18,7 +18,7 @@ from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.errors import refuse
-from pagoda.plugins.llamacpp.answers import Asked, LlamaAnswer
+from pagoda.plugins.llamacpp.answers import LlamaAnswer, PreparedCompletion
 from pagoda.plugins.llamacpp.bodies import (
     NAMES,
     CompletionBody,
@@ -104,7 +104,7 @@ async def begin_llama(
             requests += begun.requests
             texts += [await generator.decode(prompt)] * len(begun.requests)
     generation = Generation(generator, requests)
-    asked = Asked(
+    asked = PreparedCompletion(
         body,
         body.model or caller.service.config.served_model_name,
         limits.max_model_len,

@@ -12,7 +12,7 @@ from aiohttp import web
 from pagoda.api.openai.bodies import Tools
 from pagoda.api.request_context import RequestContext
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.plugins.llamacpp.answers import Asked, generation_settings
+from pagoda.plugins.llamacpp.answers import PreparedCompletion, generation_settings
 from pagoda.plugins.llamacpp.bodies import SamplingFields
 from pagoda.text.templates.conversation import Messages
 from pagoda.version import __version__
@@ -51,7 +51,7 @@ async def props(context: RequestContext) -> web.StreamResponse:
     generator = context.service.ready_generator()
     text, limits = generator.text, generator.endpoint.limits
     name = context.service.config.served_model_name
-    asked = Asked(SamplingFields(), name, limits.max_model_len, text.eos_token_ids)
+    asked = PreparedCompletion(SamplingFields(), name, limits.max_model_len, text.eos_token_ids)
     defaults = SamplingParams(max_tokens=None, **text.default_sampling)  # type: ignore[arg-type]
     params = {**generation_settings(defaults, asked), "n_predict": -1, "max_tokens": -1, "seed": -1}
     template = text.chat_template

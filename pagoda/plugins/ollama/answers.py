@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pagoda.api.conversation import MessageReader
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import AnswerShape, Generation
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.api.timing import AnswerTimes, times_of
@@ -143,7 +143,7 @@ class OllamaShape:
     """The response to a body: one answer."""
 
     def __init__(self, answer: OllamaAnswer) -> None:
-        self.answers: Sequence[Answer] = (answer,)
+        self.answers: Sequence[AnswerShape] = (answer,)
         self._answer = answer
 
     def whole(self) -> dict[str, Any]:

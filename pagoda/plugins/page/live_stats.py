@@ -302,7 +302,7 @@ _BOUNDS_MS = tuple(2 ** (i / 16) for i in range(-160, 352))
 """Bounds from 1 µs to an hour, 4 % apart: a time is known as well as that."""
 
 
-class Percentiles(msgspec.Struct, frozen=True):
+class LivePercentiles(msgspec.Struct, frozen=True):
     """Percentiles in milliseconds, and the number of times that they are of."""
 
     p50: float
@@ -329,7 +329,7 @@ class Latencies:
     ) -> None:
         (self._ttft if is_first else self._itl)[-1].observe(waited_ns / 1e6)
 
-    def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:
+    def next_window(self) -> tuple[LivePercentiles | None, LivePercentiles | None]:
         """Returns TTFT and ITL of the windows that are kept, None without a token, and begins a new window."""
         answer = percentiles(self._ttft), percentiles(self._itl)
         for windows in (self._ttft, self._itl):
@@ -337,7 +337,7 @@ class Latencies:
         return answer
 
 
-def percentiles(windows: Iterable[Histogram]) -> Percentiles | None:
+def percentiles(windows: Iterable[Histogram]) -> LivePercentiles | None:
     """Percentiles of all windows together: the smallest bounds with so many times at or below them."""
     below = list(accumulate(total(windows, _BOUNDS_MS).counts))
     count, bounds = below[-1], (*_BOUNDS_MS, _BOUNDS_MS[-1])
@@ -345,7 +345,7 @@ def percentiles(windows: Iterable[Histogram]) -> Percentiles | None:
         return None
     ranks = (share * count for share in (0.5, 0.9, 0.99))
     p50, p90, p99 = (round(bounds[bisect_left(below, rank)], 3) for rank in ranks)
-    return Percentiles(p50, p90, p99, count)
+    return LivePercentiles(p50, p90, p99, count)
 
 
 _COUNTERS = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_worker_restarts")

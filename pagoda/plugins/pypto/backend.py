@@ -33,7 +33,7 @@ from pagoda.devices import DeviceSet
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, HostGroup
 from pagoda.plugins.pypto import pattern
-from pagoda.plugins.pypto.contract import Manifest
+from pagoda.plugins.pypto.contract import LibraryManifest
 from pagoda.plugins.pypto.device import ChipMemory, Device
 from pagoda.plugins.pypto.library import KernelLibrary, open_library
 from pagoda.plugins.pypto.pool import PageBuffers, Pool, PoolStore, stand_in
@@ -52,7 +52,9 @@ def open_backend(devices: DeviceSet) -> PyptoBackend:
 class PyptoBackend:
     """One rank, which may drive several chips."""
 
-    def __init__(self, library: KernelLibrary, manifest: Manifest, devices: DeviceSet) -> None:
+    def __init__(
+        self, library: KernelLibrary, manifest: LibraryManifest, devices: DeviceSet
+    ) -> None:
         self._library, self._contracts = library, manifest.contracts
         self._chips = devices.numbers
         self._session: Session | None = None

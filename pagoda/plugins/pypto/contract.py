@@ -233,7 +233,7 @@ class Driver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     below: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LibraryManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that a kernel library says of itself."""
 
     library: str
@@ -242,8 +242,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contracts: tuple[Contract, ...]
 
 
-def read_manifest(manifest: Mapping[str, object]) -> Manifest:
-    """The manifest of a library, which names its `schema_version` beside the fields of `Manifest`.
+def read_manifest(manifest: Mapping[str, object]) -> LibraryManifest:
+    """The manifest of a library, which names its `schema_version` beside the fields of `LibraryManifest`.
 
     Raises ValueError, whose text is one sentence: it is of another version, or is not what that version says.
     """
@@ -255,7 +255,7 @@ def read_manifest(manifest: Mapping[str, object]) -> Manifest:
             "install versions that go together"
         )
     try:
-        read = msgspec.convert(given, Manifest)
+        read = msgspec.convert(given, LibraryManifest)
     except msgspec.ValidationError as error:
         raise ValueError(f"the contracts of {name} cannot be read: {error}") from None
     if not read.contracts:

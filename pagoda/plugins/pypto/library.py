@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from pagoda.devices import BackendUnavailableError, DeviceSet
-from pagoda.plugins.pypto.contract import Manifest, Topology, read_manifest
+from pagoda.plugins.pypto.contract import LibraryManifest, Topology, read_manifest
 from pagoda.registry import registered
 
 ENTRY_POINTS = "pagoda.pypto_kernels"
@@ -112,7 +112,7 @@ class KernelLibrary(Protocol):
         """One argument of tensors on all chips of a worker, in their order."""
 
 
-def open_library(devices: DeviceSet) -> tuple[KernelLibrary, Manifest]:
+def open_library(devices: DeviceSet) -> tuple[KernelLibrary, LibraryManifest]:
     """The kernel library that is installed, for chips that this host has.
 
     Raises BackendUnavailableError, whose text is one sentence without its full stop.
@@ -150,7 +150,7 @@ def open_library(devices: DeviceSet) -> tuple[KernelLibrary, Manifest]:
     return library, manifest
 
 
-def _check_driver(library: KernelLibrary, manifest: Manifest) -> None:
+def _check_driver(library: KernelLibrary, manifest: LibraryManifest) -> None:
     try:
         version = library.driver_version()
     except OSError as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pagoda.backend.base import KVCache, LatentCache
 from pagoda.backend.kv_store import (
     DONE,
-    Event,
+    DeviceEvent,
     block_extents,
     check_blocks,
     check_extents,
@@ -144,10 +144,10 @@ class Pool:
                 self._device.free(shard, chip)
 
 
-class _Copy:
+class _DeviceCopy:
     """A copy, which is its own event."""
 
-    def __init__(self, work: Callable[[], None], after: Event) -> None:
+    def __init__(self, work: Callable[[], None], after: DeviceEvent) -> None:
         self._work, self._after = work, after
         self._ended = threading.Event()
         self._error: str | None = None
@@ -182,42 +182,42 @@ class PoolStore:
         self.num_blocks = pool.pages
         self.block_bytes = sum(tensor.block_bytes for tensor in self.tensors)
         self._pool = pool
-        self._copies: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[_DeviceCopy] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="copies of pages", daemon=True).start()
 
-    def computed(self) -> Event:
+    def computed(self) -> DeviceEvent:
         """An event that is done: the chips copy behind all that was submitted by then."""
         return DONE
 
     def read(
-        self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], into: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_blocks(self, block_ids, into)
         return self._submit(partial(self._read, self._extents(block_ids), into), after)
 
     def write(
-        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_blocks(self, block_ids, sources)
         return self._submit(partial(self._write, self._extents(block_ids), sources), after)
 
     def read_extents(
-        self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], into: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_extents(self, extents, into)
         return self._submit(partial(self._read, [extents], [into]), after)
 
     def write_extents(
-        self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], source: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_extents(self, extents, source)
         return self._submit(partial(self._write, [extents], [source]), after)
 
     def _extents(self, block_ids: Sequence[int]) -> list[list[Extent]]:
         return [block_extents(self.tensors, [block]) for block in block_ids]
 
-    def _submit(self, work: Callable[[], None], after: Event) -> Event:
-        copy = _Copy(work, after)
+    def _submit(self, work: Callable[[], None], after: DeviceEvent) -> DeviceEvent:
+        copy = _DeviceCopy(work, after)
         self._copies.put(copy)
         return copy
 

@@ -162,7 +162,7 @@ class PyptoLib:
     def open_worker(self, programs: Sequence[object], chips: Sequence[int]) -> DistributedWorker:
         from pypto.runtime import DistributedWorker as Worker  # type: ignore[import-not-found]
 
-        return _Worker(Worker(list(programs)), chips)
+        return _PyptoWorker(Worker(list(programs)), chips)
 
     def stack(self, shards: Sequence[DeviceTensor]) -> object:
         raise RuntimeError(f"the programs of pypto-lib run on one chip, not on {len(shards)}")
@@ -171,7 +171,7 @@ class PyptoLib:
 LIBRARY = PyptoLib()
 
 
-class _Worker:
+class _PyptoWorker:
     """PyPTO's worker, whose runs take its rings; all else it does itself."""
 
     def __init__(self, worker: Any, chips: Sequence[int]) -> None:

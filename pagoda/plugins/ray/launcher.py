@@ -29,7 +29,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pagoda.errors import ConfigError
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.launcher import OutsideEnds, worker_name
-from pagoda.executor.placement import Placement, neighbours_first, plan_placement, workers_on_host
+from pagoda.executor.placement import (
+    RankPlacement,
+    neighbours_first,
+    plan_placement,
+    workers_on_host,
+)
 from pagoda.messages.worker import PROTOCOL_VERSION
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -108,7 +113,7 @@ class RayWorkers:
         self,
         configs: Sequence[WorkerConfig],
         address: str,
-        placement: Placement,
+        placement: RankPlacement,
         outside_ends: OutsideEnds,
         after: RayWorkers | None,
     ) -> None:
@@ -242,7 +247,7 @@ class RayWorkers:
             return self._actors
 
     def _on_hosts(
-        self, facts: Sequence[HostFacts], nodes: Mapping[str, _Node]
+        self, facts: Sequence[HostFacts], nodes: Mapping[str, _RayNode]
     ) -> list[WorkerConfig]:
         count = Counter(fact.node_id for fact in facts)
         threads = self._placement.threads
@@ -260,15 +265,15 @@ class RayWorkers:
         ]
 
 
-class _Node(msgspec.Struct, frozen=True):
+class _RayNode(msgspec.Struct, frozen=True):
     address: str
     """Address at which other nodes reach the node."""
     cores: int
 
 
-def _nodes() -> dict[str, _Node]:
+def _nodes() -> dict[str, _RayNode]:
     return {
-        node["NodeID"]: _Node(node["NodeManagerAddress"], int(node["Resources"].get("CPU", 0)))
+        node["NodeID"]: _RayNode(node["NodeManagerAddress"], int(node["Resources"].get("CPU", 0)))
         for node in ray.nodes()
         if node["Alive"]
     }

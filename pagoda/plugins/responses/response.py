@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import AnswerShape, Generation
 from pagoda.api.items import new_id
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
 from pagoda.api.output_parser import AnswerDelta
@@ -69,7 +69,7 @@ class ResponseAnswer:
     # ---- one answer, and the shape of a generation
 
     @property
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[AnswerShape]:
         return (self,)
 
     @property

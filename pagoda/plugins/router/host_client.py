@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's end of the connection to one host: the `Transport` of a replica."""
+"""The router's end of the connection to one host: the `ReplicaTransport` of a replica."""
 
 from __future__ import annotations
 

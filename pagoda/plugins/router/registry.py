@@ -52,7 +52,7 @@ class HostReport:
     """None if the host does not answer."""
 
 
-class _Entry:
+class _NamedHost:
     """A host that is named, or that was named and has not finished."""
 
     def __init__(self, record: HostRecord) -> None:
@@ -90,7 +90,7 @@ class Registry:
         self._discovery = discovery
         self._sockets = sockets
         self._router = router
-        self._entries: dict[HostRecord, _Entry] = {}
+        self._entries: dict[HostRecord, _NamedHost] = {}
         self._dismissed: set[str] = set()
         self._order: StartTrace | None = None
         """The trace under way."""
@@ -125,7 +125,7 @@ class Registry:
         for entry in self._entries.values():
             self._trace(entry)
 
-    def _trace(self, entry: _Entry) -> None:
+    def _trace(self, entry: _NamedHost) -> None:
         if self._order is not None and entry.host is not None and entry.client is not None:
             self._traces[entry.record.address] = entry.client.start_trace(self._order)
 
@@ -154,7 +154,7 @@ class Registry:
                 return True
         return False
 
-    async def _report(self, entry: _Entry) -> HostReport:
+    async def _report(self, entry: _NamedHost) -> HostReport:
         host, since = entry.host, entry.since
         if host is None:
             state = "refused" if entry.problem else "connecting"
@@ -179,7 +179,7 @@ class Registry:
             return
         entry = self._entries.get(host)
         if entry is None:
-            entry = self._entries[host] = _Entry(host)
+            entry = self._entries[host] = _NamedHost(host)
             entry.task = asyncio.create_task(self._keep(entry))
         elif entry.unnamed.is_set():
             entry.unnamed.clear()
@@ -191,7 +191,7 @@ class Registry:
             entry.unnamed.set()
             entry.changed.set()
 
-    async def _keep(self, entry: _Entry) -> None:
+    async def _keep(self, entry: _NamedHost) -> None:
         """Uses the host whenever it can be, from when it is named until it is not any more."""
         try:
             while not entry.unnamed.is_set():
@@ -200,7 +200,7 @@ class Registry:
         finally:
             del self._entries[entry.record]
 
-    async def _connect(self, entry: _Entry) -> float:
+    async def _connect(self, entry: _NamedHost) -> float:
         """Returns after how many seconds to try again."""
         try:
             client = entry.client = HostClient(
@@ -229,7 +229,7 @@ class Registry:
         finally:
             await host.close()
 
-    async def _try(self, entry: _Entry, host: Replica) -> float:
+    async def _try(self, entry: _NamedHost, host: Replica) -> float:
         """Uses the host as long as it can be; returns after how many seconds to try again."""
         try:
             if await first_of(host.start(), entry.unnamed.wait()) != 0:
@@ -247,7 +247,7 @@ class Registry:
         await first_of(host.wait_failed(), entry.unnamed.wait())
         return _RETRY_S
 
-    def _check(self, entry: _Entry, host: Replica) -> None:
+    def _check(self, entry: _NamedHost, host: Replica) -> None:
         """Raises ConfigError, which gives the reason, if the host cannot be used."""
         limits = host.limits
         if self._router.id in (limits.host_id, *limits.routers):
@@ -267,7 +267,7 @@ class Registry:
                     f"{block_size}; give all the same --block-size."
                 )
 
-    async def _use(self, entry: _Entry, host: Replica) -> None:
+    async def _use(self, entry: _NamedHost, host: Replica) -> None:
         """Uses the host until it is lost, or has finished and gets nothing more.
 
         Raises ConfigError if the router has got hosts with which this one cannot be used, EngineDeadError if the
@@ -303,11 +303,11 @@ class Registry:
             self._block_sizes += Counter()  # drops block sizes that no host has any more
             self._members.remove(host)
 
-    def _is_wanted(self, entry: _Entry, host: Replica) -> bool:
+    def _is_wanted(self, entry: _NamedHost, host: Replica) -> bool:
         is_dismissed = host.limits.host_id in self._dismissed
         return not (entry.unnamed.is_set() or host.is_leaving or is_dismissed)
 
-    def _set_problem(self, entry: _Entry, problem: str) -> None:
+    def _set_problem(self, entry: _NamedHost, problem: str) -> None:
         if problem == entry.problem:
             return
         entry.problem = problem
@@ -316,6 +316,6 @@ class Registry:
             level = logging.INFO if problem in (_LEFT, _DISMISSAL) else logging.WARNING
             _log.log(level, "the host at %s is not used: %s", entry.record.address, problem)
 
-    def _tell_dismissed(self, entry: _Entry, host_id: str) -> None:
+    def _tell_dismissed(self, entry: _NamedHost, host_id: str) -> None:
         record = msgspec.structs.replace(entry.record, host_id=host_id)
         self._discovery.dismiss(record, _DISMISSAL)

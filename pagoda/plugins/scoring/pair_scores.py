@@ -58,7 +58,7 @@ async def score_pairs(
             priority=options.priority,
             cache_salt=options.cache_salt,
             pooling=Pooling.SCORE,
-            second_text=tokens.second,
+            second_text_at=tokens.second,
             client_request=client_request,
         )
         requests += await generator.prepare(tokens.ids, sampling, draft)

@@ -115,7 +115,7 @@ _COMPLETIONS_NAMES = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """Wishes for one prompt."""
 
     token_ids: Sequence[int]
@@ -131,7 +131,7 @@ class Asked:
     with_text: bool
 
 
-def asked_of(body: GenerateBody, prompts: Sequence[Sequence[int]]) -> list[Asked]:
+def asked_of(body: GenerateBody, prompts: Sequence[Sequence[int]]) -> list[PromptRequest]:
     """Wishes of a body for each of its prompts.
     Raises InvalidRequestError: fields do not fit each other; names one."""
     count = len(prompts)
@@ -159,7 +159,7 @@ def asked_of(body: GenerateBody, prompts: Sequence[Sequence[int]]) -> list[Asked
             refuse("logprob_start_len", f"must be below the {len(prompt)} tokens of the prompt")
         sampling, interval = _sampling(given) if shared is None else shared
         found.append(
-            Asked(
+            PromptRequest(
                 prompt,
                 sampling,
                 interval,

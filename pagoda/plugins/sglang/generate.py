@@ -21,7 +21,14 @@ from pagoda.api.sse import DONE, event
 from pagoda.api.timing import times_of
 from pagoda.errors import refuse
 from pagoda.messages.frontend import FinishReason, TokenLogprobs
-from pagoda.plugins.sglang.bodies import NAMES, Asked, GenerateBody, asked_of, is_list, prompts_of
+from pagoda.plugins.sglang.bodies import (
+    NAMES,
+    GenerateBody,
+    PromptRequest,
+    asked_of,
+    is_list,
+    prompts_of,
+)
 from pagoda.text.text_generator import TextDelta, TextRequest
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
@@ -48,7 +55,7 @@ async def generate(context: RequestContext) -> web.StreamResponse:
         rule = f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served"
         refuse("sampling_params.n", rule)
     requests: list[TextRequest] = []
-    asked: list[Asked] = []
+    asked: list[PromptRequest] = []
     param = "text" if body.input_ids is None else "input_ids"
     for one in prompts:
         with renamed({**NAMES, "prompt": param}):
@@ -70,7 +77,7 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
-def _fields(body: GenerateBody, one: Asked, model: str | None, room: int) -> dict[str, Any]:
+def _fields(body: GenerateBody, one: PromptRequest, model: str | None, room: int) -> dict[str, Any]:
     """The body of a completion for one prompt."""
     max_tokens = min(one.sampling["max_tokens"], room - len(one.token_ids))
     scores = one.num_top if one.start >= 0 else None
@@ -98,7 +105,7 @@ class _GenerateAnswer:
     is_complete = False
 
     def __init__(
-        self, generation: Generation, index: int, asked: Asked, *, is_listed: bool
+        self, generation: Generation, index: int, asked: PromptRequest, *, is_listed: bool
     ) -> None:
         self.index = index
         self.first = self

@@ -314,7 +314,7 @@ class SimWorker:
         self._groups = config.kv_groups or (full_group(0, config.block_size),)
         self._num_stages = num_stages
         self._check_kv = check_kv
-        self.slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _SimSlot] = {}
         self.memory: dict[str, dict[Any, Cells]] = {
             "device": {},
             "host": {},
@@ -345,7 +345,7 @@ class SimWorker:
         for start in plan.starts:
             if start.slot in self.slots:
                 raise ValueError(f"Slot {start.slot} is started while it is in use.")
-            self.slots[start.slot] = _Slot(start)
+            self.slots[start.slot] = _SimSlot(start)
         for new in plan.new_blocks:
             self.slots[new.slot].block_ids[new.group].extend(new.block_ids)
         for slot_id, token_id in plan.new_tokens:
@@ -403,7 +403,7 @@ class SimWorker:
         self._step_writes.pop(step, None)
         self._step_reads.pop(step, None)
 
-    def _write(self, step: int, slot: _Slot, count: int) -> None:
+    def _write(self, step: int, slot: _SimSlot, count: int) -> None:
         start = slot.num_computed_tokens
         for group, it in enumerate(self._groups):
             if it.kind is KVKind.STATE and start:
@@ -419,7 +419,7 @@ class SimWorker:
                 cells = self.memory["device"].setdefault(block_id, {})
                 cells[offset] = _content(slot, group, position)
 
-    def _read(self, step: int, slot: _Slot, count: int) -> None:
+    def _read(self, step: int, slot: _SimSlot, count: int) -> None:
         """Looks at all that the last `count` tokens of a slot have read."""
         start, end = slot.num_computed_tokens - count, slot.num_computed_tokens
         for group, it in enumerate(self._groups):
@@ -435,7 +435,7 @@ class SimWorker:
                 if it.kind is not KVKind.STATE or not is_overwritten:
                     self._expect(slot, group, position)
 
-    def _expect(self, slot: _Slot, group: int, position: int) -> None:
+    def _expect(self, slot: _SimSlot, group: int, position: int) -> None:
         block_id, offset = self._cell(slot, group, position)
         cells = self.memory["device"].get(block_id, {})
         if cells.get(offset) != _content(slot, group, position):
@@ -443,7 +443,7 @@ class SimWorker:
                 f"Slot {slot.slot} would read another sequence's KV at position {position}."
             )
 
-    def _cell(self, slot: _Slot, group: int, position: int) -> tuple[int, int]:
+    def _cell(self, slot: _SimSlot, group: int, position: int) -> tuple[int, int]:
         """A block and the place of a token in it; a state has one place, whatever the token."""
         it = self._groups[group]
         block_index, offset = divmod(position, it.block_size)
@@ -499,7 +499,7 @@ class SimWorker:
         return TransferEnd(transfer.transfer_id, transfer.generation, not_copied, error)
 
 
-def _content(slot: _Slot, group: int, position: int) -> tuple[int, ...]:
+def _content(slot: _SimSlot, group: int, position: int) -> tuple[int, ...]:
     """Content of a group's cell behind a position of the sequence."""
     own = slot.token_ids[: position + 1]
     return (-group, *own) if group else tuple(own)
@@ -522,7 +522,7 @@ def _overwritten(place: TransferPlace) -> set[_Place]:
     return set() if isinstance(place, TierBlocks | RemoteBlocks) else set(_places(place))
 
 
-class _Slot:
+class _SimSlot:
     def __init__(self, start: SlotStart) -> None:
         self.token_ids = list(start.token_ids)
         self.slot = start.slot

@@ -17,7 +17,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores
 from pagoda.plugins.trace.merge.merging import merge_into_file
 from pagoda.plugins.trace.page import alongside, page_of, tables_of
-from pagoda.plugins.trace.report.data import Limits, Report, seconds
+from pagoda.plugins.trace.report.data import Report, Roofline, seconds
 from pagoda.plugins.trace.report.reporting import load_trace, report_of
 
 Directories = Annotated[Path, Parameter(name="DIR")]
@@ -80,15 +80,15 @@ def report(
     return 0
 
 
-def _limits(measure: bool, bandwidth: float | None, flops: float | None) -> Limits:
+def _limits(measure: bool, bandwidth: float | None, flops: float | None) -> Roofline:
     """The given rates; bandwidth is measured only if it is not given."""
     bytes_per_s = None if bandwidth is None else bandwidth * 1e9
     if measure and bytes_per_s is None:
         bytes_per_s = measure_read_bandwidth(available_cores()).bytes_per_s
-    return Limits(bytes_per_s, None if flops is None else flops * 1e12)
+    return Roofline(bytes_per_s, None if flops is None else flops * 1e12)
 
 
-def _print(found: Report, limits: Limits) -> None:
+def _print(found: Report, limits: Roofline) -> None:
     console = out.stdout()
     for number, table in enumerate(tables_of(found, limits)):
         console.print(out.table(table.title, table.columns, table.rows))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pagoda.plugins.trace.report.data import Limits, Part, Report, WorkerReport, seconds
+from pagoda.plugins.trace.report.data import Part, Report, Roofline, WorkerReport, seconds
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 
 
-def page_of(report: Report, limits: Limits) -> str:
+def page_of(report: Report, limits: Roofline) -> str:
     """The text of the file. Ids of requests come from clients: everything is escaped."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATE.parent),
@@ -45,7 +45,7 @@ class TextTable:
     """The share of each row, where rows are parts of a whole."""
 
 
-def tables_of(report: Report, limits: Limits) -> list[TextTable]:
+def tables_of(report: Report, limits: Roofline) -> list[TextTable]:
     """All tables that have rows."""
     return [table for table in _tables(report, limits) if table.rows]
 
@@ -59,7 +59,7 @@ def alongside(report: Report) -> str:
     return f"Alongside, the frontend took {seconds(detokenize)} to detokenize and {seconds(write)} to write."
 
 
-def _tables(report: Report, limits: Limits) -> Iterator[TextTable]:
+def _tables(report: Report, limits: Roofline) -> Iterator[TextTable]:
     num_running = sum(it.is_running for it in report.requests)
     running = f", {num_running:,} of them still running" if num_running else ""
     yield _parts(f"{len(report.requests):,} requests{running}", report.parts, len(report.requests))
@@ -95,7 +95,7 @@ def _parts(title: str, parts: Sequence[Part], count: int) -> TextTable:
     )
 
 
-def _operations(worker: WorkerReport, limits: Limits) -> TextTable:
+def _operations(worker: WorkerReport, limits: Roofline) -> TextTable:
     return TextTable(
         f"{worker.name}: operations",
         ("kind", "time", "share", *_rate_columns(limits)),
@@ -112,7 +112,7 @@ def _operations(worker: WorkerReport, limits: Limits) -> TextTable:
     )
 
 
-def _forwards(worker: WorkerReport, limits: Limits) -> TextTable:
+def _forwards(worker: WorkerReport, limits: Roofline) -> TextTable:
     return TextTable(
         f"{worker.name}: forward passes",
         ("steps", "count", "tokens", "each", *_rate_columns(limits)),
@@ -129,7 +129,7 @@ def _forwards(worker: WorkerReport, limits: Limits) -> TextTable:
     )
 
 
-def _rate_columns(limits: Limits) -> Iterable[str]:
+def _rate_columns(limits: Roofline) -> Iterable[str]:
     yield "GB/s"
     if limits.bytes_per_s is not None:
         yield "of limit"
@@ -138,7 +138,9 @@ def _rate_columns(limits: Limits) -> Iterable[str]:
         yield "of limit"
 
 
-def _rates(bytes_per_s: float | None, flops_per_s: float | None, limits: Limits) -> tuple[str, ...]:
+def _rates(
+    bytes_per_s: float | None, flops_per_s: float | None, limits: Roofline
+) -> tuple[str, ...]:
     cells = []
     for rate, limit in ((bytes_per_s, limits.bytes_per_s), (flops_per_s, limits.flops_per_s)):
         cells.append("-" if rate is None else f"{rate / 1e9:,.1f}")

@@ -13,7 +13,7 @@ from aiohttp import web
 from pagoda.api.body import Timeout, convert_body
 from pagoda.api.conversation import begin_conversation
 from pagoda.api.fields import KVTransferParams, StreamOptions, TokenIds, renamed
-from pagoda.api.generation import ANSWER_CHARS, Answer, Generation
+from pagoda.api.generation import ANSWER_CHARS, AnswerShape, Generation
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
@@ -94,7 +94,7 @@ class _TokensShape:
     def __init__(self, generation: Generation, request_id: str) -> None:
         indices = range(len(generation.requests))
         self._answers = [_TokensAnswer(generation, index, request_id) for index in indices]
-        self.answers: Sequence[Answer] = self._answers
+        self.answers: Sequence[AnswerShape] = self._answers
         self._request_id = request_id
 
     def whole(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pagoda.text.tokenizers.gguf_vocabulary import (
     SCORES,
     SPACE_MARK,
     UNKNOWN,
-    Vocabulary,
+    GGUFVocabulary,
 )
 
 CHARS_MAP = "tokenizer.ggml.precompiled_charsmap"
@@ -23,7 +23,7 @@ _CONTINUES = "##"
 _CAPITAL = re.compile("[A-Z]")
 
 
-def wordpiece(vocabulary: Vocabulary) -> Tokenizer:
+def wordpiece(vocabulary: GGUFVocabulary) -> Tokenizer:
     """The tokenizer of BERT; a text stands between CLS and SEP, and a second one is behind with types of 1.
 
     Files mark beginnings of words where BERT marks what continues them. They do not say whether texts become lower
@@ -56,7 +56,7 @@ def _marked(token: str) -> str:
     return token.removeprefix(SPACE_MARK) if begins else f"{_CONTINUES}{token}"
 
 
-def unigram(vocabulary: Vocabulary) -> Tokenizer:
+def unigram(vocabulary: GGUFVocabulary) -> Tokenizer:
     """The tokenizer of XLM-RoBERTa: SentencePiece with the likeliest of all cuts (Kudo 2018).
     Raises ConfigError: a token has no score."""
     metadata = vocabulary.metadata

@@ -29,7 +29,7 @@ from pagoda.text.tokenizers.gguf_vocabulary import (
     SPACE_MARK,
     UNKNOWN,
     USER_DEFINED,
-    Vocabulary,
+    GGUFVocabulary,
 )
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
@@ -128,7 +128,7 @@ _SPLITS = {
 }
 
 
-def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def build_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     """Raises ConfigError: a key is missing or wrong, or the tokenizer is of a kind that Pagoda does not know."""
     metadata = vocabulary.metadata
     try:
@@ -143,7 +143,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         ) from None
 
 
-def _backend(vocabulary: Vocabulary) -> Backend:
+def _backend(vocabulary: GGUFVocabulary) -> Backend:
     metadata = vocabulary.metadata
     kind, begins, ends = metadata.text(MODEL), True, False
     if kind == "gpt2":
@@ -179,7 +179,7 @@ def _split(metadata: Fields) -> _Split:
     return split
 
 
-def _byte_level(vocabulary: Vocabulary, split: _Split) -> Backend:
+def _byte_level(vocabulary: GGUFVocabulary, split: _Split) -> Backend:
     model = BPE(
         vocab=vocabulary.ids, merges=_merges(vocabulary.metadata), ignore_merges=split.words_first
     )
@@ -193,7 +193,7 @@ def _byte_level(vocabulary: Vocabulary, split: _Split) -> Backend:
     return backend
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Backend:
+def _sentencepiece(vocabulary: GGUFVocabulary) -> Backend:
     metadata = vocabulary.metadata
     merges = _merges(metadata) if MERGES in metadata else _merges_by_score(vocabulary)
     unknown = vocabulary.named(UNKNOWN)
@@ -229,7 +229,7 @@ def _merges(metadata: Fields) -> list[tuple[str, str]]:
     return pairs
 
 
-def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """All pairs that make a token, those of the highest score first.
 
     SentencePiece always merges the pair whose token has the highest score (Kudo and Richardson 2018).

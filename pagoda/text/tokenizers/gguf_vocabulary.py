@@ -45,7 +45,7 @@ _END_TOKENS = (
 """Control tokens that end an answer. A file names one end token, where generation_config.json names them all."""
 
 
-class Vocabulary:
+class GGUFVocabulary:
     def __init__(self, metadata: Fields) -> None:
         """Raises ConfigError: a key is missing or wrong."""
         self.metadata = metadata

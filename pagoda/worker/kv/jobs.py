@@ -13,7 +13,7 @@ from contextlib import suppress
 from queue import Empty, PriorityQueue
 from typing import Generic, TypeVar
 
-from pagoda.backend.kv_store import DONE, Event
+from pagoda.backend.kv_store import DONE, DeviceEvent
 from pagoda.messages.transfers import (
     DeviceBlocks,
     HostSlots,
@@ -140,19 +140,21 @@ class Jobs:
             self._ends.clear()
         return ended
 
-    def step_done(self, step: int, computed: Event = DONE) -> None:
+    def step_done(self, step: int, computed: DeviceEvent = DONE) -> None:
         """A step has been executed, whose KV is in the cache when `computed` is done."""
         with self.changed:
             self._executed, self._computed = step, computed
             self.changed.notify_all()
 
     @property
-    def computed(self) -> Event:
+    def computed(self) -> DeviceEvent:
         """The event behind which KV of all steps that have been executed is in the cache, and none uses it."""
         with self.changed:
             return self._computed
 
-    def wait_for_step(self, step: int, is_over: Callable[[], bool] = lambda: False) -> Event | None:
+    def wait_for_step(
+        self, step: int, is_over: Callable[[], bool] = lambda: False
+    ) -> DeviceEvent | None:
         """Waits until a step has been executed; None if the wait ended without that.
 
         No step uses its blocks behind the event. Whoever makes `is_over` true notifies `changed`.
@@ -161,7 +163,7 @@ class Jobs:
             self.changed.wait_for(lambda: self._executed >= step or self.is_closed or is_over())
             return self._computed if self._executed >= step else None
 
-    def await_step(self, step: int) -> Event:
+    def await_step(self, step: int) -> DeviceEvent:
         """Waits for a step; behind the event, no step up to it uses the blocks any more.
 
         Raises CopyError if the worker ends first.

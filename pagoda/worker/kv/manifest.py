@@ -10,10 +10,10 @@ import msgspec
 from pagoda.backend.kv_store import KVStore
 from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.messages.kv_groups import KVGroup
-from pagoda.worker.loading import WorkerPlan
+from pagoda.worker.loading import WorkerMemoryPlan
 
 
-def kv_digest(plan: WorkerPlan, store: KVStore) -> str:
+def kv_digest(plan: WorkerMemoryPlan, store: KVStore) -> str:
     """SHA-256 of all that engines must agree on to use each other's KV, in hex.
 
     That is what a block of one head is, of which layers of which model. Into how many ranks the model is cut does
@@ -33,13 +33,13 @@ def kv_digest(plan: WorkerPlan, store: KVStore) -> str:
     return hashlib.sha256(msgspec.json.encode(agreed)).hexdigest()
 
 
-def agreed_groups(plan: WorkerPlan) -> tuple[KVGroup, ...]:
+def agreed_groups(plan: WorkerMemoryPlan) -> tuple[KVGroup, ...]:
     """The groups of the model, unless a block is of all its layers and keeps all."""
     groups = plan.kv_groups
     return () if len(groups) == 1 and groups[0].keeps_all else groups
 
 
-def model_digest(plan: WorkerPlan) -> str:
+def model_digest(plan: WorkerMemoryPlan) -> str:
     """Digest of the weights, in hex. Raises ConfigError if the model's files cannot be read."""
     config = plan.config
     digest = weights_digest(config.model, config.load_format, config.seed)
@@ -48,6 +48,6 @@ def model_digest(plan: WorkerPlan) -> str:
     return hashlib.sha256(f"{digest} long".encode()).hexdigest()
 
 
-def quantization_name(plan: WorkerPlan) -> str:
+def quantization_name(plan: WorkerMemoryPlan) -> str:
     """Name of the rounding of weights; `none` without it."""
     return "none" if plan.quantization is None else plan.quantization.summary

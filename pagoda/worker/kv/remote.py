@@ -10,7 +10,7 @@ from pagoda.faults.injector import Faults
 from pagoda.messages.transfers import KVPeer, RemoteBlocks, Transfer
 from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.jobs import Jobs
-from pagoda.worker.loading import LoadedWorker, WorkerPlan
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
 
 
 class Fetcher(Protocol):
@@ -49,6 +49,6 @@ class RemoteMemory(Protocol):
         """Ends exports: reads of others that have not ended fail."""
 
 
-OpenRemoteMemory = Callable[[WorkerPlan, LoadedWorker, Faults | None], RemoteMemory]
+OpenRemoteMemory = Callable[[WorkerMemoryPlan, LoadedWorker, Faults | None], RemoteMemory]
 """Opens what a configuration with `kv_handoff` asks for; the faults are those of this process.
 Raises ConfigError: no transport works here."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagoda.backend.base import KVCache, LatentCache, Memory, NewTensor
     from pagoda.backend.kv_store import KVStore
     from pagoda.messages.worker_config import WorkerConfig
-    from pagoda.worker.loading import WorkerPlan
+    from pagoda.worker.loading import WorkerMemoryPlan
 
 _TENSORS_PER_LAYER = 4
 """Tensors of a layer's KV cache, at most."""
@@ -34,7 +34,7 @@ def share_of(memory: Memory, config: WorkerConfig) -> int:
     return free // config.workers_on_host
 
 
-def planned_blocks(plan: WorkerPlan) -> int:
+def planned_blocks(plan: WorkerMemoryPlan) -> int:
     """Blocks that there would be room for by the plan alone, made before anything is loaded.
 
     Raises ConfigError: the model does not fit.
@@ -47,7 +47,7 @@ def planned_blocks(plan: WorkerPlan) -> int:
     return _blocks(plan, plan.weight_bytes, plan.step_bytes, plan.available_bytes)
 
 
-def measured_blocks(plan: WorkerPlan, taken_bytes: int, step_bytes: int) -> int:
+def measured_blocks(plan: WorkerMemoryPlan, taken_bytes: int, step_bytes: int) -> int:
     """Blocks that there is room for beside the weights, which took so many bytes, and the largest step.
 
     What others have taken meanwhile is not there. Weights that are mapped from files are taken as they are read,
@@ -60,7 +60,7 @@ def measured_blocks(plan: WorkerPlan, taken_bytes: int, step_bytes: int) -> int:
 
 
 def allocate_kv(
-    plan: WorkerPlan, num_blocks: int
+    plan: WorkerMemoryPlan, num_blocks: int
 ) -> tuple[Sequence[KVCache | LatentCache], KVStore]:
     """The caches of all places, and their store."""
     num_places = 1 + max(place for _, place in plan.layer_places)
@@ -77,7 +77,9 @@ def allocate_kv(
     return open_kv(plan.backend, allocate, open_allocation)
 
 
-def _blocks(plan: WorkerPlan, weight_bytes: int, step_bytes: int, available_bytes: int) -> int:
+def _blocks(
+    plan: WorkerMemoryPlan, weight_bytes: int, step_bytes: int, available_bytes: int
+) -> int:
     config = plan.config
     if config.kept_blocks is not None:
         return config.kept_blocks
@@ -95,7 +97,7 @@ def _blocks(plan: WorkerPlan, weight_bytes: int, step_bytes: int, available_byte
 
 
 def _left(
-    plan: WorkerPlan,
+    plan: WorkerMemoryPlan,
     config: WorkerConfig,
     weight_bytes: int,
     step_bytes: int,
@@ -115,5 +117,5 @@ def _left(
     )
 
 
-def _batch_bytes(plan: WorkerPlan) -> int:
+def _batch_bytes(plan: WorkerMemoryPlan) -> int:
     return input_batch_bytes(plan.config.max_num_seqs, plan.max_model_len, plan.block_sizes)

@@ -11,7 +11,7 @@ from typing import Any
 from pagoda.backend.base import Backend, KVCache, LatentCache, NewTensor, new_tensor
 from pagoda.backend.kv_store import (
     DONE,
-    Event,
+    DeviceEvent,
     KVOnDevice,
     KVStore,
     OpenPages,
@@ -62,36 +62,36 @@ class HostKVStore:
             for address, tensor in zip(self.addresses, self.tensors, strict=True)
         ]
 
-    def computed(self) -> Event:
+    def computed(self) -> DeviceEvent:
         return DONE
 
     def read(
-        self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], into: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         after.wait()
         for inside, outside, num_bytes in self._of_blocks(block_ids, into):
             ctypes.memmove(outside, inside, num_bytes)
         return DONE
 
     def write(
-        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         after.wait()
         for inside, outside, num_bytes in self._of_blocks(block_ids, sources):
             ctypes.memmove(inside, outside, num_bytes)
         return DONE
 
     def read_extents(
-        self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], into: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         after.wait()
         for inside, outside, num_bytes in self._of_extents(extents, into):
             ctypes.memmove(outside, inside, num_bytes)
         return DONE
 
     def write_extents(
-        self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], source: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         after.wait()
         for inside, outside, num_bytes in self._of_extents(extents, source):
             ctypes.memmove(inside, outside, num_bytes)

@@ -39,7 +39,7 @@ _ROW = "kv transfers"
 _log = logging.getLogger(__name__)
 
 
-class _UnderWay(NamedTuple):
+class _TracedTransfer(NamedTuple):
     row: int
     began: int
     args: Args
@@ -53,7 +53,7 @@ class TransferSpans:
         self._tracer = tracer
         self._block_bytes = block_bytes
         self._group_bytes = group_bytes
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _TracedTransfer] = {}
         self._free_rows: list[int] = []
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
@@ -68,7 +68,7 @@ class TransferSpans:
                 "target": _name(transfer.target),
                 "bytes": num_blocks(transfer) * self._bytes_each(transfer),
             }
-            self._under_way[transfer.transfer_id] = _UnderWay(row, began, args)
+            self._under_way[transfer.transfer_id] = _TracedTransfer(row, began, args)
 
     def _bytes_each(self, transfer: Transfer) -> int:
         source = transfer.source

@@ -31,7 +31,7 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.remote import RemoteMemory
-from pagoda.worker.loading import LoadedWorker, WorkerPlan
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
 
 _Task = tuple[Job, range]
 """Some blocks of a job, by their indices there."""
@@ -55,7 +55,9 @@ class KVTiers:
         )
 
 
-def open_tiers(plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None = None) -> KVTiers:
+def open_tiers(
+    plan: WorkerMemoryPlan, loaded: LoadedWorker, faults: Faults | None = None
+) -> KVTiers:
     """The tiers that the configuration asks for; `faults` are those of this process.
 
     Raises ConfigError if the place of one cannot be used.

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.cli.answer import Outcome
+from pagoda.cli.answer import RequestTimes
 from pagoda.errors import ConfigError
 from pagoda.plugins.bench.metrics import parse_goal, summarize
 
 
-def _outcome(sent: float, *events: float, tokens: int | None = None) -> Outcome:
-    return Outcome(
+def _outcome(sent: float, *events: float, tokens: int | None = None) -> RequestTimes:
+    return RequestTimes(
         sent_s=sent,
         ended_s=events[-1],
         event_times_s=events,
@@ -37,8 +37,8 @@ def test_tpot_counts_tokens_rather_than_events() -> None:
 def test_report_counts_failures_apart() -> None:
     outcomes = [
         _outcome(0.0, 1.0, 2.0),
-        Outcome(0.0, 0.1, error="boom"),
-        Outcome(0.0, 0.2, error="boom"),
+        RequestTimes(0.0, 0.1, error="boom"),
+        RequestTimes(0.0, 0.2, error="boom"),
     ]
     report = summarize(outcomes, 2.0, None)
     assert summarize(outcomes[1:], 2.0, None).ttft_ms.mean is None, "not 0: none was measured"
@@ -60,11 +60,11 @@ def test_report_counts_failures_apart() -> None:
         ("ttft:600 tpot:200", _outcome(0.0, 0.7), False),
         ("e2el:3000", _outcome(0.0, 0.5, 2.9), True),
         ("e2e:3000", _outcome(0.0, 0.5, 3.1), False),
-        *((f"{name}:1000", Outcome(0.0, 0.1), False) for name in ("ttft", "tpot", "e2e")),
-        ("e2e:1000", Outcome(0.0, 0.1, error="boom"), False),
+        *((f"{name}:1000", RequestTimes(0.0, 0.1), False) for name in ("ttft", "tpot", "e2e")),
+        ("e2e:1000", RequestTimes(0.0, 0.1, error="boom"), False),
     ],
 )
-def test_goodput_needs_every_limit(words: str, outcome: Outcome, is_good: bool) -> None:
+def test_goodput_needs_every_limit(words: str, outcome: RequestTimes, is_good: bool) -> None:
     report = summarize([outcome], 1.0, parse_goal(words.split()))
     assert report.goodput == float(is_good)
 
@@ -79,7 +79,7 @@ def test_a_bad_goal_is_refused(word: str) -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
 def test_percentiles_agree_with_numpy(values: list[float]) -> None:
-    outcomes = [Outcome(0.0, value) for value in values]
+    outcomes = [RequestTimes(0.0, value) for value in values]
     found = summarize(outcomes, 1.0, None).e2e_ms
     expected = numpy.quantile(values, (0.5, 0.9, 0.99)) * 1000
     assert (found.median, found.p90, found.p99) == pytest.approx(

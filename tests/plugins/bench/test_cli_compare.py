@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pagoda.cli.answer import Outcome
+from pagoda.cli.answer import RequestTimes
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.errors import ConfigError
 from pagoda.plugins.bench.compare import (
@@ -151,7 +151,7 @@ async def test_a_server_that_refuses_is_named_before_the_load_and_counted_in_it(
 
 def test_medians_are_of_the_runs_of_a_server() -> None:
     def run(duration_s: float) -> Measured:
-        outcome = Outcome(0.0, duration_s, [1.0, duration_s], prompt_tokens=5, output_tokens=2)
+        outcome = RequestTimes(0.0, duration_s, [1.0, duration_s], prompt_tokens=5, output_tokens=2)
         return Measured("u", 1, summarize([outcome], duration_s, None), [(5, 2)])
 
     figures = medians([run(2.0), run(4.0), run(10.0)])

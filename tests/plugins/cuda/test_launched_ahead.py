@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from counting import CountingDevice
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def _run(
         for slot, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
     ]
     results, were_computed = [], []
-    under_way: deque[tuple[Ticket[StepResult], Event | None]] = deque()
+    under_way: deque[tuple[Ticket[StepResult], DeviceEvent | None]] = deque()
     for step, shares in enumerate(SHARES):
         ticket = runner.submit(StepPlan(step, [0, 1], [*shares], starts if step == 0 else []))
         under_way.append((ticket, ticket.launch()))

@@ -16,8 +16,8 @@ from torch import Tensor
 from pagoda.backend.base import (
     Backend,
     DeviceLostError,
+    FutureTokens,
     KVCache,
-    LateRows,
     StepInput,
     TokenBatch,
 )
@@ -29,9 +29,9 @@ from pagoda.plugins.backend_check.subject import batch_of_spans, random_tensor
 from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.plugins.cuda.backend import GpuBackend
 from pagoda.plugins.cuda.emulation import GRAPH_BYTES, EmulatedStream
-from pagoda.plugins.cuda.places import MOST_CAPTURED, padded_size
 from pagoda.plugins.cuda.program import MOST_GRAPHS
 from pagoda.plugins.cuda.runtime import Work
+from pagoda.plugins.cuda.slot_mapping import MOST_CAPTURED, padded_size
 from pagoda.telemetry.tracer import Tracer
 
 HEADS, DIM, WIDTH, VOCAB = 2, 16, 32, 40
@@ -54,7 +54,7 @@ class Model:
     compiled: Any
 
     def step(
-        self, batch: TokenBatch, token_ids: Tensor, late: Sequence[LateRows] = ()
+        self, batch: TokenBatch, token_ids: Tensor, future_tokens: Sequence[FutureTokens] = ()
     ) -> StepInput[Any]:
         tensors = {
             "token_ids": token_ids,
@@ -62,7 +62,7 @@ class Model:
             "rows": torch.arange(len(token_ids)),
         }
         metadata = self.backend.attention_metadata(batch, HEADS, self.cache)
-        return StepInput(tensors, {0: metadata}, late)
+        return StepInput(tensors, {0: metadata}, future_tokens)
 
     def run(self, batch: TokenBatch, token_ids: Tensor, *results: str) -> list[Tensor]:
         return list(self.compiled(self.step(batch, token_ids), results or ("last",)))
@@ -210,8 +210,8 @@ def test_a_step_takes_tokens_that_only_the_device_knows() -> None:
         (found,) = model.compiled(StepInput({"last": last}), ["argmax"])
         underway = model.backend.launch_read(found)
         after = batch_of_spans([(5, 1, [3]), (1, 1, [1]), (18, 1, [5, 2])])
-        late = LateRows([2, 0], underway.token_ids, [0, 1])
-        step = model.step(after, torch.tensor([0, 11, 0]), [late])
+        future_tokens = FutureTokens([2, 0], underway.token_ids, [0, 1])
+        step = model.step(after, torch.tensor([0, 11, 0]), [future_tokens])
         (own,) = model.compiled(step, ["last"])
         assert not model.backend.launched().done
         tokens = underway.read()[:, 0]

@@ -49,7 +49,7 @@ def _results(worker: loading.LoadedWorker) -> list[StepResult]:
 def test_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts of ranks meet behind steps that sample nothing, and tell each other tokens behind others."""
 
-    def plan(backend: Any, config: WorkerConfig) -> loading.WorkerPlan:
+    def plan(backend: Any, config: WorkerConfig) -> loading.WorkerMemoryPlan:
         monkeypatch.setattr(loading, "choose_backend", lambda *_: (backend, "test"))
         return loading.plan_worker(config)
 

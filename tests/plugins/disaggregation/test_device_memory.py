@@ -12,7 +12,7 @@ from transport_rig import SECRET, SIZES, Memory, make, read, soon
 from pagoda.errors import TransportError
 from pagoda.kv.memory import DeviceMemory, Extent
 from pagoda.plugins.disaggregation.transport import tcp
-from pagoda.plugins.disaggregation.transport.base import Access, MemoryLink, Span
+from pagoda.plugins.disaggregation.transport.base import Access, MemoryLink, MemorySpan
 from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 
 
@@ -51,9 +51,9 @@ def test_bytes_come_in_copies_of_limited_size(
     device = Device(theirs)
     with device.linked(ours, encrypts=encrypts) as link:
         spans = [
-            Span(2, 7, 2500, ours.address(2, 100)),
-            Span(0, 1, 3, ours.address(1)),
-            Span(1, 5, 600, ours.address(0, 50)),
+            MemorySpan(2, 7, 2500, ours.address(2, 100)),
+            MemorySpan(0, 1, 3, ours.address(1)),
+            MemorySpan(1, 5, 600, ours.address(0, 50)),
         ]
         read(link, *spans)
         assert ours.bytes_of(2, 100, 2500) == theirs.bytes_of(2, 7, 2500)
@@ -69,14 +69,17 @@ def test_a_copy_that_fails_ends_the_read() -> None:
     with device.linked(ours) as link:
         device.is_broken = True
         with pytest.raises(TransportError, match="closed"):
-            read(link, Span(0, 0, 100, ours.address(0)))
+            read(link, MemorySpan(0, 0, 100, ours.address(0)))
 
 
 def test_bytes_beyond_a_region_are_not_copied() -> None:
     ours = Memory(2)
     device = Device(Memory(1))
     with device.linked(ours) as link:
-        for span in (Span(3, 0, 1, ours.address(0)), Span(1, SIZES[1] - 9, 10, ours.address(0))):
+        for span in (
+            MemorySpan(3, 0, 1, ours.address(0)),
+            MemorySpan(1, SIZES[1] - 9, 10, ours.address(0)),
+        ):
             with pytest.raises(TransportError, match=r"closed|reset"):
                 read(link, span)
         assert device.batches == []

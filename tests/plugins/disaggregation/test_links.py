@@ -17,7 +17,7 @@ from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.plugins.disaggregation.hooks import HandoffLinks, open_links
-from pagoda.plugins.disaggregation.links import Listener, PeerLost, Peers
+from pagoda.plugins.disaggregation.links import KVListener, PeerLost, Peers
 from pagoda.plugins.disaggregation.messages import (
     DecodeMessage,
     KVBlocks,
@@ -43,11 +43,11 @@ def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> HandoffLinks:
     return open_links(HandoffConfig(role=role, host="127.0.0.1", port=port, keys=keys), replica=0)
 
 
-def until_readable(link: Listener | Peers) -> None:
+def until_readable(link: KVListener | Peers) -> None:
     assert zmq.zmq_poll([(it, zmq.POLLIN) for it in link.pollables()], TIMEOUT_MS), "nothing comes"
 
 
-def asked(listener: Listener) -> list[tuple[bytes, DecodeMessage]]:
+def asked(listener: KVListener) -> list[tuple[bytes, DecodeMessage]]:
     until_readable(listener)
     return listener.receive()
 
@@ -71,7 +71,7 @@ def assert_lost(peers: Peers, address: str, reason: str) -> None:
 
 
 @contextmanager
-def listening(port: int = 0) -> Iterator[Listener]:
+def listening(port: int = 0) -> Iterator[KVListener]:
     """The side that is asked."""
     with closing(links_of(Role.PREFILL, port=port)) as links:
         assert links.listener is not None
@@ -88,12 +88,12 @@ def asking(keys: CurveKeys = KEYS) -> Iterator[Peers]:
         yield links.peers
 
 
-def port_of(listener: Listener) -> int:
+def port_of(listener: KVListener) -> int:
     return int(listener.address.rpartition(":")[2])
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener() -> Iterator[KVListener]:
     with listening() as listener:
         yield listener
 
@@ -104,7 +104,7 @@ def peers() -> Iterator[Peers]:
         yield peers
 
 
-def test_both_sides_speak(listener: Listener, peers: Peers) -> None:
+def test_both_sides_speak(listener: KVListener, peers: Peers) -> None:
     peers.send(listener.address, KVHello(digest="d"))
     ((who, message),) = asked(listener)
     assert message == KVHello(digest="d")
@@ -131,7 +131,7 @@ def test_both_sides_speak(listener: Listener, peers: Peers) -> None:
     ids=["another secret", "the door's key, and another of its own"],
 )
 def test_who_has_another_secret_is_not_heard(
-    listener: Listener, keys: CurveKeys, reason: str
+    listener: KVListener, keys: CurveKeys, reason: str
 ) -> None:
     with asking(keys) as stranger:
         stranger.send(listener.address, KVRelease(["t"]))
@@ -140,7 +140,7 @@ def test_who_has_another_secret_is_not_heard(
 
 
 def test_garbage_at_the_door_is_passed_over(
-    listener: Listener, peers: Peers, caplog: pytest.LogCaptureFixture
+    listener: KVListener, peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.DEALER) as socket:
@@ -202,13 +202,13 @@ def test_one_that_ends_is_noticed_and_its_successor_is_another(peers: Peers) -> 
         assert message == KVHello(digest="again"), "nothing that was meant for the first"
 
 
-def test_last_words_go_out(listener: Listener) -> None:
+def test_last_words_go_out(listener: KVListener) -> None:
     with asking() as peers:
         peers.send(listener.address, KVRelease(["t"]))
     assert [message for _, message in asked(listener)] == [KVRelease(["t"])]
 
 
-def test_a_word_to_who_is_gone_is_lost(listener: Listener, peers: Peers) -> None:
+def test_a_word_to_who_is_gone_is_lost(listener: KVListener, peers: Peers) -> None:
     peers.send(listener.address, KVHello(digest="d"))
     ((who, _),) = asked(listener)
     peers.hang_up(listener.address)
@@ -218,7 +218,7 @@ def test_a_word_to_who_is_gone_is_lost(listener: Listener, peers: Peers) -> None
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_port_that_is_taken_is_refused_in_a_sentence(listener: Listener, replica: int) -> None:
+def test_a_port_that_is_taken_is_refused_in_a_sentence(listener: KVListener, replica: int) -> None:
     """Each replica of a host has a port of its own."""
     port = port_of(listener) - replica
     config = HandoffConfig(role=Role.BOTH, host="127.0.0.1", port=port, keys=KEYS)

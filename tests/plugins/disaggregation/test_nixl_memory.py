@@ -20,7 +20,7 @@ from transport_rig import SECRET, SIZES, Memory, read, soon
 from pagoda.errors import TransportError
 from pagoda.kv.memory import DeviceMemory, DirectMemory, MemoryKind
 from pagoda.plugins.disaggregation.transport import nixl
-from pagoda.plugins.disaggregation.transport.base import Access, Span
+from pagoda.plugins.disaggregation.transport.base import Access, MemorySpan
 from pagoda.plugins.disaggregation.transport.nixl import NixlDescriptor, NixlTransport
 
 ACCESS = Access("127.0.0.1", SECRET)
@@ -76,8 +76,8 @@ def test_memory_of_any_kind_is_read_into_any_other(
     assert list(link.own_regions) == list(ours.memory.own.regions)
     read(
         link,
-        Span(0, 100, 4096, ours.memory.address(0, 50)),
-        Span(2, 9, 2**20, ours.memory.address(2, 7)),
+        MemorySpan(0, 100, 4096, ours.memory.address(0, 50)),
+        MemorySpan(2, 9, 2**20, ours.memory.address(2, 7)),
     )
     assert ours.memory.bytes_of(0, 50, 4096) == theirs.memory.bytes_of(0, 100, 4096)
     assert ours.memory.bytes_of(2, 7, 2**20) == theirs.memory.bytes_of(2, 9, 2**20)
@@ -132,7 +132,7 @@ def test_a_descriptor_that_names_no_kind_is_of_host_memory() -> None:
     fields = msgspec.msgpack.decode(exported.descriptor)
     del fields["kind"], fields["device"]
     link = ours.open().connect(msgspec.msgpack.encode(fields), soon())
-    read(link, Span(0, 0, 8, ours.memory.address(0)))
+    read(link, MemorySpan(0, 0, 8, ours.memory.address(0)))
     assert ours.memory.bytes_of(0, 0, 8) == theirs.memory.bytes_of(0, 0, 8)
     link.close()
     exported.close()

@@ -25,7 +25,7 @@ import pytest
 from pagoda.errors import TransportError
 from pagoda.kv.memory import DirectMemory, Region
 from pagoda.plugins.disaggregation.transport import mooncake, nixl
-from pagoda.plugins.disaggregation.transport.base import Span
+from pagoda.plugins.disaggregation.transport.base import MemorySpan
 from pagoda.plugins.disaggregation.transport.mooncake import MooncakeDescriptor, MooncakeLink
 from pagoda.plugins.disaggregation.transport.nixl import NixlDescriptor, NixlLink
 from pagoda.plugins.disaggregation.transport.remote_memory import BatchedLink
@@ -51,7 +51,7 @@ class Link(BatchedLink):
         self.num_releases += 1
 
     def read_some(self) -> None:
-        self.read([Span(0, 0, 8, 0)], time.monotonic() + FAR)
+        self.read([MemorySpan(0, 0, 8, 0)], time.monotonic() + FAR)
 
 
 def test_the_last_who_reads_lets_go_and_only_once() -> None:
@@ -123,7 +123,7 @@ def test_closing_a_link_of_nixl(ends: bool, monkeypatch: pytest.MonkeyPatch) -> 
     memory = DirectMemory((REGION,), "DRAM", 0, lambda: None)
     link = NixlLink(library, memory, descriptor, time.monotonic() + FAR, abandoned)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
+        reading = pool.submit(link.read, [MemorySpan(0, 0, 8, 0)], time.monotonic() + FAR)
         assert agent.begun.wait(20)
         link.close()
         if ends:
@@ -164,7 +164,7 @@ def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
     descriptor = msgspec.msgpack.encode(MooncakeDescriptor("host:1", [REGION]))
     link = MooncakeLink(engine, descriptor, abandoned)
     target = ctypes.create_string_buffer(8)
-    span = Span(0, 0, 8, ctypes.addressof(target))
+    span = MemorySpan(0, 0, 8, ctypes.addressof(target))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(link.read, [span], time.monotonic() + FAR)
         assert engine.begun.wait(20)

@@ -19,7 +19,7 @@ from transport_rig import SECRET, House, make, read, soon
 
 from pagoda.errors import TransportError
 from pagoda.plugins.disaggregation.transport import stream_server, tcp
-from pagoda.plugins.disaggregation.transport.base import Span
+from pagoda.plugins.disaggregation.transport.base import MemorySpan
 from pagoda.plugins.disaggregation.transport.proof import Prover
 from pagoda.plugins.disaggregation.transport.shm import ShmDescriptor
 from pagoda.plugins.disaggregation.transport.tcp import TcpDescriptor
@@ -315,7 +315,7 @@ def eavesdropper(port: int) -> Iterator[tuple[int, bytearray]]:
 def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: Door, encrypts: bool) -> None:
     with eavesdropper(tcp_house.tcp.port) as (port, heard):
         link = make("tcp", tcp_house.ours, encrypts=encrypts).connect(tcp_house.at(port), soon())
-        read(link, Span(0, 0, 10_000, tcp_house.ours.address(0)))
+        read(link, MemorySpan(0, 0, 10_000, tcp_house.ours.address(0)))
         link.close()
     wanted = tcp_house.theirs.bytes_of(0, 0, 10_000)
     assert tcp_house.ours.bytes_of(0, 0, 10_000) == wanted

@@ -16,7 +16,7 @@ from transport_rig import SIZES, House, Memory, make, read, soon
 
 from pagoda.errors import TransportError
 from pagoda.plugins.disaggregation.transport import tcp
-from pagoda.plugins.disaggregation.transport.base import Span
+from pagoda.plugins.disaggregation.transport.base import MemorySpan
 
 TESTED = os.environ.get("PAGODA_TEST_TRANSPORT", "shm;tcp;tcp, encrypted").split(";")
 
@@ -37,9 +37,9 @@ def test_spans_go_where_they_belong(house: House) -> None:
     before = [ours.bytes_of(region, 0, size) for region, size in enumerate(SIZES)]
     read(
         house.link,
-        Span(0, 100, 4096, ours.address(0, 50)),
-        Span(2, 0, 2**20, ours.address(2, 7)),
-        Span(1, 2**14 - 1, 1, ours.address(1, 0)),
+        MemorySpan(0, 100, 4096, ours.address(0, 50)),
+        MemorySpan(2, 0, 2**20, ours.address(2, 7)),
+        MemorySpan(1, 2**14 - 1, 1, ours.address(1, 0)),
     )
     assert ours.bytes_of(0, 50, 4096) == theirs.bytes_of(0, 100, 4096)
     assert ours.bytes_of(2, 7, 2**20) == theirs.bytes_of(2, 0, 2**20)
@@ -58,7 +58,7 @@ def test_what_is_written_later_is_read_later(house: House) -> None:
 def test_many_small_spans(house: House) -> None:
     rng = random.Random(3)
     places = [(rng.randrange(0, 2**20 - 100), 100 * index) for index in range(10_000)]
-    read(house.link, *(Span(0, start, 99, house.ours.address(2, at)) for start, at in places))
+    read(house.link, *(MemorySpan(0, start, 99, house.ours.address(2, at)) for start, at in places))
     for start, at in places:
         assert house.ours.bytes_of(2, at, 99) == house.theirs.bytes_of(0, start, 99)
 
@@ -78,7 +78,7 @@ def test_several_threads_read_by_one_link(house: House) -> None:
     def work(index: int) -> None:
         for turn in range(20):
             offset = 1000 * index + turn
-            read(link, Span(0, offset, 900, ours.address(0, 1000 * index)))
+            read(link, MemorySpan(0, offset, 900, ours.address(0, 1000 * index)))
             assert ours.bytes_of(0, 1000 * index, 900) == theirs.bytes_of(0, offset, 900)
 
     with ThreadPoolExecutor(6) as pool:
@@ -100,7 +100,7 @@ BEYOND = [(3, 0, 1), (0, 2**20, 1), (0, 2**20 - 1, 2), (1, 0, 2**14 + 1), (0, 2*
 def test_nothing_else_of_the_process_is_read(house: House) -> None:
     for region, offset, count in BEYOND:
         with pytest.raises(TransportError):
-            read(house.link, Span(region, offset, count, house.ours.address(2)))
+            read(house.link, MemorySpan(region, offset, count, house.ours.address(2)))
     house.check()
 
 

@@ -15,9 +15,9 @@ from pagoda.kv.memory import MemoryFile, OwnMemory, Region
 from pagoda.plugins.disaggregation.transport.base import (
     Access,
     ExportedMemory,
+    KVTransport,
     MemoryLink,
-    Span,
-    Transport,
+    MemorySpan,
 )
 from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 
@@ -54,7 +54,9 @@ class Memory:
         os.close(self.descriptor)
 
 
-def make(name: str, memory: Memory, secret: bytes = SECRET, *, encrypts: bool = False) -> Transport:
+def make(
+    name: str, memory: Memory, secret: bytes = SECRET, *, encrypts: bool = False
+) -> KVTransport:
     return TRANSPORTS[name](memory.own, Access("127.0.0.1", secret, encrypts))
 
 
@@ -62,7 +64,7 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
-def read(link: MemoryLink, *spans: Span) -> None:
+def read(link: MemoryLink, *spans: MemorySpan) -> None:
     link.read(spans, soon())
 
 
@@ -74,7 +76,7 @@ class House:
         self.theirs, self.ours = Memory(1), Memory(2)
         self.transport = make(name, self.ours)
         self.exported: ExportedMemory = make(name, self.theirs, encrypts=encrypts).export()
-        self.whole = Span(2, 0, SIZES[2], self.ours.address(2))
+        self.whole = MemorySpan(2, 0, SIZES[2], self.ours.address(2))
         """The largest region."""
         self._links: list[MemoryLink] = []
 
@@ -92,7 +94,7 @@ class House:
     ) -> None:
         """Reads some bytes; by default by a new link, which is closed."""
         by = link or self.connect()
-        read(by, Span(0, offset, 100, self.ours.address(0)))
+        read(by, MemorySpan(0, offset, 100, self.ours.address(0)))
         wanted = (memory or self.theirs).bytes_of(0, offset, 100)
         assert self.ours.bytes_of(0, 0, 100) == wanted
         if link is None:

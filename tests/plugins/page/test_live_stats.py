@@ -11,7 +11,7 @@ from pagoda.api.request_metrics import RequestMetrics
 from pagoda.fleet.totals import sum_of_loads
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import LoadReport, ReplicaLoad
-from pagoda.plugins.page.live_stats import Growth, Latencies, Percentiles, Progress
+from pagoda.plugins.page.live_stats import Growth, Latencies, LivePercentiles, Progress
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 
@@ -28,7 +28,7 @@ class Answers:
         record = self.tracker.start("a", client_request, num_prompt_tokens=1, max_tokens=1)
         self.tracker.add_tokens(record, 1, round(milliseconds * 1e6))
 
-    def ttft(self) -> Percentiles | None:
+    def ttft(self) -> LivePercentiles | None:
         return self.latencies.next_window()[0]
 
 
@@ -75,7 +75,7 @@ def test_first_tokens_are_known_also_at_the_same_instant() -> None:
 
 def engine(prompt: int = 0, hits: int = 0, preemptions: int = 0, restarts: int = 0) -> LoadReport:
     return msgspec.structs.replace(
-        sum_of_loads((), num_held=0),
+        sum_of_loads((), num_unplaced=0),
         num_prompt_tokens=prompt,
         num_prefix_hit_tokens=hits,
         num_preemptions=preemptions,
@@ -96,7 +96,7 @@ def together(*reports: LoadReport | None, losses: int = 0) -> LoadReport:
         )
         for number, report in enumerate(reports)
     ]
-    return sum_of_loads(tuple(replicas), num_held=0)
+    return sum_of_loads(tuple(replicas), num_unplaced=0)
 
 
 def test_a_replica_that_misses_a_question_makes_no_spike() -> None:

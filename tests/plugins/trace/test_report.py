@@ -14,10 +14,10 @@ from pagoda.errors import ConfigError
 from pagoda.plugins.trace.merge.chrome import write_chrome_trace
 from pagoda.plugins.trace.page import tables_of
 from pagoda.plugins.trace.report.data import (
-    Limits,
     Part,
     Report,
     RequestReport,
+    Roofline,
     WorkerReport,
     seconds,
 )
@@ -341,7 +341,7 @@ def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
     assert found.slowest == ()
     times = {it.name: it.count for it in found.percentiles}
     assert times == {"in the queue": 1}
-    tables = tables_of(found, Limits())
+    tables = tables_of(found, Roofline())
     assert tables[0].title == "1 requests, 1 of them still running"
 
 

@@ -26,7 +26,7 @@ from pagoda.backend.graph import Graph, Node
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.kv_store import (
     DONE,
-    Event,
+    DeviceEvent,
     block_extents,
     check_blocks,
     check_extents,
@@ -110,7 +110,7 @@ class _Computed:
 class FarCopy:
     """A copy, which is its own event."""
 
-    def __init__(self, device: FarDevice, work: Callable[[int], None], after: Event) -> None:
+    def __init__(self, device: FarDevice, work: Callable[[int], None], after: DeviceEvent) -> None:
         self._device, self._work, self._after = device, work, after
         self._ended = threading.Event()
         device.copies.append(self)
@@ -152,34 +152,36 @@ class FarStore:
         self.num_blocks = len(self._parts[0].values)
         self.block_bytes = sum(tensor.block_bytes for tensor in self.tensors)
 
-    def computed(self) -> Event:
+    def computed(self) -> DeviceEvent:
         return _Computed(self._device.now)
 
     def read(
-        self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], into: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_blocks(self, block_ids, into)
         return self._read(block_extents(self.tensors, block_ids), into, after)
 
     def write(
-        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
-    ) -> Event:
+        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_blocks(self, block_ids, sources)
         return self._write(block_extents(self.tensors, block_ids), sources, after)
 
     def read_extents(
-        self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], into: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_extents(self, extents, into)
         return self._read(extents, [into], after)
 
     def write_extents(
-        self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
-    ) -> Event:
+        self, extents: Sequence[Extent], source: memoryview, after: DeviceEvent = DONE
+    ) -> DeviceEvent:
         check_extents(self, extents, source)
         return self._write(extents, [source], after)
 
-    def _read(self, extents: Sequence[Extent], into: Sequence[memoryview], after: Event) -> Event:
+    def _read(
+        self, extents: Sequence[Extent], into: Sequence[memoryview], after: DeviceEvent
+    ) -> DeviceEvent:
         for buffer in into:
             buffer[:] = POISON * len(buffer)
 
@@ -198,8 +200,8 @@ class FarStore:
         return self._submit(copy, after)
 
     def _write(
-        self, extents: Sequence[Extent], sources: Sequence[memoryview], after: Event
-    ) -> Event:
+        self, extents: Sequence[Extent], sources: Sequence[memoryview], after: DeviceEvent
+    ) -> DeviceEvent:
         with self._device.lock:
             used = [self._stamps(extent, "used") for extent in extents]
             if not isinstance(after, FarCopy):
@@ -217,7 +219,7 @@ class FarStore:
 
         return self._submit(copy, after)
 
-    def _submit(self, work: Callable[[int], None], after: Event) -> FarCopy:
+    def _submit(self, work: Callable[[int], None], after: DeviceEvent) -> FarCopy:
         with self._device.lock:
             return FarCopy(self._device, work, after)
 

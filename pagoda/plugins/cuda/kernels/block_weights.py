@@ -33,7 +33,7 @@ _BLOCK = 1024
 class Blocks:
     """A `BlockWeight` on the device."""
 
-    held_as: BlockFormat
+    stored_format: BlockFormat
     inputs: int
     planes: tuple[Tensor, ...]
     """Bits of the codes, [out, bytes] uint8 each, as `reference.quantized.PackedBlocks` has them."""
@@ -235,18 +235,18 @@ def _block_embedding(
 
 def constants_of(weight: Blocks) -> dict[str, Any]:
     """Constants of a format, for which kernels are compiled."""
-    held_as = weight.held_as
+    stored_format = weight.stored_format
     low, high = (*weight.widths, 0)[:2]
     return {
         "low": low,
         "high": high,
         "has_codebook": weight.codebook is not None,
-        "zero": held_as.zero,
-        "has_minima": held_as.minima,
-        "has_blocks": held_as.integer_scales,
-        "per_block": held_as.block_size // held_as.group_size,
+        "zero": stored_format.zero,
+        "has_minima": stored_format.minima,
+        "has_blocks": stored_format.integer_scales,
+        "per_block": stored_format.block_size // stored_format.group_size,
         "inputs": weight.inputs,
-        "size": held_as.group_size,
+        "size": stored_format.group_size,
     }
 
 
@@ -261,7 +261,7 @@ def block_linear(
         integers = (x.low, x.high) if isinstance(x, RoundedRows) else (x.values, None)
         _block_linear[(blocks(weight.outputs, _OUTPUTS), blocks(len(out), _ROWS))](
             *integers, x.scales, x.sums, *weight.tensors, bias, out, len(out), weight.outputs, out.stride(0),
-            whole_rows=weight.held_as.whole_rows, part_size=BLOCK_INPUT_GROUP, has_bias=bias is not None,
+            whole_rows=weight.stored_format.whole_rows, part_size=BLOCK_INPUT_GROUP, has_bias=bias is not None,
             rows=_ROWS, columns=_OUTPUTS, **constants_of(weight), **UNFUSED,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagoda.backend.sampling import WEIGHT_BITS, Outcome, SampledRows, ScoredRows
+from pagoda.backend.sampling import WEIGHT_BITS, SampledRows, SampleOutcome, ScoredRows
 from pagoda.backend.sampling_table import COLUMNS, SamplingTable
 from pagoda.plugins.cuda.kernels import sampling as kernels
 from pagoda.plugins.cuda.kernels.numbers import UNFUSED, blocks, power_of_two
@@ -91,7 +91,7 @@ class Found:
     def scored(self) -> ScoredRows:
         """Reports in host memory; waits for the device."""
         found = self.sampled()
-        finite = not bool((found.outcomes == Outcome.NOT_FINITE).any())
+        finite = not bool((found.outcomes == SampleOutcome.NOT_FINITE).any())
         return ScoredRows(finite, found.ranks, found.top_token_ids, found.logprobs)
 
     def _logprobs(self, columns: Tensor) -> Tensor:

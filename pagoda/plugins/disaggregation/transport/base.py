@@ -21,7 +21,7 @@ class Access(NamedTuple):
     encrypts: bool = False
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     region: int
     offset: int
     num_bytes: int
@@ -46,7 +46,7 @@ class MemoryLink(Protocol):
     def own_regions(self) -> Sequence[Region]:
         """Regions of this worker, wherever they lie, that targets are in; empty where any host memory will do."""
 
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
+    def read(self, spans: Sequence[MemorySpan], deadline: float) -> None:
         """Returns when all spans have been read; gives up at `deadline` (`time.monotonic`).
 
         When it returns or raises, nothing is written to the targets any more.
@@ -58,7 +58,7 @@ class MemoryLink(Protocol):
         """Ends reads under way with an error. May be called twice, from any thread."""
 
 
-class Transport(Protocol):
+class KVTransport(Protocol):
     """One way of moving KV, as one worker uses it: for its own memory, and to read that of others into it."""
 
     def export(self) -> ExportedMemory:

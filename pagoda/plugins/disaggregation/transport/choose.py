@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagoda.kv.memory import DeviceMemory, OwnMemory
-from pagoda.plugins.disaggregation.transport.base import Access, Transport
+from pagoda.plugins.disaggregation.transport.base import Access, KVTransport
 from pagoda.plugins.disaggregation.transport.mooncake import MooncakeTransport
 from pagoda.plugins.disaggregation.transport.nixl import NixlTransport
 from pagoda.plugins.disaggregation.transport.shm import ShmTransport
 from pagoda.plugins.disaggregation.transport.tcp import TcpTransport
 
-TRANSPORTS: dict[str, Callable[[OwnMemory | DeviceMemory, Access], Transport]] = {
+TRANSPORTS: dict[str, Callable[[OwnMemory | DeviceMemory, Access], KVTransport]] = {
     "shm": ShmTransport,
     "tcp": TcpTransport,
     "nixl": NixlTransport,

@@ -22,7 +22,7 @@ import msgspec
 
 from pagoda.errors import TransportError
 from pagoda.kv.memory import DeviceMemory, OwnMemory, Region
-from pagoda.plugins.disaggregation.transport.base import Access, Span
+from pagoda.plugins.disaggregation.transport.base import Access, MemorySpan
 from pagoda.plugins.disaggregation.transport.remote_memory import (
     BatchedLink,
     Piece,
@@ -137,7 +137,7 @@ class MooncakeLink(BatchedLink):
         """Reads a byte, to find out whether somebody is there. Raises TransportError if nobody answers."""
         target = ctypes.create_string_buffer(1)
         try:
-            self.read([Span(0, 0, 1, ctypes.addressof(target))], deadline)
+            self.read([MemorySpan(0, 0, 1, ctypes.addressof(target))], deadline)
         except TransportError:
             self.close()
             raise

@@ -16,7 +16,7 @@ import msgspec
 
 from pagoda.errors import TransportError
 from pagoda.kv.memory import Region
-from pagoda.plugins.disaggregation.transport.base import Span
+from pagoda.plugins.disaggregation.transport.base import MemorySpan
 
 DescriptorT = TypeVar("DescriptorT")
 
@@ -44,7 +44,7 @@ def check_time(deadline: float) -> None:
         raise TransportError("it took too long")
 
 
-def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]:
+def find_pieces(regions: Sequence[Region], spans: Sequence[MemorySpan]) -> list[Piece]:
     """Returns the addresses of spans of the exporter's regions.
 
     Raises TransportError if the exporter has no such memory.
@@ -60,14 +60,16 @@ def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]
     return pieces
 
 
-def batches(spans: Iterable[Span], most_bytes: int, most_spans: int) -> Iterator[list[Span]]:
+def batches(
+    spans: Iterable[MemorySpan], most_bytes: int, most_spans: int
+) -> Iterator[list[MemorySpan]]:
     """Splits spans, in order, into batches of at most `most_bytes` and `most_spans`."""
-    batch: list[Span] = []
+    batch: list[MemorySpan] = []
     room = most_bytes
     for region, offset, left, target in spans:
         while left:
             count = min(left, room)
-            batch.append(Span(region, offset, count, target))
+            batch.append(MemorySpan(region, offset, count, target))
             offset, target, left, room = offset + count, target + count, left - count, room - count
             if room == 0 or len(batch) == most_spans:
                 yield batch
@@ -105,7 +107,7 @@ class BatchedLink(ABC):
     def _release(self) -> None:
         """`close`, or the last read after it, calls this once, when no thread reads or will read."""
 
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
+    def read(self, spans: Sequence[MemorySpan], deadline: float) -> None:
         with self._reading(), self._turn:
             for batch in batches(spans, self.most_bytes, self.most_spans):
                 self._check()

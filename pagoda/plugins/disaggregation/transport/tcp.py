@@ -33,7 +33,7 @@ import msgspec
 from pagoda.errors import TransportError
 from pagoda.ipc.addresses import bracketed, family
 from pagoda.kv.memory import DeviceMemory, Extent, OwnMemory
-from pagoda.plugins.disaggregation.transport.base import Access, Span
+from pagoda.plugins.disaggregation.transport.base import Access, MemorySpan
 from pagoda.plugins.disaggregation.transport.proof import (
     Prover,
     keep_trying,
@@ -180,7 +180,7 @@ def _in_place(regions: Sequence[memoryview], extents: Sequence[Extent]) -> list[
 
 def _copied(memory: DeviceMemory, extents: Sequence[Extent]) -> Iterator[list[memoryview]]:
     """Copies of a device's memory that are to be sent, part by part in one buffer."""
-    spans = (Span(*extent, target=0) for extent in extents)
+    spans = (MemorySpan(*extent, target=0) for extent in extents)
     total = sum(extent.num_bytes for extent in extents)
     buffer = memoryview(bytearray(min(total, _STAGING_BYTES)))
     for batch in batches(spans, _STAGING_BYTES, sys.maxsize):
@@ -209,7 +209,7 @@ class TcpLink:
         self._is_closed = False
         self._put_back(self._take(deadline))
 
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
+    def read(self, spans: Sequence[MemorySpan], deadline: float) -> None:
         total = sum(span.num_bytes for span in spans)
         num_streams = max(1, min(MAX_STREAMS, total // _STREAM_BYTES))
         first, *others = [*batches(spans, -(-total // num_streams), sys.maxsize)] or [[]]
@@ -222,7 +222,7 @@ class TcpLink:
         for reading in readings:
             reading.result()
 
-    def _read(self, spans: Sequence[Span], deadline: float) -> None:
+    def _read(self, spans: Sequence[MemorySpan], deadline: float) -> None:
         stream = self._take(deadline)
         try:
             _receive_spans(stream, spans, deadline)
@@ -309,7 +309,7 @@ class TcpLink:
             stream.close()
 
 
-def _receive_spans(stream: socket.socket, spans: Sequence[Span], deadline: float) -> None:
+def _receive_spans(stream: socket.socket, spans: Sequence[MemorySpan], deadline: float) -> None:
     """Raises OSError if the stream ends or `deadline` passes."""
     for request in batches(spans, MAX_REQUEST_BYTES, MAX_SPANS):
         entries = (_ENTRY.pack(span.region, span.offset, span.num_bytes) for span in request)

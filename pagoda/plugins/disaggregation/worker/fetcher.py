@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.errors import TransportError
 from pagoda.messages.transfers import (
     BATCH_BYTES,
@@ -213,7 +213,7 @@ class _RankReader:
         group: int,
         sources: Sequence[int],
         targets: Sequence[int],
-        unused: Event,
+        unused: DeviceEvent,
         deadline: float,
     ) -> None:
         """Reads blocks into targets, which no step uses behind the event."""

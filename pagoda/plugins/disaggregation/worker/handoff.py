@@ -19,8 +19,8 @@ from pagoda.messages.worker_config import KVHandoffConfig
 from pagoda.plugins.disaggregation.transport.base import (
     Access,
     ExportedMemory,
+    KVTransport,
     MemoryLink,
-    Transport,
 )
 from pagoda.plugins.disaggregation.transport.choose import TRANSPORTS
 from pagoda.plugins.disaggregation.worker.fetcher import KVFetcher
@@ -28,7 +28,7 @@ from pagoda.plugins.disaggregation.worker.landing import DeviceLanding, DirectLa
 from pagoda.plugins.disaggregation.worker.plan import own_parts
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.manifest import kv_digest
-from pagoda.worker.loading import LoadedWorker, WorkerPlan
+from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class KVHandoff:
     def __init__(
         self,
         config: KVHandoffConfig,
-        plan: WorkerPlan,
+        plan: WorkerMemoryPlan,
         loaded: LoadedWorker,
         faults: Faults | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class KVHandoff:
         self._rank = worker.parallel.rank_in_replica(worker.place)
         self._fetches = config.role.fetches_kv
         self.digest = kv_digest(plan, loaded.kv)
-        self._transports: dict[str, Transport] = {}
+        self._transports: dict[str, KVTransport] = {}
         """The best first."""
         self._exported: dict[str, ExportedMemory] = {}
         self._store = store = loaded.kv
@@ -132,7 +132,7 @@ class KVHandoff:
             memory.close()
 
 
-def open_handoff(plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None) -> KVHandoff:
+def open_handoff(plan: WorkerMemoryPlan, loaded: LoadedWorker, faults: Faults | None) -> KVHandoff:
     """An `OpenRemoteMemory`."""
     config = plan.config.kv_handoff
     if config is None:

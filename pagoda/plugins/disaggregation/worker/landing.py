@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from pagoda.backend.kv_store import Event, KVStore
+from pagoda.backend.kv_store import DeviceEvent, KVStore
 from pagoda.plugins.disaggregation.transport.base import MemoryLink
 from pagoda.plugins.disaggregation.worker.plan import Run, Slice, make_spans, make_staged_spans
 from pagoda.worker.kv.memory import address_of
@@ -18,7 +18,7 @@ class Wanted(NamedTuple):
 
     slices: Sequence[Slice]
     runs: Sequence[Run]
-    unused: Event
+    unused: DeviceEvent
     """The event behind which no step uses the blocks here."""
 
 

@@ -21,7 +21,7 @@ from pagoda.errors import PagodaError
 from pagoda.kv.memory import Extent
 from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
-from pagoda.plugins.disaggregation.transport.base import Span
+from pagoda.plugins.disaggregation.transport.base import MemorySpan
 from pagoda.worker.loading import LayerPlace
 
 
@@ -210,16 +210,16 @@ def find_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
 
 def make_spans(
     slices: Iterable[Slice], runs: Sequence[Run], addresses: Sequence[int]
-) -> list[Span]:
+) -> list[MemorySpan]:
     """Spans to read into tensors here, which are in host memory at `addresses`.
 
     Tensor by tensor, in which blocks that follow one another are one span if the whole block is read.
     """
-    spans: list[Span] = []
+    spans: list[MemorySpan] = []
     for piece, own in _contiguous(slices, runs):
         target = addresses[piece.target_region] + piece.target_offset
         spans += [
-            Span(
+            MemorySpan(
                 piece.region,
                 piece.source_offset + run.source * piece.source_stride,
                 run.length * piece.num_bytes,
@@ -232,16 +232,16 @@ def make_spans(
 
 def make_staged_spans(
     slices: Iterable[Slice], runs: Sequence[Run], address: int
-) -> tuple[list[Span], list[Extent]]:
+) -> tuple[list[MemorySpan], list[Extent]]:
     """The same, to be read into one buffer from `address` on; and where each span belongs then."""
-    spans: list[Span] = []
+    spans: list[MemorySpan] = []
     extents: list[Extent] = []
     for piece, own in _contiguous(slices, runs):
         for run in own:
             num_bytes = run.length * piece.num_bytes
             source = piece.source_offset + run.source * piece.source_stride
             target = piece.target_offset + run.target * piece.target_stride
-            spans.append(Span(piece.region, source, num_bytes, address))
+            spans.append(MemorySpan(piece.region, source, num_bytes, address))
             extents.append(Extent(piece.target_region, target, num_bytes))
             address += num_bytes
     return spans, extents

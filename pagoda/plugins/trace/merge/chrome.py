@@ -27,8 +27,8 @@ from pagoda.plugins.trace.merge.model import (
     Moment,
     Process,
     Row,
-    Span,
     Trace,
+    TraceSpan,
     arguments,
 )
 from pagoda.plugins.trace.merge.reading import RowName
@@ -152,7 +152,7 @@ def _events_of(process: Process) -> Iterator[_Event]:
     def describe(what: str, tid: int, **args: object) -> _Event:
         return _Event("M", pid, tid, what, args=msgspec.Raw(msgspec.json.encode(args)))
 
-    def span(it: Span, tid: int, category: str, args: bytes) -> _Event:
+    def span(it: TraceSpan, tid: int, category: str, args: bytes) -> _Event:
         start, duration = _microseconds(it.start), _microseconds(it.end - it.start)
         said = msgspec.Raw(args) if args else _NOTHING
         return _Event("X", pid, tid, it.name, category, start, duration, said)
@@ -214,7 +214,7 @@ def _flows_of(trace: Trace) -> Iterator[list[_Point]]:
     steps = steps_by_row(steps_of(trace))
     found: defaultdict[str, list[_Point]] = defaultdict(list)
 
-    def add(request: str, pid: int, tid: int, span: Span, at: int) -> None:
+    def add(request: str, pid: int, tid: int, span: TraceSpan, at: int) -> None:
         if span.end > span.start:  # nothing can be bound to a span that took no time
             found[request].append(_Point(min(max(at, span.start), span.end - 1), pid, tid))
 
@@ -289,7 +289,7 @@ def _add_event(event: _Event, process: Process, rows: dict[tuple[int, int], Row]
             process.rows.append(row)
         case "X":
             end = at + _nanoseconds(event.dur)
-            span = Span(at, end, sys.intern(event.name), args)
+            span = TraceSpan(at, end, sys.intern(event.name), args)
             rows[event.pid, event.tid].spans.append(span)
         case "i":
             process.instants.append(Moment(at, event.name, event.tid, args))

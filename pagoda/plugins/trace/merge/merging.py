@@ -18,8 +18,8 @@ from pagoda.plugins.trace.merge.model import (
     Moment,
     Process,
     Row,
-    Span,
     Trace,
+    TraceSpan,
     read_args,
 )
 from pagoda.plugins.trace.merge.reading import ClockEdge, Fragment, read_fragments
@@ -110,7 +110,7 @@ def _fill(process: Process, parts: Sequence[Fragment], shift_ns: int) -> int:
     process.header = parts[-1].header
     process.began = tuple(part.header.clock_ns + shift_ns for part in parts)
     names: dict[int, str] = {}
-    merged: defaultdict[int, list[Span]] = defaultdict(list)
+    merged: defaultdict[int, list[TraceSpan]] = defaultdict(list)
 
     def tid_of(row: int) -> int:
         return process.pid if row == _MAIN_ROW else _FIRST_TID + row
@@ -222,13 +222,13 @@ _ROUNDING_NS = 1_000
 touched, one may begin so long before the other ends."""
 
 
-def nest(spans: list[Span]) -> int:
+def nest(spans: list[TraceSpan]) -> int:
     """Sorts the spans, outer ones first, and makes what touches touch again.
 
     A span that really goes beyond the one around it is cut; returns how many were.
     """
     spans.sort(key=lambda span: (span.start, -span.end))
-    around: list[Span] = []
+    around: list[TraceSpan] = []
     num_cut = 0
     earliest = spans[0].start if spans else 0
     for span in spans:
@@ -243,7 +243,7 @@ def nest(spans: list[Span]) -> int:
     return num_cut
 
 
-def _leave_ended(around: list[Span], span: Span) -> None:
+def _leave_ended(around: list[TraceSpan], span: TraceSpan) -> None:
     """Afterwards the last of `around` holds the beginning of the span."""
     while around:
         outer = around[-1]

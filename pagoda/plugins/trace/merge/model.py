@@ -24,7 +24,7 @@ ClockSource = Literal["main", "measured", "wall"]
 """The way in which the clock of a process was found: the trace's own clock; measured offsets; the time of day."""
 
 
-class Span(msgspec.Struct, gc=False):
+class TraceSpan(msgspec.Struct, gc=False):
     """Something that took time. There are millions: not frozen, since their times are moved and cut in place."""
 
     start: int
@@ -57,7 +57,7 @@ class Row:
 
     tid: int
     name: str
-    spans: list[Span]
+    spans: list[TraceSpan]
 
     @property
     def request(self) -> str | None:
@@ -70,7 +70,7 @@ class Row:
         """True if the row is the part of a request that a prefill host computes."""
         return "/prefill" in self.name
 
-    def named(self, *names: str) -> list[Span]:
+    def named(self, *names: str) -> list[TraceSpan]:
         """The spans of these names, in order."""
         return [span for span in self.spans if span.name in names]
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.errors import ConfigError
-from pagoda.plugins.trace.merge.model import Moment, Span
+from pagoda.plugins.trace.merge.model import Moment, TraceSpan
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, ProcessHeader, run_prefix
 
 _MAX_MICROSECONDS = 2.0**62 / 1000
@@ -38,7 +38,7 @@ class ClockEdge(msgspec.Struct, frozen=True):
     round_trip_ns: _Duration
 
 
-class _Line(msgspec.Struct, gc=False):
+class _FragmentLine(msgspec.Struct, gc=False):
     fragment: ProcessHeader | None = None
     clock: ClockEdge | None = None
     ph: Literal["X", "i", "C", "M", ""] = ""
@@ -60,7 +60,7 @@ class Fragment:
     path: Path
     header: ProcessHeader
     rows: dict[int, str] = field(default_factory=dict)
-    spans: defaultdict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    spans: defaultdict[int, list[TraceSpan]] = field(default_factory=lambda: defaultdict(list))
     instants: list[Moment] = field(default_factory=list)
     counters: list[Moment] = field(default_factory=list)
     descriptions: dict[str, Any] = field(default_factory=dict)
@@ -112,7 +112,7 @@ def _fragment_paths(directories: Iterable[Path], prefix: str) -> list[Path]:
 
 
 def _read(path: Path, notes: list[str]) -> Fragment | None:
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = msgspec.json.Decoder(_FragmentLine)
     with open(path, "rb") as file:
         header = _header(decoder, file.readline())
         if header is None:
@@ -132,7 +132,7 @@ def _read(path: Path, notes: list[str]) -> Fragment | None:
     return fragment
 
 
-def _header(decoder: msgspec.json.Decoder[_Line], line: bytes) -> ProcessHeader | None:
+def _header(decoder: msgspec.json.Decoder[_FragmentLine], line: bytes) -> ProcessHeader | None:
     try:
         header = decoder.decode(line.decode()).fragment
     except _DECODE_ERRORS:
@@ -149,7 +149,9 @@ def _describe_bad(bad: Sequence[int], num_lines: int) -> str:
     return f"{which} cannot be read and was left out."
 
 
-def _add_line(fragment: Fragment, decoder: msgspec.json.Decoder[_Line], line: bytes) -> bool:
+def _add_line(
+    fragment: Fragment, decoder: msgspec.json.Decoder[_FragmentLine], line: bytes
+) -> bool:
     """Adds the event of a line; False if the line cannot be understood."""
     try:
         return _add_event(fragment, decoder.decode(line.decode()))
@@ -157,7 +159,7 @@ def _add_line(fragment: Fragment, decoder: msgspec.json.Decoder[_Line], line: by
         return False
 
 
-def _add_event(fragment: Fragment, line: _Line) -> bool:
+def _add_event(fragment: Fragment, line: _FragmentLine) -> bool:
     if line.clock is not None:
         fragment.edges.append(line.clock)
         return True
@@ -168,7 +170,7 @@ def _add_event(fragment: Fragment, line: _Line) -> bool:
     at = round(line.ts * 1000)
     match line.ph:
         case "X":
-            span = Span(at, at + round(line.dur * 1000), name, args)
+            span = TraceSpan(at, at + round(line.dur * 1000), name, args)
             fragment.spans[line.tid].append(span)
         case "i":
             fragment.instants.append(Moment(at, name, line.tid, args))

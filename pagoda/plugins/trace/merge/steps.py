@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagoda.plugins.trace.merge.model import Process, Row, Span, Trace, arguments, read_args
+from pagoda.plugins.trace.merge.model import Process, Row, Trace, TraceSpan, arguments, read_args
 
 _TOLERATED_NS = 100_000_000
 """The longest time between an engine's step and a worker's that can be the error of clocks."""
@@ -37,7 +37,7 @@ class _WorkerStepArgs(msgspec.Struct, frozen=True):
 class PlacedSpan:
     pid: int
     tid: int
-    span: Span
+    span: TraceSpan
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _part(process: Process) -> tuple[str, list[str]]:
     return process.header.run, process.header.role.split()[1:2]
 
 
-def _nearest(candidates: Sequence[Step], span: Span) -> Step | None:
+def _nearest(candidates: Sequence[Step], span: TraceSpan) -> Step | None:
     """Engines count anew when they start anew, so of steps with the same number the time decides."""
 
     def apart(step: Step) -> int:
@@ -150,12 +150,12 @@ def operations_of(process: Process) -> Operations:
     return process.description("forward_ops", Operations) or Operations([])
 
 
-def operation_spans(forward: Span, operations: Operations) -> Iterator[tuple[Span, str]]:
+def operation_spans(forward: TraceSpan, operations: Operations) -> Iterator[tuple[TraceSpan, str]]:
     durations = read_args(forward.args, _Durations) or _Durations()
     at = forward.start
     for index, ns in enumerate(durations.ops_ns):
         end = min(at + max(0, ns), forward.end)
-        yield Span(at, end, operations.name(index), b""), operations.kind(index)
+        yield TraceSpan(at, end, operations.name(index), b""), operations.kind(index)
         at = end
 
 

@@ -127,7 +127,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Roofline:
     """Rates that the machine can reach; None if unknown."""
 
     bytes_per_s: float | None = None

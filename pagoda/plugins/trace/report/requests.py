@@ -9,7 +9,7 @@ from itertools import dropwhile, groupby, pairwise, zip_longest
 
 import msgspec
 
-from pagoda.plugins.trace.merge.model import Process, Row, Span, Trace, read_args
+from pagoda.plugins.trace.merge.model import Process, Row, Trace, TraceSpan, read_args
 from pagoda.plugins.trace.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.plugins.trace.report.data import Phase, RequestReport, parts_of, seconds
 from pagoda.plugins.trace.report.intervals import Interval, covered, union, without
@@ -89,7 +89,9 @@ def _replaces(process: Process, row: Row, before: _RequestRows) -> bool:
     return before.outer.is_prefill
 
 
-def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -> RequestReport:
+def _report(
+    request: str, whole: TraceSpan, seen: _RequestRows, by_row: StepsByRow
+) -> RequestReport:
     phases = _phases(whole, seen)
     computing = union(it.interval for it in phases if it.name in _COMPUTING)
     own = [step for process, row in seen.engines for step in by_row.get((process.pid, row.tid), ())]
@@ -119,7 +121,7 @@ def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -
     return replace(report, reasons=tuple(sentence for _, sentence in found))
 
 
-def _phases(whole: Span, seen: _RequestRows) -> list[Span]:
+def _phases(whole: TraceSpan, seen: _RequestRows) -> list[TraceSpan]:
     """Phases within the request, in order, one at a time: the later of two engines counts once the earlier has
     ended. What one engine does goes before another's wait for its KV."""
     found = [
@@ -128,24 +130,24 @@ def _phases(whole: Span, seen: _RequestRows) -> list[Span]:
         for span in row.named(*_PHASES)
         if span.end > whole.start and span.start < whole.end
     ]
-    phases: list[Span] = []
+    phases: list[TraceSpan] = []
     free = whole.start
     for span in sorted(found, key=lambda it: it.start):
         start, end = max(span.start, free), min(span.end, whole.end)
         if end > start and span.name != _WAIT:
-            phases.append(Span(start, end, span.name, b""))
+            phases.append(TraceSpan(start, end, span.name, b""))
             free = end
     taken, free = [it.interval for it in phases], whole.start
     for span in sorted((it for it in found if it.name == _WAIT), key=lambda it: it.start):
         start, end = max(span.start, free), min(span.end, whole.end)
         if end > start:
-            phases += [Span(*part, _WAIT, b"") for part in without((start, end), taken)]
+            phases += [TraceSpan(*part, _WAIT, b"") for part in without((start, end), taken)]
             free = end
     return sorted(phases, key=lambda it: it.start)
 
 
 def _parts(
-    whole: Span, seen: _RequestRows, phases: Sequence[Span], stepping: Sequence[Interval]
+    whole: TraceSpan, seen: _RequestRows, phases: Sequence[TraceSpan], stepping: Sequence[Interval]
 ) -> dict[str, int]:
     """Nanoseconds of each part; together they are the request's time."""
     parts = dict.fromkeys(PARTS, 0)
@@ -161,14 +163,14 @@ def _parts(
     return parts
 
 
-def _before(whole: Span, seen: _RequestRows) -> list[Span]:
+def _before(whole: TraceSpan, seen: _RequestRows) -> list[TraceSpan]:
     """The time before tracing began in the engine that had the request, if there is any."""
     process, row = min(
         seen.engines, key=lambda it: it[1].spans[0].start, default=(seen.process, seen.outer)
     )
     start = max((it.end for it in seen.outer.named("prepare")), default=whole.start)
     end = min(_traced_from(process, row), whole.end)
-    return [Span(start, end, BEFORE, b"")] if end > start else []
+    return [TraceSpan(start, end, BEFORE, b"")] if end > start else []
 
 
 def _traced_from(process: Process, row: Row) -> int:
@@ -176,25 +178,25 @@ def _traced_from(process: Process, row: Row) -> int:
     return max((at for at in process.began if at <= row.spans[0].end), default=0)
 
 
-def _after(whole: Span, seen: _RequestRows) -> int:
+def _after(whole: TraceSpan, seen: _RequestRows) -> int:
     """Nanoseconds for which an engine went on with the request when its tracing had ended."""
     rows = sorted((row for _, row in seen.engines), key=lambda it: it.spans[0].end)
     own = [span for row in rows[-1:] for span in row.named("request")]
     return sum(max(0, whole.end - span.end) for span in own if not _figures(span).finish_reason)
 
 
-def _num_decoded(own: Sequence[Step], phases: Sequence[Span]) -> int:
+def _num_decoded(own: Sequence[Step], phases: Sequence[TraceSpan]) -> int:
     """Tokens of the steps that were seen while it decoded."""
     decoding = union(it.interval for it in phases if it.name == "decode")
     ends = (step.place.span.end for step in own if step.is_whole)
     return sum(covered(decoding, end - 1, end) for end in ends)
 
 
-def _shown(phase: Span, whole: Span) -> Phase:
+def _shown(phase: TraceSpan, whole: TraceSpan) -> Phase:
     return Phase(phase.name, (phase.start - whole.start) / 1e9, phase.ns / 1e9)
 
 
-def _figures(span: Span) -> _Figures:
+def _figures(span: TraceSpan) -> _Figures:
     return read_args(span.args, _Figures) or _Figures()
 
 

@@ -11,7 +11,7 @@ from statistics import fmean as mean
 
 import msgspec
 
-from pagoda.plugins.trace.merge.model import Process, Row, Span, read_args
+from pagoda.plugins.trace.merge.model import Process, Row, TraceSpan, read_args
 from pagoda.plugins.trace.merge.steps import Operations, Step, operations_of, operations_within
 from pagoda.plugins.trace.report.data import (
     EngineReport,
@@ -26,7 +26,7 @@ _LOOP = ("schedule", "submit", "update", "send")
 _PHASES = ("prepare", "forward", "sample", "await stage")
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _DescribedModel(msgspec.Struct, frozen=True):
     """A worker's description of its part of the model."""
 
     weight_bytes: float = 0.0
@@ -110,7 +110,7 @@ def _present(engine: Process) -> list[Interval]:
 
 @dataclass
 class _WorkerStep:
-    span: Span
+    span: TraceSpan
     batch: _Batch
     inner: list[int] = field(default_factory=list)
     """Places of the spans within the step, in its row."""
@@ -160,7 +160,7 @@ def worker_report(worker: Process, engines: Sequence[Process]) -> WorkerReport |
 
 
 @dataclass
-class _Kind:
+class _OperationSums:
     ns: int = 0
     num_bytes: float = 0.0
     flops: float = 0.0
@@ -171,9 +171,12 @@ def _operation_reports(
 ) -> tuple[OperationReport, ...]:
     """Operations by kind, the longest time first."""
     row = worker.main
-    operations, model = operations_of(worker), worker.description("model", _Model) or _Model()
+    operations, model = (
+        operations_of(worker),
+        worker.description("model", _DescribedModel) or _DescribedModel(),
+    )
     costs = _costs(operations)
-    kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
+    kinds: defaultdict[str, _OperationSums] = defaultdict(_OperationSums)
     for tokens, index in ((step.batch.tokens, index) for step in steps for index in step.inner):
         if row.spans[index].name == "forward":
             for name, kind, ns in operations_within(row, index, operations):
@@ -214,7 +217,7 @@ def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
 
 def _forward_reports(worker: Process, steps: Sequence[_WorkerStep]) -> tuple[ForwardReport, ...]:
     """Rates of steps in which every request computed one token, and of other steps."""
-    model = worker.description("model", _Model) or _Model()
+    model = worker.description("model", _DescribedModel) or _DescribedModel()
     if not model.weight_bytes:
         return ()
     found: defaultdict[str, list[tuple[_Batch, int]]] = defaultdict(list)
@@ -228,7 +231,7 @@ def _forward_reports(worker: Process, steps: Sequence[_WorkerStep]) -> tuple[For
 
 
 def _forward_report(
-    name: str, passes: Sequence[tuple[_Batch, int]], model: _Model
+    name: str, passes: Sequence[tuple[_Batch, int]], model: _DescribedModel
 ) -> ForwardReport:
     seconds = sum(ns for _, ns in passes) / 1e9
     tokens = sum(batch.tokens for batch, _ in passes)

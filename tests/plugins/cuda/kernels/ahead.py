@@ -155,8 +155,8 @@ def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
     for name in ("Q8_0", "Q4_K", "Q6_K", "IQ4_XS"):  # others are like them
         made[f"blocks {name}"] = partial(_block_weight, BLOCKS[name])
     for bits, size in ((5, 32), (8, 64)):
-        held_as = BlockFormat(bits, size, 512, True, True, whole_rows=True)
-        made[f"whole rows {bits}"] = partial(_block_weight, held_as)
+        stored_format = BlockFormat(bits, size, 512, True, True, whole_rows=True)
+        made[f"whole rows {bits}"] = partial(_block_weight, stored_format)
     return made
 
 
@@ -289,12 +289,14 @@ def _groups(size: int) -> None:
         quantized.grouped_embedding(torch.zeros(5).long(), codes, scales, x, first_id=0, **more)
 
 
-def _block_weight(held_as: BlockFormat) -> None:
+def _block_weight(stored_format: BlockFormat) -> None:
     x, out = torch.empty(5, 512), torch.empty(5, 32)
-    weight = prepare([block_weight(held_as, 32, 512)], None, x.dtype, Tensor.contiguous).segments[0]
+    weight = prepare(
+        [block_weight(stored_format, 32, 512)], None, x.dtype, Tensor.contiguous
+    ).segments[0]
     assert isinstance(weight, block_weights.Blocks)
     rounded: quantized.RoundedGroups | quantized.RoundedRows
-    if held_as.whole_rows:
+    if stored_format.whole_rows:
         rounded = quantized.RoundedRows.new(5, 512, x.device)
         quantized.round_rows(x, rounded)
     else:

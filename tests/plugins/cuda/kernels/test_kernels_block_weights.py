@@ -40,7 +40,7 @@ def prepared(weight: BlockWeight) -> Blocks:
 
 def product(x: Tensor, held: Blocks, bias: Tensor | None) -> Tensor:
     out = torch.full((len(x), held.outputs), torch.nan)
-    if held.held_as.whole_rows:
+    if held.stored_format.whole_rows:
         rows = quantized.RoundedRows.new(*x.shape, CPU)
         quantized.round_rows(x, rows)
         block_linear(rows, held, out, bias=bias)

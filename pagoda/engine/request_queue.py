@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of requests: in line, running in a slot, or loading; and the blocks that they still need."""
+"""The request queue: requests that wait, run in a slot or load KV, and the blocks that they still need."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _count_off(counts: Counter[str], name: str) -> None:
         del counts[name]
 
 
-class Places:
+class RequestQueue:
     """Moves requests from state to state, and keeps sums over them.
 
     A request reserves the blocks that its known tokens still need and one more of each group, lest a newcomer be

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of attention: the places of a step's tokens, packed in host memory and then on the device.
+"""Attention metadata: slot mapping, positions and block tables of a step, packed in host memory.
 
 A step of one token of each sequence is filled up to one of some sizes, with rows that write nothing and attend to
 nothing, and the longest context to a power of two: so few graphs serve all such steps.
@@ -77,7 +77,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Places:
+class SlotMapping:
     """Places of a step's tokens in one KV group."""
 
     num_tokens: int
@@ -88,7 +88,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class PlacesOnDevice:
+class DeviceSlotMapping:
     """The same as kernels take it."""
 
     slots: Tensor
@@ -96,15 +96,15 @@ class PlacesOnDevice:
     steps: Steps
 
     @classmethod
-    def of(cls, layout: Layout, memory: Tensor) -> PlacesOnDevice:
+    def of(cls, layout: Layout, memory: Tensor) -> DeviceSlotMapping:
         """Views of the packed tensors in memory of the device."""
         slots, positions, tiles, contexts, tables = layout.parcel.views(memory)
         return cls(slots, Steps(positions, tiles, contexts, tables))
 
 
-def plan_places(
+def plan_slot_mapping(
     batch: TokenBatch, group: int, block_size: int, per_tile: int, pool: PinnedPool
-) -> Places:
+) -> SlotMapping:
     """Places of a step, in tiles of `per_tile` tokens at most, written to pinned memory."""
     table, num_tokens = batch.block_tables[group], len(batch.positions)
     num_sequences, width = table.shape
@@ -132,4 +132,4 @@ def plan_places(
         slots[num_tokens:], positions[num_tokens:], own_tiles[num_tokens:, 0] = -1, -1, -1
         own_tiles[num_tokens:, 1:], contexts[num_tokens:] = 0, 0
         tables[:num_sequences, shared:], tables[num_sequences:] = 0, 0
-    return Places(num_tokens, layout, packed)
+    return SlotMapping(num_tokens, layout, packed)

@@ -10,13 +10,18 @@ import torch
 from pagoda.backend.base import TokenBatch
 from pagoda.plugins.backend_check.subject import batch_of_spans
 from pagoda.plugins.cuda.emulation import EmulatedDevice
-from pagoda.plugins.cuda.places import MOST_CAPTURED, PlacesOnDevice, padded_size, plan_places
+from pagoda.plugins.cuda.slot_mapping import (
+    MOST_CAPTURED,
+    DeviceSlotMapping,
+    padded_size,
+    plan_slot_mapping,
+)
 from pagoda.plugins.cuda.staging import PinnedPool
 
 
-def _planned(batch: TokenBatch, block_size: int = 16) -> tuple[PlacesOnDevice, int]:
-    places = plan_places(batch, 0, block_size, 32, PinnedPool(EmulatedDevice()))
-    return PlacesOnDevice.of(places.layout, places.packed.memory), places.num_tokens
+def _planned(batch: TokenBatch, block_size: int = 16) -> tuple[DeviceSlotMapping, int]:
+    places = plan_slot_mapping(batch, 0, block_size, 32, PinnedPool(EmulatedDevice()))
+    return DeviceSlotMapping.of(places.layout, places.packed.memory), places.num_tokens
 
 
 def test_few_sizes_serve_all_steps() -> None:
@@ -47,7 +52,7 @@ def test_steps_of_one_size_have_one_layout_until_contexts_are_much_longer() -> N
 
     def layout(counts: list[int]) -> object:
         spans = [(count - 1, 1, list(range(-(-count // 16)))) for count in counts]
-        return plan_places(batch_of_spans(spans), 0, 16, 64, pool).layout
+        return plan_slot_mapping(batch_of_spans(spans), 0, 16, 64, pool).layout
 
     assert layout([5, 900, 33]) == layout([1, 1, 1, 1024])
     assert layout([5, 900, 33]) != layout([5, 1025, 33])

@@ -39,8 +39,8 @@ class Copied:
         return [view.clone() for view in self._views]
 
 
-class UnderwayResult(Generic[OutcomeT]):
-    """An `Underway` of some copies."""
+class CopiedOutput(Generic[OutcomeT]):
+    """An `PendingOutput` of some copies."""
 
     def __init__(
         self, copied: Copied, token_ids: Tensor, outcome: Callable[[Sequence[Tensor]], OutcomeT]

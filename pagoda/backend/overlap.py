@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are launched before the results of those in front of them are read: the part of backends that can."""
+"""Overlap scheduling in backends: a step is launched before the results of the step before are read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from pagoda.backend.kv_store import Event
+from pagoda.backend.kv_store import DeviceEvent
 from pagoda.backend.sampling import SampledRows
 from pagoda.backend.sampling_table import SamplingTable
 
 OutcomeT_co = TypeVar("OutcomeT_co", covariant=True)
 
 
-class Underway(Protocol[OutcomeT_co]):
+class PendingOutput(Protocol[OutcomeT_co]):
     """Result that a device has been told to compute and copy to host memory."""
 
     @property
@@ -27,21 +27,21 @@ class Underway(Protocol[OutcomeT_co]):
 
 
 @runtime_checkable
-class RunsAhead(Protocol):
+class OverlapBackend(Protocol):
     """Part of a backend whose device computes by itself: a step is launched, and its results are read later.
 
     What steps write and read is in the order in which they were launched.
     """
 
-    def launched(self) -> Event:
+    def launched(self) -> DeviceEvent:
         """The event of all that was launched so far."""
 
     def launch_sample(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
-    ) -> Underway[SampledRows]:
+    ) -> PendingOutput[SampledRows]:
         """`Backend.sample` without its end; the table is what it is now."""
 
-    def launch_read(self, found: Tensor) -> Underway[Tensor]:
+    def launch_read(self, found: Tensor) -> PendingOutput[Tensor]:
         """Copies a result `argmax` [rows, 3] int64 to host memory."""
 
     def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:

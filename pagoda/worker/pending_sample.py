@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that a step draws: known at once, or still being computed by a device."""
+"""Pending samples: the sampled tokens of a step, known at once or still computed by a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pagoda.backend.base import LateRows
+from pagoda.backend.base import FutureTokens
 from pagoda.worker.sampler import Sampled, merged
 
 
@@ -22,7 +22,7 @@ class _OnDevice:
 
 
 @dataclass
-class Drawing:
+class PendingSample:
     """The results of a step in parts, which are read in the end."""
 
     parts: list[Callable[[], Sampled]] = field(default_factory=list)
@@ -31,14 +31,14 @@ class Drawing:
     """Tokens that went to each expert."""
 
     @classmethod
-    def of(cls, sampled: Sampled) -> Drawing:
+    def of(cls, sampled: Sampled) -> PendingSample:
         """A drawing that is known, for which nothing was computed."""
         return cls([lambda: sampled])
 
     def add(self, sampled: Sampled) -> None:
         self.parts.append(lambda: sampled)
 
-    def add_late(
+    def add_pending(
         self, read: Callable[[], Sampled], slots: Iterable[int], token_ids: Tensor
     ) -> None:
         """Adds what `read` gives once the device has computed it; `token_ids` [slots] lie there."""
@@ -55,22 +55,22 @@ class Drawing:
         found = [read() for read in self.counts] or [[0] * num_experts]
         return found[0] if len(found) == 1 else list(map(sum, zip(*found, strict=True)))
 
-    def late_rows(self, rows: dict[int, int]) -> list[LateRows]:
+    def future_tokens(self, rows: dict[int, int]) -> list[FutureTokens]:
         """Tokens of a step's slots that only the device knows; `rows` are the first rows of slots."""
         found = []
         for part in self.on_device:
             chosen = [slot for slot in rows if slot in part.slots]
             if chosen:
                 places = [part.slots[slot] for slot in chosen]
-                found.append(LateRows([rows[slot] for slot in chosen], part.token_ids, places))
+                found.append(FutureTokens([rows[slot] for slot in chosen], part.token_ids, places))
         return found
 
 
-def joined(drawings: Iterable[Drawing]) -> Drawing:
+def joined(pending_parts: Iterable[PendingSample]) -> PendingSample:
     """The drawings of different slots together, launched in this order."""
-    whole = Drawing()
-    for drawing in drawings:
-        whole.parts += drawing.parts
-        whole.on_device += drawing.on_device
-        whole.counts += drawing.counts
+    whole = PendingSample()
+    for pending in pending_parts:
+        whole.parts += pending.parts
+        whole.on_device += pending.on_device
+        whole.counts += pending.counts
     return whole

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that compute what others in line need too: the others wait for their blocks.
+"""In-flight prefixes: requests wait for blocks that a running request with the same prefix computes.
 
 Several answers to one prompt arrive together, and so do chats under one system prompt. None of their blocks is
 cached yet, so all would compute the same; instead one does, and the others find its blocks chunk by chunk. Where
@@ -11,22 +11,22 @@ from __future__ import annotations
 from pagoda.engine.request import Request
 from pagoda.kv.manager import KVManager, PrefixHit
 
-_MAX_LED = 32
+_MAX_WAITING = 32
 """Requests that a step passes over because others compute their blocks."""
 
 
-class Leaders:
+class InFlightPrefixes:
     """Running requests by the key of the block behind the usable prefix that each of them has published."""
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
         self._by_key: dict[bytes, Request] = {}
         self._keys: dict[Request, bytes] = {}
-        self._num_left = _MAX_LED
+        self._num_left = _MAX_WAITING
         """Requests that the step may still pass over."""
 
     def begin_step(self) -> None:
-        self._num_left = _MAX_LED
+        self._num_left = _MAX_WAITING
 
     def advance(self, request: Request) -> None:
         """A running request was admitted, or has published blocks."""
@@ -58,7 +58,7 @@ class Leaders:
         self._num_left -= 1
         return True
 
-    def is_led(self, request: Request, hit: PrefixHit) -> bool:
+    def should_wait(self, request: Request, hit: PrefixHit) -> bool:
         """True if a request in line had better wait for blocks behind `hit`: one of no lower priority computes at
         least half of what it would have to compute."""
         if not self._num_left:
