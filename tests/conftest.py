@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _load_kernels(directory)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
     """Whatever a test does to the log of this process, it is as before afterwards."""
     root, ours = logging.getLogger(), logging.getLogger("pagoda")
