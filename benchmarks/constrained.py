@@ -23,9 +23,9 @@ from benchmarks.json_schemas import make_schema
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli import output
 from pagoda.cli.server_process import server_process
-from pagoda.engine.constraint import Constraint
-from pagoda.engine.grammars import Grammars
-from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
+from pagoda.engine.structured_output.constraint import Constraint
+from pagoda.engine.structured_output.grammars import Grammars
+from pagoda.engine.structured_output.vocabulary import TokenTextsOrder, load_token_texts
 from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.grammars.constraints import json_grammar

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from prometheus_client.core import Metric
 
-from pagoda.api.exposition import families
-from pagoda.api.metrics import Snapshot
-from pagoda.api.request_metrics import Refusal, RequestMetrics
+from pagoda.api.monitoring.exposition import families
+from pagoda.api.monitoring.metrics import Snapshot
+from pagoda.api.monitoring.request_metrics import Refusal, RequestMetrics
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import LoadReport, ProcessMemory, ReplicaLoad, TierLoad
 

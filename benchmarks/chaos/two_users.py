@@ -28,8 +28,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from benchmarks.chaos.trial import Outcome, Trial
-from pagoda.api.keys import EVERY_ROUTE, ApiKey, digest_of
-from pagoda.api.keys_file import changed_keys
+from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, digest_of
+from pagoda.api.auth.keys_file import changed_keys
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import ServerProcess, server_process
 

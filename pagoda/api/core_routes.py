@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from pagoda.api import info
 from pagoda.api.adapters import (
     LoadLoraAdapter,
     UnloadLoraAdapter,
     load_lora_adapter,
     unload_lora_adapter,
 )
-from pagoda.api.metrics import metrics
+from pagoda.api.monitoring import info
+from pagoda.api.monitoring.metrics import metrics
+from pagoda.api.monitoring.profile import StartBody, start_profile, stop_profile
 from pagoda.api.openai.answers import ChatCompletion, Completion, Model, ModelList
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
 from pagoda.api.openai.chat import chat_completions, count_chat_tokens
@@ -25,7 +26,6 @@ from pagoda.api.openai.stored_chats import (
     get_chat,
     list_chats,
 )
-from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import ANSWER, ANY_KEY, LOOK, OPEN, OPERATE, RUNNING, Route
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.api.errors import ApiError
-from pagoda.api.sse import event
+from pagoda.api.http.sse import event
 
 
 def _openai_error_event(error: ApiError) -> bytes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from pagoda.api.fields import GenerationFields
+from pagoda.api.bodies.fields import GenerationFields
 from pagoda.errors import refuse
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role

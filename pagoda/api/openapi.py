@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.body import neutral_values
+from pagoda.api.bodies.body import neutral_values
+from pagoda.api.bodies.ignored_fields import Hint
 from pagoda.api.dialect import OPENAI
-from pagoda.api.ignored_fields import Hint
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.route import Route
 from pagoda.version import __version__
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pagoda.api.request_context import Caller
+from pagoda.api.http.request_context import Caller
 from pagoda.api.route import Route
 from pagoda.api.service import PluginState, Service
 

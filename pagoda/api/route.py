@@ -9,10 +9,10 @@ from typing import Any
 
 from aiohttp import web
 
+from pagoda.api.auth.keys import Scope
 from pagoda.api.dialect import OPENAI, Dialect
 from pagoda.api.errors import ApiError
-from pagoda.api.keys import Scope
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
 
 OPEN: frozenset[Scope] = frozenset()
 """Needs no API key: monitoring need not be allowed to use the server, and pages ask for the key."""

@@ -13,11 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.app import ApiServer
-from pagoda.api.file_watch import FileWatch, WatchedFiles
-from pagoda.api.listener import Listener
+from pagoda.api.auth.file_watch import FileWatch, WatchedFiles
+from pagoda.api.http.app import ApiServer
+from pagoda.api.http.listener import Listener
+from pagoda.api.monitoring.service_manager import ServiceManager
 from pagoda.api.service import ApiConfig, Service
-from pagoda.api.service_manager import ServiceManager
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import ConfigError
 from pagoda.fleet.fleet import Fleet

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
-from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
-from pagoda.api.answer_log import log_answer
-from pagoda.api.connections import UNLIMITED
-from pagoda.api.cors import NO_ORIGINS, CorsOrigins
+from pagoda.api.answers.answer_log import log_answer
+from pagoda.api.auth.key_limits import KeyLimits
+from pagoda.api.auth.keys import NO_KEYS, ApiKeys
+from pagoda.api.bodies.ignored_fields import IgnoredNames
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.handoffs import Handoffs, NoHandoffs
-from pagoda.api.ignored_fields import IgnoredNames
-from pagoda.api.key_limits import KeyLimits
-from pagoda.api.keys import NO_KEYS, ApiKeys
+from pagoda.api.http.allowed_hosts import ANY_HOST, AllowedHosts
+from pagoda.api.http.connections import UNLIMITED
+from pagoda.api.http.cors import NO_ORIGINS, CorsOrigins
+from pagoda.api.monitoring.request_metrics import RequestMetrics
 from pagoda.api.openai.chat_store import ChatStore
-from pagoda.api.request_metrics import RequestMetrics
 from pagoda.checkpoints.card import ModelCard
 from pagoda.concurrency.async_utils import LongWork
 from pagoda.fleet.fleet import Fleet

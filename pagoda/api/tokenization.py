@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.bodies.fields import TokenIds
 from pagoda.api.errors import ApiError
-from pagoda.api.fields import TokenIds
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.http.sse import encode_json
 from pagoda.api.openai.bodies import Tools
-from pagoda.api.request_context import RequestContext
-from pagoda.api.sse import encode_json
 from pagoda.errors import InvalidRequestError
 from pagoda.text.templates.conversation import Messages
 from pagoda.text.text_generator import TextGenerator

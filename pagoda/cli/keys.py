@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from pagoda.api.keys import NAME_RULE, ApiKey, Scope, digest_of, is_name
-from pagoda.api.keys_file import changed_keys, new_key, read_keys
+from pagoda.api.auth.keys import NAME_RULE, ApiKey, Scope, digest_of, is_name
+from pagoda.api.auth.keys_file import changed_keys, new_key, read_keys
 from pagoda.cli import output
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.errors import ConfigError

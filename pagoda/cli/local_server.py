@@ -15,9 +15,9 @@ from functools import partial
 
 from aiohttp import web
 
-from pagoda.api.allowed_hosts import hosts_for
-from pagoda.api.app import ApiServer
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.http.allowed_hosts import hosts_for
+from pagoda.api.http.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient

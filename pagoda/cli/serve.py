@@ -18,13 +18,13 @@ import msgspec
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from pagoda.api.allowed_hosts import hosts_for
-from pagoda.api.connections import max_connections, raise_descriptor_limit
-from pagoda.api.cors import CorsOrigins
-from pagoda.api.file_watch import WatchedFiles
-from pagoda.api.ignored_fields import IgnoredNames
-from pagoda.api.keys import ApiKeys
-from pagoda.api.keys_file import read_keys
+from pagoda.api.auth.file_watch import WatchedFiles
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.auth.keys_file import read_keys
+from pagoda.api.bodies.ignored_fields import IgnoredNames
+from pagoda.api.http.allowed_hosts import hosts_for
+from pagoda.api.http.connections import max_connections, raise_descriptor_limit
+from pagoda.api.http.cors import CorsOrigins
 from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig

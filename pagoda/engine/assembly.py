@@ -9,13 +9,13 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.grammar_compiler import compile_grammar
-from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
 from pagoda.engine.peer_hooks import EngineLinks
 from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
-from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
+from pagoda.engine.structured_output.grammar_compiler import compile_grammar
+from pagoda.engine.structured_output.grammars import Grammars
+from pagoda.engine.structured_output.vocabulary import TokenTextsOrder, load_token_texts
 from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder

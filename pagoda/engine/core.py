@@ -13,13 +13,13 @@ from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.canary import Canary
 from pagoda.engine.deadlines import Deadlines
-from pagoda.engine.grammars import Busy, GrammarOutcome
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.peer_hooks import EngineLinks
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.request import Request
 from pagoda.engine.result_check import is_alike
 from pagoda.engine.scheduler import Scheduler
+from pagoda.engine.structured_output.grammars import Busy, GrammarOutcome
 from pagoda.engine.tracing import EngineTracing
 from pagoda.errors import ConfigError, DeadlineError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
-from pagoda.engine.constraint import Constraint
 from pagoda.engine.fair_shares import Charge
+from pagoda.engine.structured_output.constraint import Constraint
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (

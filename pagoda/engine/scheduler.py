@@ -15,12 +15,12 @@ from collections.abc import Callable
 import msgspec
 
 from pagoda.engine.batching import Batcher, SchedulerLimits
-from pagoda.engine.constraint import Constraint
 from pagoda.engine.kv_hooks import KVHooks
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_queue import Quarantine, RequestQueue
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.result_check import result_fits
+from pagoda.engine.structured_output.constraint import Constraint
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import (

@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.engine.vocabulary import TokenTexts, TokenTextsOrder
+from pagoda.engine.structured_output.vocabulary import TokenTexts, TokenTextsOrder
 from pagoda.errors import PagodaError
 from pagoda.text.model_text import load_text, synthetic_model_text
 

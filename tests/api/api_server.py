@@ -18,7 +18,7 @@ from aiohttp import web
 from batch_files import Attach
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
-from pagoda.api.app import ApiServer
+from pagoda.api.http.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.batches.runner import BatchRunner

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pagoda.api import body as body_module
-from pagoda.api import request_body
+from pagoda.api.bodies import body as body_module
+from pagoda.api.http import request_body
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 SHORT = 256

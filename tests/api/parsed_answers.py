@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pagoda.api.output_parser import OutputParser
+from pagoda.api.answers.output_parser import OutputParser
 
 
 class Parts:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.allowed_hosts import ANY_HOST, hosts_for
-from pagoda.api.cors import CorsOrigins
+from pagoda.api.http.allowed_hosts import ANY_HOST, hosts_for
+from pagoda.api.http.cors import CorsOrigins
 from pagoda.api.routes import ROUTES
 from pagoda.plugins.batches.state import BatchState
 

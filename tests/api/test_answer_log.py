@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from linked_hosts import until
 
-from pagoda.api.answer_log import log_answer
-from pagoda.api.keys import ApiKeys
+from pagoda.api.answers.answer_log import log_answer
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.errors import OverloadedError
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 

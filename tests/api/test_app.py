@@ -6,8 +6,8 @@ import gzip
 
 import pytest
 
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.api.dialect import OPENAI
-from pagoda.api.keys import ApiKeys
 from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.errors import OverloadedError
 from pagoda.fleet.endpoint import Health
@@ -260,7 +260,7 @@ async def test_what_is_no_request_gets_an_error_object(
 async def test_a_connection_that_sends_no_request_is_closed(
     serve_api, monkeypatch: pytest.MonkeyPatch, begin: bytes
 ) -> None:
-    monkeypatch.setattr("pagoda.api.app.CONNECTION_IDLE_S", 0.1)
+    monkeypatch.setattr("pagoda.api.http.app.CONNECTION_IDLE_S", 0.1)
     api = await serve_api()
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     writer.write(begin)

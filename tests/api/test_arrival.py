@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time at which a request arrives (`pagoda.api.app`)."""
+"""The time at which a request arrives (`pagoda.api.http.app`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pagoda.api.app import ApiServer
+from pagoda.api.http.app import ApiServer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from operations import assert_linear
 from scripted_endpoint import TEXT
 from tables import each_row
 
-from pagoda.api.body import parse_body
+from pagoda.api.bodies.body import parse_body
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.errors import InvalidRequestError
 

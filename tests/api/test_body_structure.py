@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from pagoda.api.body import LARGE_BODY_BYTES, parse_body
-from pagoda.api.body_structure import (
+from pagoda.api.bodies.body import LARGE_BODY_BYTES, parse_body
+from pagoda.api.bodies.body_structure import (
     MAX_ARRAYS,
     MAX_ESCAPES,
     MAX_OBJECTS,

@@ -256,7 +256,7 @@ def test_log_probabilities_are_nothing_to_the_collector_of_garbage() -> None:
 async def test_log_probabilities_that_would_fill_the_memory_are_refused(
     serve_api, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.api.generation.MAX_KEPT_LOGPROBS", 100)
+    monkeypatch.setattr("pagoda.api.answers.generation.MAX_KEPT_LOGPROBS", 100)
     api = await serve_api("x" * 9)
     answer = await api.complete(prompt="a" * 10, **body)
     assert (answer.status, answer.error()["param"]) == (400, param)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.connections import Connections, bound_silence, raise_descriptor_limit
+from pagoda.api.http.connections import Connections, bound_silence, raise_descriptor_limit
 
 _REQUEST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -134,7 +134,7 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int, then: int
 ) -> None:
     limits = Limits(soft, hard, most)
-    monkeypatch.setattr("pagoda.api.connections.resource", limits)
+    monkeypatch.setattr("pagoda.api.http.connections.resource", limits)
     raise_descriptor_limit()
     assert limits.now == (then, hard)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from pagoda.api.constraint_fields import constraint_of
+from pagoda.api.bodies.constraint_fields import constraint_of
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import InvalidRequestError
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.body import neutral_values
-from pagoda.api.cors import CorsOrigins
-from pagoda.api.ignored_fields import IgnoredNames
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.bodies.body import neutral_values
+from pagoda.api.bodies.ignored_fields import IgnoredNames
+from pagoda.api.http.cors import CorsOrigins
 from pagoda.api.routes import ROUTES
 from pagoda.errors import ConfigError
 

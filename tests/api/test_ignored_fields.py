@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from template_texts import CALL, QWEN, prompt_of
 
-from pagoda.api.body import parse_body
-from pagoda.api.ignored_fields import IGNORED_HEADER, Ignored, IgnoredNames, is_harmless
+from pagoda.api.bodies.body import parse_body
+from pagoda.api.bodies.ignored_fields import IGNORED_HEADER, Ignored, IgnoredNames, is_harmless
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import InvalidRequestError
 

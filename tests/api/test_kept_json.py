@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagoda.api.kept_json import kept_bytes
+from pagoda.api.answers.kept_json import kept_bytes
 
 _COPIES = 100
 

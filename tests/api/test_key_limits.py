@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from template_texts import QWEN
 
+from pagoda.api.auth.key_limits import KeyLimits
+from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, ApiKeys
 from pagoda.api.errors import ApiError
-from pagoda.api.key_limits import KeyLimits
-from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys
 from pagoda.concurrency.async_utils import LongWork, cancel_all
 from pagoda.errors import OverloadedError
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import assert_constant
 
-from pagoda.api.key_shares import KeyShares, LruByKey
+from pagoda.api.auth.key_shares import KeyShares, LruByKey
 
 KEYS = st.sampled_from("abc")
 

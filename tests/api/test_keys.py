@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.api.keys import ANYBODY, EVERY_ROUTE, NO_KEYS, ApiKey, ApiKeys, Scope, digest_of
+from pagoda.api.auth.keys import ANYBODY, EVERY_ROUTE, NO_KEYS, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.errors import ConfigError
 
 

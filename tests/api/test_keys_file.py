@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.api.file_watch import WatchedFiles
-from pagoda.api.keys import ApiKey, ApiKeys, Scope, digest_of
-from pagoda.api.keys_file import changed_keys, new_key, read_keys
+from pagoda.api.auth.file_watch import WatchedFiles
+from pagoda.api.auth.keys import ApiKey, ApiKeys, Scope, digest_of
+from pagoda.api.auth.keys_file import changed_keys, new_key, read_keys
 from pagoda.errors import ConfigError
 
 DIGEST = digest_of("k")

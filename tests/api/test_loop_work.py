@@ -17,10 +17,10 @@ import pytest
 from loop_watch import watched_loop
 
 from pagoda.api.adapters import LoadLoraAdapter, UnloadLoraAdapter
-from pagoda.api.body import LARGE_BODY_BYTES
+from pagoda.api.bodies.body import LARGE_BODY_BYTES
+from pagoda.api.monitoring.profile import StartBody
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest, FimRequest
 from pagoda.api.openai.stored_chats import MetadataBody
-from pagoda.api.profile import StartBody
 from pagoda.api.routes import ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest
 from pagoda.concurrency.async_utils import LONG_TEXT_CHARS

@@ -12,8 +12,8 @@ import msgspec
 from debian_programs import debian_program
 from metrics_text import names, series, value
 
-from pagoda.api.keys import ApiKeys
-from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.monitoring.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import (

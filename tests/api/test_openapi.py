@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from template_texts import QWEN
 
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.api.openapi import describe
 from pagoda.api.routes import ROUTES
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parsed_answers import ANY_FORM, CALLS, TOOLS, VALUES, cut, parse
 
-from pagoda.api.output_parser import READERS, OutputParser
+from pagoda.api.answers.output_parser import READERS, OutputParser
 from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS
 from pagoda.text.answer_formats import HARMONY, THINK, ParserChoice
 from pagoda.text.reasoning_border import ReasoningBorder

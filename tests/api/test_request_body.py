@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pagoda.api import app, request_body
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.http import app, request_body
 
 BODY = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.api.routes import ROUTES
 from pagoda.api.service import Service
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pagoda.api.keys import ApiKey, ApiKeys, Scope, digest_of
+from pagoda.api.auth.keys import ApiKey, ApiKeys, Scope, digest_of
 from pagoda.api.routes import ROUTES
 from pagoda.plugins.batches.state import BatchState
 

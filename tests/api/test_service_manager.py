@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.api.service_manager import RECOVERY_S, ServiceManager
+from pagoda.api.monitoring.service_manager import RECOVERY_S, ServiceManager
 from pagoda.cli.server_process import server_process
 from pagoda.fleet.endpoint import Health
 

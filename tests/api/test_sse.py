@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.api import sse
-from pagoda.api.sse import encode_in_parts, encode_json
+from pagoda.api.http import sse
+from pagoda.api.http.sse import encode_in_parts, encode_json
 
 _LEAVES = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats() | st.text()
 _VALUES = st.recursive(

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from pagoda.api.ignored_fields import IGNORED_HEADER
-from pagoda.api.kept_conversations import MAX_CONVERSATIONS, StoredConversation, sized
-from pagoda.api.keys import ApiKeys
+from pagoda.api.answers.kept_conversations import MAX_CONVERSATIONS, StoredConversation, sized
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.bodies.ignored_fields import IGNORED_HEADER
 from pagoda.api.openai.chat_store import ChatStore
 from pagoda.api.openai.stored_chats import MAX_KEPT_CHARS
 

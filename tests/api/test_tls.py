@@ -15,12 +15,12 @@ import pytest
 from aiohttp import web
 from certificates import FLAGS, Certificates
 
-from pagoda.api import listener
-from pagoda.api.app import ApiServer
-from pagoda.api.file_watch import WatchedFiles
-from pagoda.api.keys import EVERY_ROUTE, ApiKey, digest_of
-from pagoda.api.keys_file import changed_keys
-from pagoda.api.listener import Listener
+from pagoda.api.auth.file_watch import WatchedFiles
+from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, digest_of
+from pagoda.api.auth.keys_file import changed_keys
+from pagoda.api.http import listener
+from pagoda.api.http.app import ApiServer
+from pagoda.api.http.listener import Listener
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli.openai_client import OpenAIClient, ServerError
 from pagoda.cli.server_process import server_process

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.api.keys import ApiKeys, Scope
-from pagoda.api.keys_file import read_keys
+from pagoda.api.auth.keys import ApiKeys, Scope
+from pagoda.api.auth.keys_file import read_keys
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import main as command
 from pagoda.cli.serve import ServerOptions

@@ -17,8 +17,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from pagoda.api.exposition import aliases_of, families
-from pagoda.api.metrics import Snapshot
+from pagoda.api.monitoring.exposition import aliases_of, families
+from pagoda.api.monitoring.metrics import Snapshot
 from tools.metrics_page import PAGE, labels_of, name_of, page, snapshot_of_everything
 
 ROOT = Path(__file__).parents[2]

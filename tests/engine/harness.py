@@ -15,10 +15,10 @@ from benchmarks.simulation.books import check_nothing_left
 from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.core import EngineCore
-from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import OrderKey, order_key
 from pagoda.engine.scheduler import Scheduler
+from pagoda.engine.structured_output.grammars import Grammars
 from pagoda.executor.base import Executor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.engine.constraint import Constraint
-from pagoda.engine.grammars import Grammars
-from pagoda.engine.vocabulary import TokenTexts
+from pagoda.engine.structured_output.constraint import Constraint
+from pagoda.engine.structured_output.grammars import Grammars
+from pagoda.engine.structured_output.vocabulary import TokenTexts
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.plugins.sim.executor import sim_token
 

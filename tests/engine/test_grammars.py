@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import select
 import threading
@@ -19,16 +18,16 @@ from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
 from tokenizers import AddedToken, Tokenizer
 
-from pagoda.engine.constraint import (
+from pagoda.engine.structured_output.constraint import (
     MAX_FORCED_TOKENS,
     TOKEN_LIMIT_S,
     CompiledGrammar,
     Constraint,
     TokenClock,
 )
-from pagoda.engine.grammar_compiler import compile_grammar
-from pagoda.engine.grammar_threads import HUNG_S, MAX_LATE_THREADS
-from pagoda.engine.grammars import (
+from pagoda.engine.structured_output.grammar_compiler import compile_grammar
+from pagoda.engine.structured_output.grammar_threads import HUNG_S, MAX_LATE_THREADS
+from pagoda.engine.structured_output.grammars import (
     BUSY,
     COMPILE_LIMIT_S,
     LATE_FOR_S,
@@ -36,13 +35,13 @@ from pagoda.engine.grammars import (
     RETURN_LIMIT_S,
     Grammars,
 )
-from pagoda.engine.vocabulary import TokenTexts, TokenTextsOrder, Vocabulary, load_token_texts
-from pagoda.errors import PagodaError
+from pagoda.engine.structured_output.vocabulary import (
+    TokenTexts,
+    Vocabulary,
+)
 from pagoda.executor.base import WorkerLost
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Grammar, RequestRefused
-from pagoda.text.model_text import synthetic_model_text
-from pagoda.text.token_texts import token_texts as read_token_texts
 
 A, COLON = 0, 29
 """Ids of the tokens "a" and ":"."""
@@ -267,7 +266,7 @@ def test_a_busy_machine_makes_no_grammar_dear() -> None:
 
 
 def test_a_full_table_of_lexer_states_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.engine.grammar_compiler.MAX_LEXER_STATES", 600)
+    monkeypatch.setattr("pagoda.engine.structured_output.grammar_compiler.MAX_LEXER_STATES", 600)
     words = Grammar("regex", r"\w{500}:")
     request = constrained("r", words)
     grammars = open_grammars()
@@ -452,7 +451,9 @@ def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
 def test_grammars_of_a_tenant_that_take_too_long_keep_no_other_tenant_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pagoda.engine.grammar_threads.MAX_HUNG_THREADS", MAX_LATE_THREADS + 2)
+    monkeypatch.setattr(
+        "pagoda.engine.structured_output.grammar_threads.MAX_HUNG_THREADS", MAX_LATE_THREADS + 2
+    )
     clock, compiler = VirtualClock(), SlowCompiler()
     grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
 
@@ -472,7 +473,9 @@ def test_grammars_of_a_tenant_that_take_too_long_keep_no_other_tenant_out(
             fresh = Grammar("regex", f"a{{{number}}}")
             assert ask("heavy", fresh) == BUSY
             assert isinstance(ask("light", fresh), Constraint)
-    monkeypatch.setattr("pagoda.engine.grammar_threads.MAX_THREADS", MAX_LATE_THREADS + 2)
+    monkeypatch.setattr(
+        "pagoda.engine.structured_output.grammar_threads.MAX_THREADS", MAX_LATE_THREADS + 2
+    )
     assert ask("light", Grammar("regex", "a{9}")) == BUSY
     compiler.let_go.set()
     grammars.close()
@@ -554,47 +557,3 @@ def test_a_model_without_an_end_token_refuses_grammars() -> None:
     grammars.take(constrained("r", LONG), LONG)
     ((_, problem),) = grammars.drain()
     assert "no end-of-sequence token" in str(problem)
-
-
-@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 64, 200])
-def test_tokens_beyond_the_tokenizer_are_never_allowed(vocab_size: int) -> None:
-    grammars = Grammars(token_texts, vocab_size, run=lambda work: work())
-    grammars.take(constrained("r", GRAMMARS[1]), GRAMMARS[1])
-    ((_, place),) = grammars.drain()
-    assert isinstance(place, Constraint)
-    mask = place.mask()
-    assert mask is not None
-    assert len(mask) == -(-vocab_size // 32) * 4
-    assert int.from_bytes(mask, "little") >> VOCAB_SIZE == 0
-
-
-def test_tokens_of_a_smaller_model_alone_are_allowed() -> None:
-    texts = msgspec.structs.replace(token_texts(), eos_token_ids=(3,))
-    grammars = Grammars(lambda: texts, 40, run=lambda work: work())
-    grammar = Grammar("regex", r"(?s:.)*")
-    grammars.take(constrained("r", grammar), grammar)
-    ((_, place),) = grammars.drain()
-    assert isinstance(place, Constraint)
-    mask = place.mask()
-    assert mask is not None
-    assert int.from_bytes(mask, "little") >> 40 == 0
-
-
-def test_held_back_tokens_are_left_out_where_there_is_a_choice() -> None:
-    request = constrained("r", Grammar("regex", "ab?"))
-    place = constraint_of(request)
-    assert place is not None
-    assert place.consume(0)
-    bits = int.from_bytes(place.mask() or b"", "little")
-    assert bits == 1 << 1 | 1 << EOS
-    assert int.from_bytes(place.mask([EOS]) or b"", "little") == 1 << 1
-    assert place.mask([1, EOS]) == place.mask()
-
-
-def test_texts_of_tokens_come_from_a_process_that_reads_the_model() -> None:
-    order = TokenTextsOrder("tiny", "dummy", simulated=True)
-    texts = load_token_texts(order)
-    assert texts == read_token_texts(order)
-    assert texts.eos_token_ids == synthetic_model_text().eos_token_ids
-    with pytest.raises(PagodaError, match="there is no model directory"):
-        load_token_texts(TokenTextsOrder(f"no/such/{os.getpid()}/model", "auto", simulated=False))

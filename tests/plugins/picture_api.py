@@ -10,8 +10,8 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import web
 
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.plugin import ApiPlugin
-from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANY_KEY, Route
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.spans import embedded_span

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pagoda.engine.vocabulary import TokenTextsOrder
+from pagoda.engine.structured_output.vocabulary import TokenTextsOrder
 from pagoda.errors import InvalidRequestError
 from pagoda.text.grammars.ebnf import is_lark, lark_of_ebnf
 from pagoda.text.token_texts import token_texts

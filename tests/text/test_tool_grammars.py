@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.api.output_parser import READERS, OutputParser
+from pagoda.api.answers.output_parser import READERS, OutputParser
 from pagoda.api.parsers.deltas import AnswerDelta
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import Grammar

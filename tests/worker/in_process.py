@@ -16,9 +16,9 @@ from tiny_models import continuation
 from transformers import PreTrainedModel
 
 from pagoda.engine.core import EngineCore
-from pagoda.engine.grammars import Grammars
 from pagoda.engine.request import Request
-from pagoda.engine.vocabulary import TokenTexts
+from pagoda.engine.structured_output.grammars import Grammars
+from pagoda.engine.structured_output.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import EngineConfig

@@ -11,7 +11,7 @@ import pytest
 from in_process import engine
 from tiny_models import make_model
 
-from pagoda.engine.vocabulary import TokenTextsOrder
+from pagoda.engine.structured_output.vocabulary import TokenTextsOrder
 from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.token_texts import token_texts

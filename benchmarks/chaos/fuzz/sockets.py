@@ -19,10 +19,10 @@ from benchmarks.chaos.fuzz.forms import JSON, MSGPACK
 from benchmarks.chaos.fuzz.target import Feed, Target
 from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.network import SimNetwork
-from pagoda.api.app import ApiServer
+from pagoda.api.http.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
-from pagoda.engine.grammar_threads import MAX_HUNG_THREADS, STACK_BYTES
 from pagoda.engine.main import EngineProcess
+from pagoda.engine.structured_output.grammar_threads import MAX_HUNG_THREADS, STACK_BYTES
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.clock import VirtualClock

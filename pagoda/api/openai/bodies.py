@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from pagoda.api.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
+from pagoda.api.bodies.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import ALL_LOGPROBS, TokenId
 from pagoda.text.templates.conversation import MAX_TOOLS, Messages

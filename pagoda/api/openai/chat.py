@@ -12,21 +12,21 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.conversation import (
+from pagoda.api.answers.conversation import (
     Conversation,
     MessageReader,
     begin_conversation,
     count_prompt_tokens,
 )
-from pagoda.api.generation import Generation
+from pagoda.api.answers.generation import Generation
+from pagoda.api.answers.output_parser import AnswerDelta, ToolCallDelta
+from pagoda.api.http.request_context import Caller, RequestContext
+from pagoda.api.http.sse import EventTemplate
+from pagoda.api.http.timing import progress_of, times_of, timings
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from pagoda.api.openai.stored_chats import keep_chat
-from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
-from pagoda.api.request_context import Caller, RequestContext
-from pagoda.api.sse import EventTemplate
-from pagoda.api.timing import progress_of, times_of, timings
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.text.text_generator import TextDelta, joined_deltas
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from pagoda.api.errors import ApiError
-from pagoda.api.kept_conversations import (
+from pagoda.api.answers.kept_conversations import (
     MAX_CONVERSATIONS,
     ConversationStore,
     SizedItems,
     StoredConversation,
 )
+from pagoda.api.errors import ApiError
 
 
 class ChatStore:

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from pagoda.api.fields import GenerationFields, StreamOptions
-from pagoda.api.generation import AnswerShape, Generation
-from pagoda.api.sse import DONE, EventTemplate, event
+from pagoda.api.answers.generation import AnswerShape, Generation
+from pagoda.api.bodies.fields import GenerationFields, StreamOptions
+from pagoda.api.http.sse import DONE, EventTemplate, event
 from pagoda.messages.frontend import FinishReason
 from pagoda.text.text_generator import TextDelta
 from pagoda.version import __version__

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.fields import MAX_TOKEN_IDS
-from pagoda.api.generation import Generation, Prompt, Shape, prepare
+from pagoda.api.answers.generation import Generation, Prompt, Shape, prepare
+from pagoda.api.bodies.fields import MAX_TOKEN_IDS
+from pagoda.api.http.request_context import Caller, RequestContext
+from pagoda.api.http.sse import EventTemplate
 from pagoda.api.infill import infill_prompt, require_marks
 from pagoda.api.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.logprobs import CompletionLogprobs, TokenSpelling, prompt_logprobs
-from pagoda.api.request_context import Caller, RequestContext
-from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import ALL_LOGPROBS, MAX_TOKEN_LIST

@@ -7,10 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.openai.bodies import FimRequest
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.completions import begin_completion
-from pagoda.api.request_context import RequestContext
 from pagoda.errors import refuse
 from pagoda.text.text_generator import TextDelta, joined_deltas
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pagoda.api.sse import encode_json
+from pagoda.api.http.sse import encode_json
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.answers.kept_conversations import SizedItems, StoredConversation, sized
+from pagoda.api.bodies.fields import Metadata
+from pagoda.api.bodies.items import page_of_items
 from pagoda.api.errors import ApiError
-from pagoda.api.fields import Metadata
-from pagoda.api.items import page_of_items
-from pagoda.api.kept_conversations import SizedItems, StoredConversation, sized
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.text.json_size import json_size
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.fields import GenerationFields
-from pagoda.api.ignored_fields import Hint
+from pagoda.api.bodies.fields import GenerationFields
+from pagoda.api.bodies.ignored_fields import Hint
 from pagoda.messages.sampling_params import MAX_STOP_STRINGS
 from pagoda.text.templates.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from pagoda.api.conversation import Conversation
+from pagoda.api.answers.conversation import Conversation
+from pagoda.api.answers.generation import AnswerShape
+from pagoda.api.answers.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.errors import ApiError
-from pagoda.api.generation import AnswerShape
-from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
-from pagoda.api.sse import EventTemplate, encode_json
+from pagoda.api.http.sse import EventTemplate, encode_json
 from pagoda.messages.frontend import FinishReason
 from pagoda.text.text_generator import TextDelta
 

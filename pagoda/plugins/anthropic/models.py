@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.info import all_models, one_model
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.monitoring.info import all_models, one_model
 
 VERSION_HEADER = "anthropic-version"
 """The header by which Anthropic's clients are known."""

@@ -7,13 +7,13 @@ from functools import partial
 
 from aiohttp import web
 
-from pagoda.api.conversation import begin_conversation, count_prompt_tokens
+from pagoda.api.answers.conversation import begin_conversation, count_prompt_tokens
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
-from pagoda.api.fields import renamed
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, ANY_KEY, Route
 from pagoda.plugins.anthropic.bodies import CountTokensRequest, MessagesRequest
 from pagoda.plugins.anthropic.message import PING, MessageAnswer, message_event

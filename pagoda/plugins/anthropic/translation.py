@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pagoda.api.body import content_of, convert_body, text_in, text_or_parts
-from pagoda.api.context_management import check_edits
-from pagoda.api.fields import GenerationFields, renamed
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.bodies.body import content_of, convert_body, text_in, text_or_parts
+from pagoda.api.bodies.context_management import check_edits
+from pagoda.api.bodies.fields import GenerationFields, renamed
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
 from pagoda.plugins.anthropic.bodies import (

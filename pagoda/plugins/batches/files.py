@@ -19,8 +19,8 @@ from typing import Literal, TypeVar, cast
 
 import msgspec
 
+from pagoda.api.auth.key_shares import KeyShares
 from pagoda.api.errors import ApiError
-from pagoda.api.key_shares import KeyShares
 from pagoda.errors import ConfigError, refuse
 from pagoda.files import open_private
 from pagoda.plugins.batches.uploads import Uploads

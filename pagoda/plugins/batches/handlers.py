@@ -12,10 +12,10 @@ from typing import Any, cast, get_args
 import msgspec
 from aiohttp import web
 
+from pagoda.api.bodies.fields import Metadata
 from pagoda.api.errors import ApiError
-from pagoda.api.fields import Metadata
-from pagoda.api.request_body import ask_for_body, inflated_pieces, raw_pieces
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_body import ask_for_body, inflated_pieces, raw_pieces
+from pagoda.api.http.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.plugins.batches.files import FileRecord, FileStore, Purpose, new_id
 from pagoda.plugins.batches.forms import FormReader

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagoda.api.body import parse_beside
+from pagoda.api.auth.key_shares import KeyShares
+from pagoda.api.bodies.body import parse_beside
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.api.errors import ApiError, as_api_error
-from pagoda.api.ignored_fields import Ignored
-from pagoda.api.key_shares import KeyShares
+from pagoda.api.http.request_context import Caller, take_timeout
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.plugin import LineForm
-from pagoda.api.request_context import Caller, take_timeout
 from pagoda.api.service import Service
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError, refuse

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
+from pagoda.api.bodies.fields import GenerationFields
 from pagoda.api.errors import ApiError
-from pagoda.api.fields import GenerationFields
 from pagoda.errors import refuse
 from pagoda.ipc.addresses import bracketed
 from pagoda.messages.frontend import KVSource

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from pagoda.api.errors import ApiError
 from pagoda.api.handoffs import Asked, RequestHandoff
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.plugin import ApiPlugin
-from pagoda.api.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route
 from pagoda.api.service import Service
 from pagoda.errors import refuse

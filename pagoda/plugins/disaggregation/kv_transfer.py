@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from pagoda.api.fields import GenerationFields, KVTransferParams
+from pagoda.api.bodies.fields import GenerationFields, KVTransferParams
 from pagoda.api.handoffs import RequestHandoff
 from pagoda.errors import refuse
 from pagoda.ipc.addresses import bracketed

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.api.generation import Generation
+from pagoda.api.answers.generation import Generation
+from pagoda.api.http.sse import event
+from pagoda.api.http.timing import AnswerTimes, progress_of, times_of, timings
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
-from pagoda.api.sse import event
-from pagoda.api.timing import AnswerTimes, progress_of, times_of, timings
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.sampling_params import DRAWS, SamplingParams
 from pagoda.plugins.llamacpp.bodies import SamplingFields

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.fields import MAX_TOKEN_IDS, windowed_penalty
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import (
     DRAWS,

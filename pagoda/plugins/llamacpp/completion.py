@@ -8,15 +8,15 @@ from functools import partial
 
 from aiohttp import web
 
-from pagoda.api.body import convert_body
+from pagoda.api.answers.generation import Generation
+from pagoda.api.bodies.body import convert_body
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.list_shape import ListShape
 from pagoda.api.errors import ApiError, context_exceeded
-from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation
+from pagoda.api.http.request_context import Caller, RequestContext
 from pagoda.api.infill import InfillMarks, infill_prompt, known_tokens, marks_of
-from pagoda.api.list_shape import ListShape
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
-from pagoda.api.request_context import Caller, RequestContext
 from pagoda.errors import refuse
 from pagoda.plugins.llamacpp.answers import LlamaAnswer, PreparedCompletion
 from pagoda.plugins.llamacpp.bodies import (

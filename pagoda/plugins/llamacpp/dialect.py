@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
-from pagoda.api.sse import event
+from pagoda.api.http.sse import event
 
 _TYPES = {
     400: "invalid_request_error",

@@ -12,10 +12,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.fields import renamed
-from pagoda.api.request_context import RequestContext
-from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.vectors import MAX_INPUTS, encoded_vectors
+from pagoda.api.http.request_context import RequestContext
 from pagoda.errors import refuse
 from pagoda.plugins.llamacpp.bodies import Prompt, prompts_of
 from pagoda.text.embeddings import EmbeddingOptions, embed

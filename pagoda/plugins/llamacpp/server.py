@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.openai.bodies import Tools
-from pagoda.api.request_context import RequestContext
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.llamacpp.answers import PreparedCompletion, generation_settings
 from pagoda.plugins.llamacpp.bodies import SamplingFields

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from pagoda.api.conversation import MessageReader
-from pagoda.api.generation import AnswerShape, Generation
+from pagoda.api.answers.conversation import MessageReader
+from pagoda.api.answers.generation import AnswerShape, Generation
+from pagoda.api.answers.output_parser import AnswerDelta
+from pagoda.api.http.timing import AnswerTimes, times_of
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
-from pagoda.api.output_parser import AnswerDelta
-from pagoda.api.timing import AnswerTimes, times_of
 from pagoda.plugins.ollama.dialect import line
 from pagoda.text.text_generator import TextDelta
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.fields import MAX_TOKEN_IDS, windowed_penalty
-from pagoda.api.ignored_fields import Hint, Ignored
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.fields import MAX_TOKEN_IDS, windowed_penalty
+from pagoda.api.bodies.ignored_fields import Hint, Ignored
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import DRAWS, MAX_STOP_STRINGS, DrawFields
 from pagoda.text.model_text import ModelText

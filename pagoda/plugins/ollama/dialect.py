@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
-from pagoda.api.sse import encode_json
+from pagoda.api.http.sse import encode_json
 
 
 def line(value: object) -> bytes:

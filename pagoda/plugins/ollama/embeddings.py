@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.request_context import RequestContext
-from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.vectors import MAX_INPUTS, encoded_vectors
+from pagoda.api.http.request_context import RequestContext
 from pagoda.plugins.ollama.bodies import Options, check_options
 from pagoda.plugins.ollama.names import served_name
 from pagoda.text.embeddings import Embedding, EmbeddingOptions, embed

@@ -8,13 +8,13 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.body import convert_body
-from pagoda.api.conversation import begin_conversation
-from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation
+from pagoda.api.answers.conversation import begin_conversation
+from pagoda.api.answers.generation import Generation
+from pagoda.api.bodies.body import convert_body
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.http.request_context import Caller, RequestContext
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
-from pagoda.api.request_context import Caller, RequestContext
 from pagoda.errors import refuse
 from pagoda.plugins.ollama.answers import (
     OllamaAnswer,

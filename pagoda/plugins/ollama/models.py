@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.infill import marks_of
-from pagoda.api.request_context import RequestContext
 from pagoda.checkpoints.card import ModelCard
 from pagoda.plugins.ollama.names import rfc3339, served_name, tagged_name
 from pagoda.version import __version__

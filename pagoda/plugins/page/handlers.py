@@ -9,10 +9,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from pagoda.api.answers.running_answers import running_answers
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.request_context import RequestContext
-from pagoda.api.running_answers import running_answers
-from pagoda.api.sse import EventStream, event
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.http.sse import EventStream, event
 from pagoda.plugins.page.state import PageState
 
 _PAGE = Path(__file__).parent / "files"

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pagoda.api.answers.generation import Generation
 from pagoda.api.errors import as_api_error
-from pagoda.api.generation import Generation
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.plugins.responses.events import EventLog
 from pagoda.plugins.responses.response import ResponseAnswer

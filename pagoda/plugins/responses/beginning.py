@@ -9,13 +9,13 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from pagoda.api.conversation import Conversation, begin_conversation
-from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation
-from pagoda.api.items import Item
-from pagoda.api.kept_conversations import SizedItems, check_room, sized
-from pagoda.api.kept_json import kept_bytes
-from pagoda.api.request_context import Caller
+from pagoda.api.answers.conversation import Conversation, begin_conversation
+from pagoda.api.answers.generation import Generation
+from pagoda.api.answers.kept_conversations import SizedItems, check_room, sized
+from pagoda.api.answers.kept_json import kept_bytes
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.items import Item
+from pagoda.api.http.request_context import Caller
 from pagoda.concurrency.async_utils import bound_to_loop
 from pagoda.plugins.responses.background import BackgroundRun
 from pagoda.plugins.responses.bodies import InputTokensRequest, ResponsesRequest, check_body

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.fields import GenerationFields
-from pagoda.api.ignored_fields import Hint
-from pagoda.api.items import Item
+from pagoda.api.bodies.fields import GenerationFields
+from pagoda.api.bodies.ignored_fields import Hint
+from pagoda.api.bodies.items import Item
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.text.templates.conversation import MAX_MESSAGES, MAX_TOOLS

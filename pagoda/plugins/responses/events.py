@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from pagoda.api.sse import EventStream, encode_json
+from pagoda.api.http.sse import EventStream, encode_json
 
 
 class DeltaTemplate:

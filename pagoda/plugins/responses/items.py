@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagoda.api.items import Item, new_id
+from pagoda.api.bodies.items import Item, new_id
 from pagoda.plugins.responses.bodies import Input
 
 _MAX_ID_CHARS = 128

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
-from pagoda.api.items import Item, new_id
-from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
+from pagoda.api.answers.output_parser import AnswerDelta, ToolCallDelta
+from pagoda.api.bodies.items import Item, new_id
 from pagoda.plugins.responses.events import DeltaTemplate, EventWriter
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pagoda.api.conversation import Conversation
+from pagoda.api.answers.conversation import Conversation
+from pagoda.api.answers.generation import AnswerShape, Generation
+from pagoda.api.answers.output_parser import AnswerDelta
+from pagoda.api.bodies.items import new_id
 from pagoda.api.errors import ApiError
-from pagoda.api.generation import AnswerShape, Generation
-from pagoda.api.items import new_id
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries
-from pagoda.api.output_parser import AnswerDelta
 from pagoda.messages.frontend import FinishReason
 from pagoda.plugins.responses.bodies import ResponsesRequest
 from pagoda.plugins.responses.events import EventWriter

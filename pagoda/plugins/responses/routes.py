@@ -7,15 +7,15 @@ from functools import partial
 
 from aiohttp import web
 
-from pagoda.api.conversation import count_prompt_tokens
+from pagoda.api.answers.conversation import count_prompt_tokens
+from pagoda.api.auth.keys import ANYBODY
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.items import page_of_items, query_number
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
-from pagoda.api.fields import renamed
-from pagoda.api.items import page_of_items, query_number
-from pagoda.api.keys import ANYBODY
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.http.sse import EventStream, encode_json
 from pagoda.api.route import ANSWER, Route
-from pagoda.api.sse import EventStream, encode_json
 from pagoda.errors import refuse
 from pagoda.plugins.responses.beginning import (
     ITEM_CHARS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagoda.api.kept_conversations import ConversationStore
+from pagoda.api.answers.kept_conversations import ConversationStore
 from pagoda.api.plugin import ApiPlugin
 from pagoda.api.service import Service
 from pagoda.plugins.responses.store import ResponseStore

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pagoda.api.auth.key_shares import KeyShares, LruByKey
+from pagoda.api.bodies.items import Item
 from pagoda.api.errors import ApiError
-from pagoda.api.items import Item
-from pagoda.api.key_shares import KeyShares, LruByKey
 from pagoda.errors import OverloadedError, refuse
 from pagoda.plugins.responses.events import EventLog
 from pagoda.text.templates.conversation import MAX_MESSAGES

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pagoda.api.body import text_in
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.bodies.body import text_in
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.errors import refuse
 
 Tool = Mapping[str, Any]

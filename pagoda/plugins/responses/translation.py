@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagoda.api.body import convert_body, text_in, text_or_parts
-from pagoda.api.context_management import check_edits
-from pagoda.api.fields import GenerationFields, renamed
-from pagoda.api.ignored_fields import Ignored
-from pagoda.api.items import Item
+from pagoda.api.bodies.body import convert_body, text_in, text_or_parts
+from pagoda.api.bodies.context_management import check_edits
+from pagoda.api.bodies.fields import GenerationFields, renamed
+from pagoda.api.bodies.ignored_fields import Ignored
+from pagoda.api.bodies.items import Item
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
 from pagoda.plugins.responses.bodies import Input, InputTokensRequest, ResponsesRequest

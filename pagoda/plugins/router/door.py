@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pagoda.api.answer_log import log_answer
+from pagoda.api.answers.answer_log import log_answer
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.cli.cluster import ServerStart
 from pagoda.fleet.fleet import Entrance, Fleet

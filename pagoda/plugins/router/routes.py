@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.info import figures
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.monitoring.info import figures
 from pagoda.api.plugin import ApiPlugin
-from pagoda.api.request_context import RequestContext
 from pagoda.api.route import LOOK, OPERATE, Route
 
 if TYPE_CHECKING:  # servers without hosts have the routes, too

@@ -15,11 +15,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
-from pagoda.api.request_context import Caller, RequestContext
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.fields import MAX_TOKEN_IDS, TokenIds
+from pagoda.api.bodies.vectors import MAX_INPUTS, encoded_vectors
+from pagoda.api.http.request_context import Caller, RequestContext
 from pagoda.api.service import Service
-from pagoda.api.vectors import MAX_INPUTS, encoded_vectors
 from pagoda.errors import refuse
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import TokenId

@@ -11,10 +11,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.fields import TokenIds
 from pagoda.api.errors import GenerationError
-from pagoda.api.fields import TokenIds
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import SamplingParams, TokenId

@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from pagoda.api.request_context import RequestContext
-from pagoda.api.vectors import MAX_INPUTS
+from pagoda.api.bodies.vectors import MAX_INPUTS
+from pagoda.api.http.request_context import RequestContext
 from pagoda.errors import refuse
 from pagoda.plugins.scoring.embeddings import PoolingFields, envelope, usage
 from pagoda.plugins.scoring.pair_scores import PairScore, TextPair, score_pairs

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY
 from pagoda.errors import refuse
 from pagoda.messages.sampling_params import TokenId

@@ -9,16 +9,16 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.body import convert_body
-from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation
-from pagoda.api.list_shape import ListShape
+from pagoda.api.answers.generation import Generation
+from pagoda.api.bodies.body import convert_body
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.list_shape import ListShape
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.http.sse import DONE, event
+from pagoda.api.http.timing import times_of
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
 from pagoda.api.openai.choices import matched_stop
 from pagoda.api.openai.completions import begin_completion
-from pagoda.api.request_context import RequestContext
-from pagoda.api.sse import DONE, event
-from pagoda.api.timing import times_of
 from pagoda.errors import refuse
 from pagoda.messages.frontend import FinishReason, TokenLogprobs
 from pagoda.plugins.sglang.bodies import (

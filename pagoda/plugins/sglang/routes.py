@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pagoda.api.info import health_ready
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.monitoring.info import health_ready
 from pagoda.api.route import ANSWER, OPEN, Route, refused
 from pagoda.plugins.sglang.bodies import GenerateBody
 from pagoda.plugins.sglang.generate import generate

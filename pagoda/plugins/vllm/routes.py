@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from pagoda.api.info import health_ready
+from pagoda.api.monitoring.info import health_ready
+from pagoda.api.monitoring.profile import StartBody, start_profile, stop_profile
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
-from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import ANSWER, LOOK, OPEN, OPERATE, Route, refused
 from pagoda.plugins.vllm.server import (
     ChatBatchRequest,

@@ -10,10 +10,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, ChatRequest
 from pagoda.api.openai.chat import begin_chat, chat_completions
 from pagoda.api.openai.completions import completions
-from pagoda.api.request_context import RequestContext
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.text.templates.conversation import Messages

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.body import Timeout, convert_body
-from pagoda.api.conversation import begin_conversation
-from pagoda.api.fields import KVTransferParams, StreamOptions, TokenIds, renamed
-from pagoda.api.generation import ANSWER_CHARS, AnswerShape, Generation
+from pagoda.api.answers.conversation import begin_conversation
+from pagoda.api.answers.generation import ANSWER_CHARS, AnswerShape, Generation
+from pagoda.api.bodies.body import Timeout, convert_body
+from pagoda.api.bodies.fields import KVTransferParams, StreamOptions, TokenIds, renamed
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.http.sse import DONE, event
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.openai.logprobs import TokenSpelling, chat_entries, encoded_entry
-from pagoda.api.request_context import RequestContext
-from pagoda.api.sse import DONE, event
 from pagoda.errors import refuse
 from pagoda.text.text_generator import TextDelta, TextRequest, joined_deltas
 

@@ -11,7 +11,7 @@ from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageSt
 from pydantic import TypeAdapter
 from template_texts import CALL, PARTS, QWEN, prompt_of, text
 
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -25,9 +25,9 @@ from batch_files import (
     upload,
 )
 
+from pagoda.api.auth.key_limits import KeyLimits
+from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.api.errors import ApiError
-from pagoda.api.key_limits import KeyLimits
-from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.errors import ConfigError
 from pagoda.plugins.batches import files, uploads
 from pagoda.plugins.batches.files import FileStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.api.errors import ApiError
-from pagoda.api.keys import ApiKeys
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.disaggregation import bootstrap

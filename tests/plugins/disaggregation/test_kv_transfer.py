@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pagoda.api.body import parse_body
+from pagoda.api.bodies.body import parse_body
 from pagoda.api.openai.bodies import CompletionRequest
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import KVSource

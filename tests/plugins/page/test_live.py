@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from linked_hosts import until
 
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
 from pagoda.plugins.page import live_history, live_stats
@@ -217,7 +217,7 @@ async def test_tokens_and_latencies_of_answers(api) -> None:
 
 
 async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> None:
-    monkeypatch.setattr("pagoda.api.running_answers.MAX_ANSWERS", 2)
+    monkeypatch.setattr("pagoda.api.answers.running_answers.MAX_ANSWERS", 2)
     api = await serve_api("abcdef")
     api.endpoint.pause_after = 2
     asks = [

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from operations import assert_linear
 
-from pagoda.api.request_metrics import RequestMetrics
+from pagoda.api.monitoring.request_metrics import RequestMetrics
 from pagoda.fleet.totals import sum_of_loads
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import LoadReport, ReplicaLoad

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.api.keys import ApiKeys
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.plugins import page
 
 DIRECTORY = Path(page.__file__).parent / "files"

@@ -13,12 +13,12 @@ from openai.types.conversations import Conversation, ConversationItemList
 from template_texts import QWEN, prompt_of
 from test_responses import respond
 
-from pagoda.api import kept_conversations as store_module
-from pagoda.api import request_context
-from pagoda.api.kept_conversations import ConversationStore, StoredConversation, sized
-from pagoda.api.kept_json import kept_bytes
-from pagoda.api.keys import ApiKeys
-from pagoda.api.sse import encode_json
+from pagoda.api.answers import kept_conversations as store_module
+from pagoda.api.answers.kept_conversations import ConversationStore, StoredConversation, sized
+from pagoda.api.answers.kept_json import kept_bytes
+from pagoda.api.auth.keys import ApiKeys
+from pagoda.api.http import request_context
+from pagoda.api.http.sse import encode_json
 from pagoda.plugins.responses.state import ResponseState
 
 USER = {"role": "user", "content": "a"}

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
+from pagoda.api.answers.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.plugins.responses.events import EventWriter
 from pagoda.plugins.responses.output import Output
 

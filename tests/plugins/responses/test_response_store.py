@@ -15,9 +15,9 @@ from openai.types.responses.response_item_list import ResponseItemList
 from template_texts import QWEN, prompt_of
 from test_responses import checked, events_of, respond
 
-from pagoda.api.kept_conversations import ConversationStore
-from pagoda.api.kept_json import kept_bytes
-from pagoda.api.keys import ApiKeys
+from pagoda.api.answers.kept_conversations import ConversationStore
+from pagoda.api.answers.kept_json import kept_bytes
+from pagoda.api.auth.keys import ApiKeys
 from pagoda.plugins.responses.events import EventLog
 from pagoda.plugins.responses.response import ResponseAnswer
 from pagoda.plugins.responses.state import ResponseState

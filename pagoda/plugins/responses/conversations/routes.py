@@ -10,17 +10,17 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from pagoda.api.errors import ApiError
-from pagoda.api.fields import Metadata
-from pagoda.api.items import Item, page_of_items
-from pagoda.api.kept_conversations import (
+from pagoda.api.answers.kept_conversations import (
     ConversationStore,
     SizedItems,
     StoredConversation,
     check_room,
     sized,
 )
-from pagoda.api.request_context import RequestContext
+from pagoda.api.bodies.fields import Metadata
+from pagoda.api.bodies.items import Item, page_of_items
+from pagoda.api.errors import ApiError
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.route import ANSWER, Route
 from pagoda.errors import refuse
 from pagoda.plugins.responses.items import kept_items

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+from pagoda.api.answers.kept_json import kept_bytes
+from pagoda.api.auth.key_shares import LruByKey
+from pagoda.api.bodies.items import Item, new_id
 from pagoda.api.errors import ApiError
-from pagoda.api.items import Item, new_id
-from pagoda.api.kept_json import kept_bytes
-from pagoda.api.key_shares import LruByKey
 from pagoda.errors import refuse
 from pagoda.text.templates.conversation import MAX_MESSAGES
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pagoda.api.auth.keys import ApiKey
 from pagoda.api.errors import ApiError
-from pagoda.api.keys import ApiKey
 from pagoda.errors import OverloadedError
 from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 

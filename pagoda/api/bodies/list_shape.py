@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pagoda.api.generation import AnswerShape
+from pagoda.api.answers.generation import AnswerShape
 
 
 class WholeAnswer(AnswerShape, Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pagoda.api.sse import encode_json
+from pagoda.api.http.sse import encode_json
 from pagoda.text.embeddings import Embedding
 
 MAX_INPUTS = 2048

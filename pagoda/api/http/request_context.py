@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from pagoda.api.body import parse_beside
+from pagoda.api.auth.keys import NOBODY, ApiKey, Scope
+from pagoda.api.bodies.body import parse_beside
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
-from pagoda.api.ignored_fields import Ignored
-from pagoda.api.keys import NOBODY, ApiKey, Scope
-from pagoda.api.request_body import inflated, whole_body
+from pagoda.api.http.request_body import inflated, whole_body
+from pagoda.api.http.sse import EventStream, encode_in_parts, encode_json
 from pagoda.api.service import Service
-from pagoda.api.sse import EventStream, encode_in_parts, encode_json
 from pagoda.telemetry.request_tracker import ClientRequest, RequestStatistics
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from aiohttp import HttpVersion11
 
 from pagoda.api.errors import ApiError
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
 from pagoda.api.route import Route
 
 _OF_ANY_PAGE = frozenset(

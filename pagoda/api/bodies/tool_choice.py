@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagoda.api.ignored_fields import Ignored
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
 from pagoda.text.answer_formats import AnswerFormats, ToolFormatName

@@ -20,8 +20,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from pagoda.api.metrics import Snapshot
-from pagoda.api.request_metrics import HISTOGRAMS
+from pagoda.api.monitoring.metrics import Snapshot
+from pagoda.api.monitoring.request_metrics import HISTOGRAMS
 from pagoda.messages.figures import Figure, figures_of
 from pagoda.messages.load import (
     PHASES,

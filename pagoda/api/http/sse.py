@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from pagoda.api.app import HttpConnection
+    from pagoda.api.http.app import HttpConnection
 
 DONE = b"data: [DONE]\n\n"
 

@@ -21,19 +21,19 @@ from typing import Any, cast
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
 
-from pagoda.api.access import check_content_type, check_origin, check_scope
-from pagoda.api.connections import Connections, bound_silence
+from pagoda.api.auth.access import check_content_type, check_origin, check_scope
+from pagoda.api.auth.keys import ANYBODY
+from pagoda.api.bodies.ignored_fields import Ignored
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
-from pagoda.api.ignored_fields import Ignored
-from pagoda.api.keys import ANYBODY
-from pagoda.api.request_body import is_continue_expected
-from pagoda.api.request_context import RequestContext
-from pagoda.api.request_metrics import Refusal
+from pagoda.api.http.connections import Connections, bound_silence
+from pagoda.api.http.request_body import is_continue_expected
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.http.sse import encode_json
+from pagoda.api.monitoring.request_metrics import Refusal
 from pagoda.api.route import Route
 from pagoda.api.routes import OPEN_PATHS, PLUGINS, ROUTES, methods_of
 from pagoda.api.service import Service
-from pagoda.api.sse import encode_json
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.telemetry.request_tracker import ClientRequest
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from pagoda.engine.vocabulary import Vocabulary
+from pagoda.engine.structured_output.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

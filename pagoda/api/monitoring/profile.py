@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError
-from pagoda.api.request_context import RequestContext
+from pagoda.api.http.request_context import RequestContext
 from pagoda.errors import refuse
 from pagoda.fleet.trace_control import TraceControl, TraceStateError
 from pagoda.telemetry.tracer import LEVELS, TraceLevel

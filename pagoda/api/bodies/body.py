@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bodies of requests: JSON text becomes a struct, or an error that names the field.
 
-A field works, or it is refused unless its value changes nothing; `pagoda.api.ignored_fields` says which fields
-change nothing at any value. A field that is null counts as left out, and a number such as 5.0 as a whole one.
+A field works, or it is refused unless its value changes nothing; `pagoda.api.bodies.ignored_fields` says which
+fields change nothing at any value. A field that is null counts as left out, and a number such as 5.0 as a whole one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.body_structure import check_structure
-from pagoda.api.ignored_fields import Hint, Ignored
+from pagoda.api.bodies.body_structure import check_structure
+from pagoda.api.bodies.ignored_fields import Hint, Ignored
 from pagoda.concurrency.async_utils import LongWork
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.ipc.clock import MAX_TIMEOUT_S

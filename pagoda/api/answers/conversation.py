@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pagoda.api.constraint_fields import constraint_of, constraint_size
-from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation, TokenUsage, prepare
+from pagoda.api.answers.generation import Generation, TokenUsage, prepare
+from pagoda.api.answers.output_parser import AnswerDelta, OutputParser
+from pagoda.api.bodies.constraint_fields import constraint_of, constraint_size
+from pagoda.api.bodies.fields import renamed
+from pagoda.api.bodies.tool_choice import ToolSelection, new_call_id, served_tools, tool_choice_of
+from pagoda.api.http.request_context import Caller
 from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
-from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
-from pagoda.api.request_context import Caller
-from pagoda.api.tool_choice import ToolSelection, new_call_id, served_tools, tool_choice_of
 from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.frontend import FinishReason

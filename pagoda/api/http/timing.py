@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.api.generation import Generation
+from pagoda.api.answers.generation import Generation
 
 
 @dataclass(frozen=True)

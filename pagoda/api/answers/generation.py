@@ -11,18 +11,18 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from pagoda.api.constraint_fields import constraint_of, constraint_size
-from pagoda.api.errors import GenerationError
-from pagoda.api.fields import (
+from pagoda.api.bodies.constraint_fields import constraint_of, constraint_size
+from pagoda.api.bodies.fields import (
     GenerationFields,
     beam_search_params,
     check_fields,
     sampling_params,
     session_of,
 )
+from pagoda.api.errors import GenerationError
 from pagoda.api.handoffs import Asked
-from pagoda.api.request_context import Caller, RequestContext
-from pagoda.api.sse import EventStream
+from pagoda.api.http.request_context import Caller, RequestContext
+from pagoda.api.http.sse import EventStream
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.frontend import KVSource

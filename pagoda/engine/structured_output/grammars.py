@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from pagoda.engine.constraint import CompiledGrammar, Constraint
-from pagoda.engine.grammar_compiler import NAMES, compile_grammar
-from pagoda.engine.grammar_threads import GrammarThreads
-from pagoda.engine.vocabulary import TokenTexts, Vocabulary
+from pagoda.engine.structured_output.constraint import CompiledGrammar, Constraint
+from pagoda.engine.structured_output.grammar_compiler import NAMES, compile_grammar
+from pagoda.engine.structured_output.grammar_threads import GrammarThreads
+from pagoda.engine.structured_output.vocabulary import TokenTexts, Vocabulary
 from pagoda.errors import PagodaError
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.messages.frontend import GenerateRequest, Grammar

@@ -10,8 +10,8 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from pagoda.engine.constraint import CompiledGrammar
-from pagoda.engine.vocabulary import Vocabulary
+from pagoda.engine.structured_output.constraint import CompiledGrammar
+from pagoda.engine.structured_output.vocabulary import Vocabulary
 from pagoda.messages.frontend import Grammar
 
 if TYPE_CHECKING:

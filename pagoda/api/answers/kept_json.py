@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from pagoda.api.sse import encode_json
+from pagoda.api.http.sse import encode_json
 
 _BYTES_PER_VALUE = 40
 """Bytes of a number's or a text's object beside its text, and of the place that refers to it."""

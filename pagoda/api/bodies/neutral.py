@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pagoda.api.ignored_fields import Hint
+from pagoda.api.bodies.ignored_fields import Hint
 from pagoda.messages.sampling_params import DrawFields
 
 _No = Annotated[Any, (False,)]

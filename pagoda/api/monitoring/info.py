@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.answers.running_answers import running_answers
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.request_context import RequestContext
-from pagoda.api.running_answers import running_answers
+from pagoda.api.http.request_context import RequestContext
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role

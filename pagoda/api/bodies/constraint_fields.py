@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pagoda.api.fields import GenerationFields
+from pagoda.api.bodies.fields import GenerationFields
 from pagoda.concurrency.async_utils import LONG_TEXT_CHARS
 from pagoda.errors import refuse
 from pagoda.messages.frontend import Grammar

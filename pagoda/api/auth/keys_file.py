@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.api.keys import ApiKey
+from pagoda.api.auth.keys import ApiKey
 from pagoda.errors import ConfigError
 from pagoda.files import open_regular
 

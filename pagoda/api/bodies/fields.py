@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pagoda.api.body import Timeout
-from pagoda.api.ignored_fields import Ignored
-from pagoda.api.neutral import NeutralFields
+from pagoda.api.bodies.body import Timeout
+from pagoda.api.bodies.ignored_fields import Ignored
+from pagoda.api.bodies.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.sampling_params import (
     ALL_LOGPROBS,
@@ -138,7 +138,7 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     prediction: dict[str, Any] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
-    # At most one constraint; see `pagoda.api.constraint_fields`.
+    # At most one constraint; see `pagoda.api.bodies.constraint_fields`.
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -256,7 +256,7 @@ _SAMPLING_FIELDS = tuple(
     for field in msgspec.structs.fields(SamplingParams)
     if field.name in GenerationFields.__struct_fields__ and field.name != "structured_outputs"
 )
-"""Fields that both have, but for the constraint, which `pagoda.api.constraint_fields` reads."""
+"""Fields that both have, but for the constraint, which `pagoda.api.bodies.constraint_fields` reads."""
 
 
 def sampling_params(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from pagoda.api.request_context import RequestContext
-from pagoda.api.request_metrics import RequestMetrics
+from pagoda.api.http.request_context import RequestContext
+from pagoda.api.monitoring.request_metrics import RequestMetrics
 from pagoda.api.service import Service
 from pagoda.errors import EngineDeadError
 from pagoda.ipc.machine import memory_of
@@ -35,7 +35,9 @@ async def metrics(context: RequestContext, *, aliases: bool = False) -> web.Stre
     snapshot = await _snapshot(context.service)
 
     def text() -> str:
-        from pagoda.api.exposition import render  # its library takes a tenth of a second to import
+        from pagoda.api.monitoring.exposition import (
+            render,  # its library takes a tenth of a second to import
+        )
 
         return render(snapshot, aliases=aliases or context.service.config.vllm_metrics)
 
