@@ -30,7 +30,7 @@ SEEDS = {"seed", "first"}
 INSTRUCTION_SETS = ("reference", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """Values of parameters that choose kernels, best last."""
 ROTATED = {
-    "tests/plugins/cuda/": (
+    "pagoda/plugins/cuda/tests/": (
         "pagoda/plugins/cuda/",
         "pagoda/backend/graph.py",
         "pagoda/backend/operations.py",
@@ -70,6 +70,23 @@ WITHOUT_TORCH = {
     ),
 }
 """Rooms whose modules do not load torch, and the tests that are in no room."""
+
+
+def room_of(path: Path) -> str | None:
+    """The room of a file or directory of tests, by its path in the repository: a directory of `tests`, or a
+    plugin, whose tests are in its own; None for what lies above."""
+    match path.parts:
+        case "pagoda", "plugins", plugin, "tests", *_:
+            return plugin
+        case "tests", room, *inner:
+            return room if inner or not path.suffix else "tests"
+    return None
+
+
+def folder_of(path: Path) -> str:
+    """The name of the directory of a file of tests, or of the plugin whose tests it holds."""
+    parent = path.parent
+    return parent.parent.name if parent.name == "tests" else parent.name
 
 
 class Tier(NamedTuple):
@@ -144,7 +161,7 @@ class Change(NamedTuple):
         """Whether `file` of tests, or a module that it is named after, has changed."""
         if file.startswith("tests/backend/test_cpu") and self.touches_kernels():
             return True
-        room, stem = Path(file).parent.name, Path(file).stem.removeprefix("test_")
+        room, stem = folder_of(Path(file)), Path(file).stem.removeprefix("test_")
         return file in self.files or any(
             room in Path(path).parts and _is_named_after(stem, Path(path).stem, room)
             for path in self.files

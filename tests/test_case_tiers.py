@@ -131,7 +131,7 @@ def test_kernels_are_built_with_sanitizers_for_changes_of_theirs_and_a_tenth_of_
 
 
 def test_a_tenth_of_the_interpreters_cases_run_until_their_sources_change() -> None:
-    cases = product("tests/plugins/cuda/test_x.py::test_f", number=[*range(200)])
+    cases = product("pagoda/plugins/cuda/tests/test_x.py::test_f", number=[*range(200)])
     runs = [{case.name for case in chosen(cases, "test", it, 0.001)} for it in COMMITS]
     assert all(5 < len(run) < 40 for run in runs)
     assert len(set.union(*runs)) > 60

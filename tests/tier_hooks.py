@@ -19,15 +19,17 @@ from case_tiers import (
     Change,
     choose,
     find_change,
+    folder_of,
     key,
     pin,
     read_durations,
     read_pinned,
+    room_of,
     write_durations,
 )
 from kept_answers import ANSWERS
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
 CHANGE = pytest.StashKey[Change]()
 CASES = pytest.StashKey[list[Case]]()
 """All cases that were collected, chosen or not."""
@@ -103,13 +105,11 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Rooms that load torch are not even read for `make quick`, unless the change touches them."""
-    if config.getoption("tier") != "quick" or TESTS not in collection_path.parents:
+    if config.getoption("tier") != "quick":
         return None
-    room, *inner = collection_path.relative_to(TESTS).parts
-    if room == "plugins" and inner:
-        room = inner[0]
-    if collection_path.is_file() and collection_path.parent == TESTS:
-        room = "tests"
+    room = room_of(collection_path.relative_to(ROOT))
+    if room is None:
+        return None
     return room not in WITHOUT_TORCH | config.stash[CHANGE].rooms() or None
 
 
@@ -170,7 +170,7 @@ def _case(item: pytest.Item, numbers: dict[int, int]) -> Case:
 
 def _group(item: pytest.Item) -> str | None:
     file = item.nodeid.split("::")[0]
-    if item.path.parent.name in SHORT_ROOMS:
+    if folder_of(item.path) in SHORT_ROOMS:
         return file
     info = getattr(item, "_fixtureinfo", None)
     if info is None:

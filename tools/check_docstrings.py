@@ -80,7 +80,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"There is no {', '.join(missing)}.", file=sys.stderr)
         return 2
     files = [
-        file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        if "tests" not in file.relative_to(path).parts
     ]
     offences = [line for file in files for line in check_file(file)]
     print("\n".join(offences), end="\n" if offences else "")

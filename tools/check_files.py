@@ -100,7 +100,7 @@ def check_name(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[Offe
     subject = path.stem.removeprefix("test_")
     if re.search(r"_\d+$", subject):
         yield Offence("name", 1, "the name ends with a number: name the file after what it tests")
-    room = path.parent.name
+    room = path.parent.parent.name if path.parent.name == "tests" else path.parent.name
     subjects = {subject, subject.removeprefix(f"{room}_")}
     places = (root / "pagoda" / room, root / "pagoda" / "plugins" / room, root / room)
     found = [file for place in places for file in place.rglob("*")]
@@ -221,7 +221,7 @@ def check_file(path: Path) -> Iterator[Offence]:
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
     yield from check_size(path, name)
     yield from check_license(path)
-    if path.suffix != ".py" or not name.startswith("tests/"):
+    if path.suffix != ".py" or "tests" not in name.split("/")[:-1]:
         return
     tree = ast.parse(path.read_text(encoding="utf-8"), name)
     yield from check_private(tree)

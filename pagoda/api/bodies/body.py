@@ -2,7 +2,8 @@
 """The bodies of requests: JSON text becomes a struct, or an error that names the field.
 
 A field works, or it is refused unless its value changes nothing; `pagoda.api.bodies.ignored_fields` says which
-fields change nothing at any value. A field that is null counts as left out, and a number such as 5.0 as a whole one.
+fields change nothing at any value. A field that is null counts as left out, and a number such as 5.0 as a whole
+one.
 """
 
 from __future__ import annotations

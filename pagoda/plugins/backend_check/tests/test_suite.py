@@ -14,7 +14,7 @@ from pagoda.backend.operations import OPERATIONS
 from pagoda.cli.main import main
 from pagoda.plugins.backend_check.suite import checks, open_subject, operation_checks, outcomes
 
-TOY = Path(__file__).parents[2] / "toy_backend"
+TOY = Path(__file__).parents[4] / "tests" / "toy_backend"
 CHECKS = {check.name: check for check in checks()}
 LACKING = {("cpu", "weights of fp8")}
 """Checks of what a backend has not."""
@@ -168,7 +168,7 @@ def test_a_failed_check_is_the_exit_status(wrong: str, tmp_path: Path) -> None:
     assert wrong == "wrong"
 
 
-PYPTO_DEVICE = Path(__file__).parents[2] / "pypto_device"
+PYPTO_DEVICE = Path(__file__).parents[4] / "tests" / "pypto_device"
 _OF_WHOLE_MODELS = (
     "capabilities",
     "parts of models",

@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError
 from pagoda.llm.llm import LLM
 from pagoda.messages.sampling_params import SamplingParams
 
-TOY = Path(__file__).parents[2] / "toy_backend"
+TOY = Path(__file__).parents[4] / "tests" / "toy_backend"
 PROMPTS = ["17 + 25 =", "What is 3 times 4?", "The capital of Japan is", "a b c d e f g h " * 8]
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),

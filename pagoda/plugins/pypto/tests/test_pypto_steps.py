@@ -36,7 +36,7 @@ def _installed() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         from pathlib import Path
 
-        patch.syspath_prepend(Path(__file__).parents[2] / "pypto_device")
+        patch.syspath_prepend(Path(__file__).parents[4] / "tests" / "pypto_device")
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 AHEAD = Path(__file__).with_name("ahead.py")
 SAMPLE = "attention bfloat16 64"
-"""Launch that is compiled; `python tests/plugins/cuda/kernels/ahead.py` compiles all of them, in minutes."""
+"""Launch that is compiled; `python pagoda/plugins/cuda/tests/kernels/ahead.py` compiles all, in minutes."""
 
 
 def run(cache: Path, *names: str) -> str:

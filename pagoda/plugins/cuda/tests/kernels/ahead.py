@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compilation of kernels for GPUs that are not there: launches become compilations, and nothing runs.
 
-    python tests/plugins/cuda/kernels/ahead.py [NAME ...]      compiles launches of these names, for all `TARGETS`
+    python pagoda/plugins/cuda/tests/kernels/ahead.py [NAME ...] compiles launches of these names for all `TARGETS`
 
 TRITON_INTERPRET must not be set.
 """

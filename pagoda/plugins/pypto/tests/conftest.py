@@ -14,7 +14,7 @@ from restored_threads import threads_restored
 
 from pagoda.telemetry.tracer import Tracer
 
-PACKAGE = Path(__file__).parents[2] / "pypto_device"
+PACKAGE = Path(__file__).parents[4] / "tests" / "pypto_device"
 
 
 @pytest.fixture
