@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of sampling tables are those of the native kernels and of the kernels for GPUs, with the same types."""
+"""Columns of sampling tables are those of the native kernels, with the same types."""
 
 from __future__ import annotations
 
@@ -30,17 +30,3 @@ def test_native_kernels_of_other_columns_are_not_used(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "COLUMNS", {**COLUMNS, "smoothing": "f"})
     with pytest.raises(BackendUnavailableError, match="other columns of sampling"):
         native.load_native()
-
-
-def test_the_kernels_for_gpus_read_every_column_that_they_are_given() -> None:
-    pytest.importorskip("triton", reason="the kernels are Triton's")
-    from pagoda.plugins.cuda.kernels import sampling
-
-    source = Path(sampling.__file__).read_text(encoding="utf-8")
-    read = dict(
-        re.findall(r'^(_\w+) = tl.constexpr\(PACKED.index\("(\w+)"\)\)', source, re.MULTILINE)
-    )
-    # How many likeliest tokens a row reports is read where rows are packed.
-    assert {*read.values()} == {*sampling.PACKED} - {"logprobs"}
-    assert COLUMNS.keys() - {*sampling.PACKED} == {*LISTS, "num_biases", "num_seen"}
-    assert all(len(re.findall(rf"\b{name}\b", source)) > 1 for name in read)

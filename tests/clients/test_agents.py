@@ -8,12 +8,13 @@ from typing import Literal
 import agents
 import openai
 import pytest
-from conftest import Server
 from conversations import ANSWER, QUESTION
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
+
+from conftest import Server
 
 
 class Place(BaseModel):

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT, Server, serving
 
 _HERE = Path(__file__).parent

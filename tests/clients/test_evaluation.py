@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import inspect_ai
-from conftest import Server
 from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate
 from inspect_ai.util import json_schema
 from pydantic import BaseModel
+
+from conftest import Server
 
 _TASK = """\
 task: sums

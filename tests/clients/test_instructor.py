@@ -9,9 +9,10 @@ from typing import Literal
 import instructor
 import openai
 import pytest
-from conftest import Server
 from instructor.core import ModeError
 from pydantic import BaseModel, Field
+
+from conftest import Server
 
 
 class Place(BaseModel, extra="forbid"):

@@ -11,8 +11,9 @@ from pathlib import Path
 import litellm
 import openai
 import pytest
-from conftest import Server, free_port, running
 from conversations import ADD, ANSWER, QUESTION
+
+from conftest import Server, free_port, running
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 _KEY = f"sk-{secrets.token_hex()}"

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from conftest import Server
 
 _SCRIPTS = Path(__file__).parent / "node"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ollama
 import pytest
-from conftest import Server
 from conversations import ADD, ANSWER, QUESTION
+
+from conftest import Server
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 

@@ -9,11 +9,12 @@ import time
 import jsonschema
 import openai
 import pytest
-from conftest import Server
 from conversations import ADD, ANSWER, CITY, QUESTION
 from openai._models import validate_type
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from conftest import Server
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 

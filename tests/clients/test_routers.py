@@ -9,8 +9,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import Server, free_port, get, router_command, running
 from conversations import ADD, ANSWER, QUESTION
+
+from conftest import Server, free_port, get, router_command, running
 
 ROUTERS = ["smg", "sglang_router", "vllm_router"]
 _LAUNCH = {

@@ -16,7 +16,9 @@ from tiny_models import save_model
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.spans import EmbeddedSpan, embedded_span
+from pagoda.messages.worker_config import KVTierConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
 
 HIDDEN, COUNT, CONTEXT = 64, 16, 224
 WAYS: dict[str, dict[str, Any]] = {
@@ -118,7 +120,7 @@ def test_a_prefix_is_cached_up_to_the_first_span_that_differs(
 
 
 def test_answers_over_host_memory_and_disk(directory: Path, expected: list[list[int]]) -> None:
-    disk = {"kv_disk_path": str(directory / "kv")}
+    disk = {"kv_tiers": {TIER: KVTierConfig(str(directory / "kv"), 2**30, {MIN_TOUCHES: 1})}}
     server = Server(directory, ParallelConfig(), num_blocks=20, kv_host_bytes=2**22, **disk)
     for request, answer, cached in zip(REQUESTS[:4], expected, [0, 16, 96, 16], strict=False):
         assert server.ask_requests([request]) == ([answer], cached)
