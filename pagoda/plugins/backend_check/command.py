@@ -28,5 +28,5 @@ def check(name: Name, /, *, general: GeneralOptions = GeneralOptions()) -> int:
     if name == AUTO:
         raise ConfigError("NAME must be one backend, such as cpu, not auto.")
     # It loads torch, which the command line never does.
-    command = [sys.executable, "-m", "pagoda.backend_check", name]
+    command = [sys.executable, "-m", "pagoda.plugins.backend_check", name]
     return subprocess.run(command, check=False).returncode
