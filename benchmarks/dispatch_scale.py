@@ -17,7 +17,6 @@ from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES, PolicyName
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
 from pagoda.messages.frontend import (
     AbortRequests,
@@ -31,6 +30,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.telemetry.tracer import Tracer
 
 SIZES = (10, 100, 1_000, 10_000)

@@ -8,7 +8,7 @@ import math
 from pagoda.engine.request import Request
 
 SLOW_MASK_S = 0.001
-"""Processor time of a token from which on the grammar of a request is dear."""
+"""Processor time of a token from which on the masks of a request are slow."""
 
 STEP_MASKS_S = 0.008
 """Processor time that the masks of slow grammars take of a step, as far as more than one request has one."""

@@ -26,7 +26,8 @@ class KVConnectorPlugin:
     worker: str
     """An `OpenRemoteMemory` (`pagoda.worker.kv.remote`): a worker's way to the memory of other workers."""
     offload: str
-    """An `OpenOffload` (`pagoda.fleet.prefill_decode`): the policy by which another host computes a prompt."""
+    """A function that gives the `Offload` (`pagoda.fleet.offload`) to the replicas of a dispatcher, of prompts of
+    which so many tokens or more are to be computed."""
     options: str
     """A frozen dataclass of flags of `pagoda serve` with a default for each (`pagoda.cli.plugin_flags`)."""
 

@@ -157,7 +157,7 @@ def test_no_log_and_no_trace_has_a_prompt(tmp_path: Path) -> None:
             assert found is None, (place, found and found[0])
 
 
-def test_an_error_of_ours_does_not_quote_the_client(capfd: Any, restored_logging: None) -> None:  # noqa: ARG001
+def test_an_error_of_ours_does_not_quote_the_client(capfd: Any) -> None:
     configure_logging("debug")
     try:
         try:

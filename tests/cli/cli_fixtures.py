@@ -35,8 +35,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(autouse=True)
-def own_logging(restored_logging: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    """Commands configure the log of their process; tests that run one in this process get theirs back."""
+def own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process log warnings alone."""
     monkeypatch.setenv(LOG_LEVEL_ENV, "warning")
 
 

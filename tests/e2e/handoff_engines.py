@@ -15,7 +15,6 @@ import psutil
 from pagoda.fleet.endpoint import Endpoint
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.policies import POLICIES
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
 from pagoda.llm.engine_options import (
     EngineOptions,
@@ -27,6 +26,7 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprob
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.disaggregation.options import HandoffOptions
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 
 BLOCK_SIZE = 16
 LEASE_S = 5.0

@@ -32,10 +32,10 @@ from handoff_engines import (
 import pagoda
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.text.model_text import load_model_text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -159,7 +159,6 @@ async def test_a_server_that_does_not_allow_it(plain_url: str) -> None:
         assert (await _change(session, "unload", lora_name="x"))[0] == 403
 
 
-@pytest.mark.usefixtures("restored_logging")
 def test_python_and_the_command_line(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = f"one={directory / 'inside' / 'one'}"
     prompt, greedy = "One and", SamplingParams(temperature=0, max_tokens=12)

@@ -17,8 +17,6 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV, configure_logging
 
-pytestmark = pytest.mark.usefixtures("restored_logging")
-
 
 def logging_to(level: str | None = "info", **options: Any) -> io.StringIO:
     stream = io.StringIO()

@@ -32,12 +32,12 @@ from tiny_models import continuation
 
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.worker.backends import choose_backend
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -23,7 +23,6 @@ from benchmarks.simulation.seeds.sockets import Latency, Network, Process, SimSo
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
 from pagoda.messages.transfers import TierPlace
@@ -33,6 +32,7 @@ from pagoda.plugins.router.discovery.base import Discovery, HostListener, HostTa
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.tracer import Tracer
 

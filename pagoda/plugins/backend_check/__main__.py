@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m pagoda.plugins.backend_check NAME`: what `pagoda backend check` runs, in a process that may load torch."""
+"""`python -m pagoda.plugins.backend_check NAME`: what `pagoda backend check` runs, in a process that may load
+torch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from pagoda.fleet.adapters import AdapterRegistry, parse_adapters
 from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
-from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
@@ -31,6 +30,7 @@ from pagoda.plugins.router.discovery.base import Discover
 from pagoda.plugins.router.discovery.choice import discovering
 from pagoda.plugins.router.flags import JoinFlags
 from pagoda.plugins.router.members import HostMembers, RouterConfig
+from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.telemetry.tracer import Tracer
 
 _JOIN_LISTEN = "127.0.0.1:5600"

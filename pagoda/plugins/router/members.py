@@ -10,13 +10,13 @@ import zmq
 from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from pagoda.fleet.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.plugins.router.discovery.base import Context, Discover
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import CurveSockets
+from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.tracer import Tracer
 

@@ -16,7 +16,6 @@ import zmq
 from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.fleet.replica import Replica
 from pagoda.messages.load import LoadReport
 from pagoda.messages.tracing import StartTrace
@@ -26,6 +25,7 @@ from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Ident
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
 from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0

@@ -130,7 +130,6 @@ def test_a_backend_is_checked_in_blocks_that_it_has(
     assert outcome.verdict == "ok", outcome
 
 
-@pytest.mark.usefixtures("restored_logging")
 def test_the_command(
     toy: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from virtual_fleet import request
 from pagoda.fleet.endpoint import Endpoint
 from pagoda.fleet.fleet import TraceOwner, new_id
 from pagoda.fleet.policies import POLICIES
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.worker_config import CurveKeys
@@ -24,6 +23,7 @@ from pagoda.plugins.router.host_client import HostClient, Identity
 from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.host_sockets import CurveSockets
 from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.plugins.router.registry import HostReport, Registry
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer

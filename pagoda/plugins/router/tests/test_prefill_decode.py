@@ -27,7 +27,6 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.outliers import SILENCE_S
 from pagoda.fleet.policies import POLICIES, PolicyName
-from pagoda.fleet.prefill_decode import PrefillDecodeRouter
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.frontend import (
@@ -40,6 +39,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.plugins.disaggregation.offload import PATIENCE_S, is_better_here
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
 LONG, SHORT = list(range(40)), list(range(10))
