@@ -14,15 +14,18 @@ APIS = "pagoda.apis"
 """Group of `pagoda.api.plugin.ApiPlugin` objects."""
 BACKENDS = "pagoda.backends"
 """Group of `pagoda.devices.BackendEntry` objects."""
-
 COMMANDS = "pagoda.commands"
 """Group of `pagoda.cli.command.CommandPlugin` objects."""
 EXECUTORS = "pagoda.executors"
 """Group of `pagoda.executor.plugin.ExecutorPlugin` objects."""
 KV_CONNECTORS = "pagoda.kv_connectors"
 """Group of `pagoda.kv.connector_plugin.KVConnectorPlugin` objects."""
+KV_PUBLISHERS = "pagoda.kv_publishers"
+"""Group of `pagoda.kv.publishing.PublisherPlugin` objects."""
 KV_TIERS = "pagoda.kv_tiers"
 """Group of `pagoda.kv.plugin.KVTierPlugin` objects."""
+TRACE_MERGERS = "pagoda.trace_mergers"
+"""Group of `pagoda.telemetry.plugin.TraceMerger` objects; `trace` is taken."""
 
 T = TypeVar("T")
 

@@ -29,7 +29,6 @@ from case_tiers import (
 )
 from kept_answers import ANSWERS
 
-ROOT = Path(__file__).resolve().parents[1]
 CHANGE = pytest.StashKey[Change]()
 CASES = pytest.StashKey[list[Case]]()
 """All cases that were collected, chosen or not."""
@@ -107,7 +106,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Rooms that load torch are not even read for `make quick`, unless the change touches them."""
     if config.getoption("tier") != "quick":
         return None
-    room = room_of(collection_path.relative_to(ROOT))
+    room = room_of(collection_path.relative_to(config.rootpath))
     if room is None:
         return None
     return room not in WITHOUT_TORCH | config.stash[CHANGE].rooms() or None

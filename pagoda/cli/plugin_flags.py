@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from cyclopts import Parameter
@@ -16,14 +16,14 @@ from pagoda.api.routes import PLUGINS
 from pagoda.cli.cluster import HostFlags, ServerStart
 from pagoda.errors import ConfigError
 from pagoda.fleet.fleet import Entrance
-from pagoda.kv.connector_plugin import connector_part, has_connector
+from pagoda.kv.connector_plugin import find_connector, has_connector
 from pagoda.llm.engine_options import Handoff
 
 
 def _flags_of_plugins() -> type[Any]:
     """A dataclass that has the flags of each plugin in a field of its name."""
     found = {
-        name.replace("-", "_"): pkgutil.resolve_name(plugin.flags)
+        name.replace("-", "_"): resolve_name(plugin.flags)
         for name, plugin in PLUGINS.items()
         if plugin.flags
     }
@@ -68,7 +68,7 @@ class ConnectorFlags(Protocol):
 
 def _flags_of_connector() -> type[Any]:
     """A dataclass that has the flags of the connector between engines in a field, if there is one."""
-    kinds = [connector_part("options")] if has_connector() else []
+    kinds = [resolve_name(find_connector().options)] if has_connector() else []
     flags = [("connector", kind, field(default=kind())) for kind in kinds]
     return make_dataclass("Flags", flags, frozen=True)
 

@@ -44,8 +44,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt is computed in one step, and nothing goes on from it (encoders)."""
     gives_hidden: bool = True
     """Hidden states leave the device, of which embeddings are made."""
-    embeds_spans: bool = False
-    """Tokens may have embeddings that are given."""
+    hidden_size: int = 0
+    """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     gives_logits: bool = True
     """The model can be asked for tokens, not for vectors or scores alone."""
 
@@ -70,7 +70,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             num_stages=config.worker.parallel.pipeline_parallel_size,
             whole_prompts=whole_prompts,
             gives_hidden=not capabilities.whole_models,
-            embeds_spans=capabilities.embeds_spans,
+            hidden_size=worker.hidden_size,
             gives_logits=worker.gives_logits,
         )
 
@@ -119,6 +119,7 @@ class Batcher:
         self._queue = queue
         self._running = queue.running
         self._quarantine = quarantine
+        self._has_states = any(group.kind is KVKind.STATE for group in kv.groups)
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
         self._slow_masks_s = 0.0
@@ -291,8 +292,7 @@ class Batcher:
         num_coming = min(len(self._queue.waiting), most_seqs - num_running)
         rows = most_sampled(most_seqs) - num_running - num_coming - plan.num_drafts
         most = min(rows, plan.budget - num_running, self._most(request) - 1)
-        has_states = any(group.kind is KVKind.STATE for group in self._kv.groups)
-        return request.take_drafts(most if plan.is_mixed and not has_states else 0)
+        return request.take_drafts(most if plan.is_mixed and not self._has_states else 0)
 
     def _most(self, request: Request) -> int:
         """The most tokens that the next step may compute of the request, where windows free blocks behind them.
@@ -305,6 +305,7 @@ class Batcher:
 
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
+        request.drafts = []
         self.candidates.hooks.on_preempted(request)
         self.in_flight_prefixes.leave(request)
         self.free_blocks(request)

@@ -167,6 +167,7 @@ class EngineCore:
         return EngineReady(
             max_model_len=self.parts.scheduler.limits.max_model_len,
             vocab_size=worker.vocab_size,
+            hidden_size=worker.hidden_size,
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             max_num_seqs=limits.max_num_seqs,

@@ -51,9 +51,13 @@ class InFlightPrefixes:
         self._keys.clear()
 
     def is_awaiting(self, request: Request) -> bool:
-        """True if the request was told to wait, and its leader has published nothing of use since."""
-        leader, num_usable = request.leader, request.num_leader_blocks
-        if not self._num_left or leader not in self._keys or self._num_usable(leader) != num_usable:
+        """True if the request was told to wait, and its provider has published nothing of use since."""
+        provider, num_usable = request.provider, request.num_provided_blocks
+        if (
+            not self._num_left
+            or provider not in self._keys
+            or self._num_usable(provider) != num_usable
+        ):
             return False
         self._num_left -= 1
         return True
@@ -63,19 +67,19 @@ class InFlightPrefixes:
         least half of what it would have to compute."""
         if not self._num_left:
             return False
-        request.leader = None
+        request.provider = None
         key = self._kv.reusable_key(request.table, request.token_ids, hit.num_blocks)
-        leader = None if key is None else self._by_key.get(key)
-        if leader is None or leader.order_key[0] > request.order_key[0]:
+        provider = None if key is None else self._by_key.get(key)
+        if provider is None or provider.order_key[0] > request.order_key[0]:
             return False
         num_shared = self._kv.num_shared_tokens(
             (request.table, request.token_ids),
-            (leader.table, leader.token_ids),
+            (provider.table, provider.token_ids),
             hit.num_blocks,
         )
         num_hit_tokens = hit.num_blocks * self._kv.block_size
         if 2 * num_shared < request.num_tokens - num_hit_tokens:
             return False
-        request.leader, request.num_leader_blocks = leader, self._num_usable(leader)
+        request.provider, request.num_provided_blocks = provider, self._num_usable(provider)
         self._num_left -= 1
         return True

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
@@ -29,7 +30,6 @@ from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.plugin import ExecutorPlugin
 from pagoda.faults.injector import Faults
-from pagoda.ipc.addresses import bracketed
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.heap import settle_heap
@@ -37,7 +37,7 @@ from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
-from pagoda.kv.connector_plugin import connector_part
+from pagoda.kv.connector_plugin import find_connector
 from pagoda.kv.publishing import find_publisher
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.engine_config import EngineConfig
@@ -69,7 +69,8 @@ from pagoda.telemetry.tracer import Tracer
 _log = logging.getLogger(__name__)
 
 MAX_TURN_BYTES = 32 << 10
-"""Bytes of messages that are taken in one turn: many long prompts at once would keep answers under way waiting."""
+"""Bytes of messages that are taken in one turn: keys of the blocks of many long prompts at once would keep answers
+under way waiting."""
 
 
 class RequestRoutes:
@@ -175,7 +176,7 @@ class EngineProcess:
                 )
                 stack.callback(self._publisher.close)
             if config.handoff is not None:
-                open_links: OpenLinks = connector_part("engine")
+                open_links: OpenLinks = resolve_name(find_connector().engine)
                 links = open_links(config, self._faults)
                 stack.callback(links.close)
             self._executor = _make_executor(
@@ -345,29 +346,22 @@ class EngineProcess:
 def _make_executor(
     config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer, faults: Faults
 ) -> Executor:
-    launcher: Launcher = LocalLauncher()
-    address = socket_address(directory, WORKER_SOCKET)
-    if config.executor != "local":
-        plugin = load(EXECUTORS, config.executor, ExecutorPlugin)
-        if plugin.open_executor is not None:
-            return plugin.open_executor(config, clock)
-        if plugin.open_launcher is None:
-            raise ConfigError(
-                f"--executor {config.executor} opens neither workers nor an executor."
-            )
-        launcher, host = plugin.open_launcher(config)
-        address = f"tcp://{bracketed(host)}"
-    return GroupExecutor(
-        config.worker,
-        launcher,
-        address=address,
-        step_timeout_s=config.step_timeout_s,
-        start_timeout_s=config.worker_start_timeout_s,
-        worker_timeout_s=config.worker_timeout_s,
-        clock=clock,
-        tracer=tracer,
-        faults=faults,
-    )
+    def open_group(launcher: Launcher, address: str) -> Executor:
+        return GroupExecutor(
+            config.worker,
+            launcher,
+            address=address,
+            step_timeout_s=config.step_timeout_s,
+            start_timeout_s=config.worker_start_timeout_s,
+            worker_timeout_s=config.worker_timeout_s,
+            clock=clock,
+            tracer=tracer,
+            faults=faults,
+        )
+
+    if config.executor == "local":
+        return open_group(LocalLauncher(), socket_address(directory, WORKER_SOCKET))
+    return load(EXECUTORS, config.executor, ExecutorPlugin).open(config, clock, open_group)
 
 
 def main() -> None:

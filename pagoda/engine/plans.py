@@ -41,7 +41,7 @@ class InFlightStep(NamedTuple):
 
 
 class DemandBehind(NamedTuple):
-    """Wishes of requests behind a chunk of a prompt."""
+    """Demand of requests behind a chunk of a prompt."""
 
     num_tokens: int
     share: float
@@ -49,7 +49,7 @@ class DemandBehind(NamedTuple):
 
 
 class Demand:
-    """Wishes of running requests for a step, summed over those behind each one that are of its priority.
+    """Tokens that running requests want of a step, summed over those behind each one that are of its priority.
 
     All are looked at once; the sums hold until a request behind the one that is asked for has changed or gone.
     """
@@ -118,7 +118,7 @@ class PlanBuilder:
         self.first: Request | None = None
         """The first in line of those that the step has not looked at; None once nobody may be admitted."""
         self.demand: Demand | None = None
-        """Wishes of running requests, once they were needed."""
+        """Tokens that running requests want of the step, once that was asked for."""
         self.decodes_left = max_decodes
         self.has_decodes = False
         self.is_mixed = decodes is None

@@ -159,8 +159,8 @@ class Precedence:
     # ---- tokens of a step
 
     def behind(self, request: Request, plan: PlanBuilder) -> DemandBehind:
-        """Wishes of requests behind this running one that are of its priority: a token for each that decodes, and
-        for prompts of other tenants a share by their weights."""
+        """Tokens wanted by requests behind this running one that are of its priority: a token for each that
+        decodes, and for prompts of other tenants a share by their weights."""
         priority, tenant, weight = request.order_key[0], request.tenant, request.charge.weight
         demand = plan.demand = plan.demand or Demand(self._running)
         place = len(self._running) - 1 - self._queue.index_of(request)

@@ -80,12 +80,12 @@ class Request:
     state: RequestState = RequestState.NEW
     queue_time_s: float | None = None
     """Seconds until the first admission; None before it, and once it was sent to the frontend."""
-    leader: Request | None = None
+    provider: Request | None = None
     """Running request whose blocks this one waits for in line; see `InFlightPrefixes`."""
-    num_leader_blocks: int = 0
-    """Blocks that the leader had published when this request was told to wait."""
+    num_provided_blocks: int = 0
+    """Blocks that the provider had published when this request was told to wait."""
     reserved_blocks: int = 0
-    """Blocks that known tokens still need, and one more of each group; see `Places`."""
+    """Blocks that known tokens still need, and one more of each group."""
     slot: int | None = None
     """Index of the request in the worker while it runs."""
     admission: int = 0

@@ -17,7 +17,7 @@ def result_fits(result: StepResult, requests: Mapping[int, Request], vocab_size:
     slots, token_ids = result.slots, result.token_ids
     if len(slots) != len(token_ids) or len(set(slots)) != len(slots):
         return False
-    if not requests.keys() >= set(slots):
+    if not requests.keys() >= set(slots) or not all(token_ids):
         return False
     if max(chain.from_iterable(token_ids), default=0) >= vocab_size:
         return False

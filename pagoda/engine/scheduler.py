@@ -30,7 +30,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.messages.spans import spans_fit
+from pagoda.messages.spans import problem_with_spans
 from pagoda.messages.worker import StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
@@ -135,11 +135,13 @@ class Scheduler:
             )
         if not self.limits.gives_hidden and request.work.pooling is not None:
             return "The server's backend gives tokens alone, and no embeddings; choose another --backend."
-        if request.work.spans:
-            if not self.limits.embeds_spans:
+        if spans := request.work.spans:
+            hidden_size = self.limits.hidden_size
+            if hidden_size == 0:
                 return "The server's backend embeds tokens alone; choose another --backend."
-            if not spans_fit(request.work.spans, request.num_prompt_tokens):
-                return "Embedded spans do not lie in the prompt, one behind the other."
+            problem = problem_with_spans(spans, request.num_prompt_tokens, hidden_size)
+            if problem is not None:
+                return f"{problem[0].upper()}{problem[1:]}."
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "

@@ -15,13 +15,14 @@ from pagoda.executor.launcher import Launcher
 from pagoda.ipc.clock import Clock
 from pagoda.messages.engine_config import EngineConfig
 
+OpenGroup = Callable[[Launcher, str], Executor]
+"""Starts workers by a launcher; they connect to an address, which is a ZeroMQ endpoint without a port."""
+
 
 @dataclass(frozen=True)
 class ExecutorPlugin:
-    """Workers that are launched beyond this host, or an executor that has none; one of the two is given."""
+    """Workers that are launched beyond this host, or an executor that has none."""
 
-    open_launcher: Callable[[EngineConfig], tuple[Launcher, str]] | None = None
-    """Gives the launcher of an engine's workers, and the address of this host that they reach.
+    open: Callable[[EngineConfig, Clock, OpenGroup], Executor]
+    """Gives the executor of an engine; what launches workers gives that of the third argument.
     Raises ConfigError: there is no such cluster."""
-    open_executor: Callable[[EngineConfig, Clock], Executor] | None = None
-    """Gives what answers an engine's plans."""

@@ -87,6 +87,7 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
     return EngineReady(
         max_model_len=min(limit.max_model_len for limit in limits),
         vocab_size=min(limit.vocab_size for limit in limits),
+        hidden_size=min(limit.hidden_size for limit in limits),
         num_blocks=capped(sum(limit.num_blocks * count for limit, count in limits.items())),
         block_size=next(iter(limits)).block_size,
         max_num_seqs=capped(sum(limit.max_num_seqs * count for limit, count in limits.items())),

@@ -18,9 +18,9 @@ from pagoda.concurrency.async_utils import beside
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.tracing import StartTrace
-from pagoda.registry import load, registered
+from pagoda.registry import TRACE_MERGERS, load, registered
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
-from pagoda.telemetry.plugin import TRACE_MERGERS, TraceMerger
+from pagoda.telemetry.plugin import TraceMerger
 from pagoda.telemetry.request_tracker import RequestStatistics, RequestTracker
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 

@@ -2,14 +2,12 @@
 """Plugins that move KV between engines: objects of the entry-point group `pagoda.kv_connectors`.
 
 A plugin has a part in each kind of process, and each process imports its own part alone: the fields name them as
-`module:name`.
+`module:name`, for `pkgutil.resolve_name`.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass
-from typing import Any
 
 from pagoda.registry import KV_CONNECTORS, load, registered
 
@@ -37,7 +35,6 @@ def has_connector() -> bool:
     return BETWEEN_ENGINES in registered(KV_CONNECTORS)
 
 
-def connector_part(part: str) -> Any:
-    """The object that a field of the connector between engines names. Raises ConfigError: as `registry.load`."""
-    plugin = load(KV_CONNECTORS, BETWEEN_ENGINES, KVConnectorPlugin)
-    return pkgutil.resolve_name(getattr(plugin, part))
+def find_connector() -> KVConnectorPlugin:
+    """The connector between engines. Raises ConfigError: as `registry.load`."""
+    return load(KV_CONNECTORS, BETWEEN_ENGINES, KVConnectorPlugin)

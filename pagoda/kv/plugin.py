@@ -8,23 +8,18 @@ Each process imports only the half that it needs, and only where a server is ask
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pagoda.registry import KV_TIERS, load, registered
 
 if TYPE_CHECKING:
-    from pagoda.backend.kv_store import KVStore
-    from pagoda.faults.injector import Faults
     from pagoda.ipc.clock import Clock
     from pagoda.kv.events import CacheRecorder
     from pagoda.kv.host_tier import HostTier
     from pagoda.kv.transfers import TransferLedger
-    from pagoda.messages.transfers import TierPlace, Transfer
+    from pagoda.messages.transfers import TierPlace
     from pagoda.messages.worker_config import KVTierConfig
-    from pagoda.worker.kv.jobs import Jobs
-    from pagoda.worker.kv.memory import HostArena
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +36,8 @@ class KVTierPlugin:
     """`open_tier(context)` gives the `KVConnector` of an engine from a `TierContext`, which it may keep.
     Raises ConfigError: the tier is too small."""
     worker_half: str
-    """`open_tier(config, plan, loaded, faults)` gives a `WorkerTier` from a `KVTierConfig`, a `WorkerMemoryPlan`,
-    a `LoadedWorker`, and the faults of this process, if any.
+    """`open_tier(config, plan, loaded, faults)` gives a `WorkerTier` (`pagoda.worker.kv.tier`) from a
+    `KVTierConfig`, a `WorkerMemoryPlan`, a `LoadedWorker`, and the faults of this process, if any.
     Raises ConfigError: the place cannot be used."""
 
     def option_names(self) -> list[str]:
@@ -64,36 +59,6 @@ class TierContext:
     recorder: CacheRecorder | None
     epoch_s: float
     """Time at which the clock read 0, in seconds since 1970."""
-
-
-@dataclass(frozen=True)
-class WorkerTier:
-    """The worker's half of a tier, opened."""
-
-    place: TierPlace
-    """The place of this rank's blocks, as engines are told."""
-    start: Callable[[Jobs, KVStore, HostArena | None, Faults], TierTransfers]
-    """Starts to copy blocks of this rank; transfers end in the jobs. Faults are those of this process."""
-
-
-class TierTransfers(Protocol):
-    """Transfers of one rank from and to a tier, copied by threads of their own."""
-
-    @property
-    def owes_blocks(self) -> bool:
-        """True while `give_up` is to be called now and then."""
-
-    def begin(self, transfer: Transfer, count: int) -> None:
-        """Begins a transfer of `count` blocks; never waits for one.
-
-        Raises ValueError: this worker has no such places."""
-
-    def give_up(self) -> None:
-        """Ends the transfers of a place that has not answered for long. The thread that begins transfers calls it,
-        so none begins meanwhile."""
-
-    def close(self) -> None:
-        """Ends all transfers and the threads, and waits for these. The jobs are closed before."""
 
 
 def tier_plugins() -> dict[str, KVTierPlugin]:

@@ -10,15 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pagoda.registry import load
+from pagoda.registry import KV_PUBLISHERS, load
 
 if TYPE_CHECKING:
     import zmq
 
     from pagoda.kv.events import KVEvent
-
-KV_PUBLISHERS = "pagoda.kv_publishers"
-"""Group of `PublisherPlugin` objects."""
 
 
 class Publisher(Protocol):

@@ -38,7 +38,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -378,6 +378,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Prompt tokens that requests may have which wait and have not begun."""
     summary: Sentence
     """One line for the operator: device, dtype, KV cache size."""
+    hidden_size: Count = 0
+    """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
     host_id: Name = ""

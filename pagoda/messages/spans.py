@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from operator import gt
 from typing import Annotated
 
 import msgspec
@@ -24,7 +25,8 @@ class EmbeddedSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Place of the first of these in the prompt."""
     length: Size
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """SHA-256 of the content: spans of equal digests have equal vectors, so that their KV is shared."""
+    """SHA-256 of the content: spans of equal digests have equal vectors, so that their KV is shared.
+    Who makes a span computes it (`embedded_span`), and hands on none of a client's."""
     vectors: bytes
     """[length, hidden] float32, little-endian: the input of the model's first layer."""
 
@@ -39,10 +41,17 @@ def embedded_span(start: int, length: int, vectors: bytes) -> EmbeddedSpan:
     return EmbeddedSpan(start, length, hashlib.sha256(vectors).digest(), vectors)
 
 
-def spans_fit(spans: Sequence[EmbeddedSpan], num_prompt_tokens: int) -> bool:
-    """True if the spans lie in the prompt, one behind the other, and have as many vectors as places."""
+def problem_with_spans(
+    spans: Sequence[EmbeddedSpan], num_prompt_tokens: int, hidden_size: int
+) -> str | None:
+    """Clause that says why spans cannot be of a prompt, for a model whose vectors have `hidden_size` numbers."""
     ends = [0, *(span.end for span in spans)]
-    return ends[-1] <= num_prompt_tokens and all(
-        end <= span.start and span.vectors and len(span.vectors) % (4 * span.length) == 0
-        for end, span in zip(ends, spans, strict=False)
-    )
+    if ends[-1] > num_prompt_tokens or any(map(gt, ends, (span.start for span in spans))):
+        return "embedded spans must lie in the prompt, one behind the other"
+    for span in spans:
+        if len(span.vectors) != 4 * span.length * hidden_size:
+            return (
+                f"an embedded span of {span.length} places must have {span.length} vectors of {hidden_size} "
+                f"float32, got {len(span.vectors)} bytes"
+            )
+    return None

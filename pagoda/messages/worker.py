@@ -15,7 +15,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -104,6 +104,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     vocab_size: Size
     summary: Sentence
     """Line for the operator: `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
+    hidden_size: Count = 0
+    """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     gives_logits: bool = True
     """False of a model for vectors or scores alone, which nothing can be sampled from."""
     arithmetic: Sentence = ""

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-TRACE_MERGERS = "pagoda.trace_mergers"
-"""Group of `TraceMerger` objects; `trace` is taken."""
-
 
 @dataclass(frozen=True)
 class TraceMerger:

@@ -327,6 +327,7 @@ def load_runner(
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,
         vocab_size=shard.config.vocab_size,
+        hidden_size=shard.config.hidden_size if backend.capabilities.embeds_spans else 0,
         summary=_summary(plan, num_blocks),
         gives_logits=shard.config.gives_logits,
         arithmetic=_arithmetic(backend.arithmetic, config),

@@ -327,7 +327,9 @@ def _load(
         worker = _Worker(loaded, loaded.ready, populator(loaded), rendezvous, target, answers)
     if not config.has_transfer_link:
         return worker
-    from pagoda.kv.connector_plugin import connector_part
+    from pkgutil import resolve_name
+
+    from pagoda.kv.connector_plugin import find_connector
     from pagoda.worker.kv.remote import OpenRemoteMemory
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker, open_tiers
@@ -337,7 +339,7 @@ def _load(
         worker.ready = tiers.described(worker.ready)
         remote = None
         if config.kv_handoff is not None:
-            open_remote_memory: OpenRemoteMemory = connector_part("worker")
+            open_remote_memory: OpenRemoteMemory = resolve_name(find_connector().worker)
             remote = open_remote_memory(plan, loaded, faults)
             worker.ready = remote.described(worker.ready)
         spans = TransferSpans(tracer, plan.bytes_per_block, remote.group_bytes if remote else ())

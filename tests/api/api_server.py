@@ -9,20 +9,16 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from batch_files import Attach
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.http.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.messages.worker_config import Role
-from pagoda.plugins.batches.runner import BatchRunner
-from pagoda.plugins.batches.state import BatchState
 from pagoda.text.model_text import ModelText
 from pagoda.text.text_generator import TextGenerator
 
@@ -169,23 +165,3 @@ async def serve_api() -> AsyncIterator[ApiFactory]:
 @pytest.fixture
 async def api(serve_api: ApiFactory) -> Api:
     return await serve_api()
-
-
-@pytest.fixture
-async def attach(tmp_path: Path) -> AsyncIterator[Attach]:
-    """Gives a server the directory of the test, and begins to answer its batches."""
-    runners: list[BatchRunner] = []
-
-    async def attach(api: Any) -> BatchRunner:
-        for runner in runners:
-            await runner.close()
-        if api.service.state(BatchState).files is not None:
-            api.service.state(BatchState).files.close()
-        api.service.state(BatchState).open(tmp_path / "files")
-        api.service.state(BatchState).batches.start()
-        runners.append(api.service.state(BatchState).batches)
-        return runners[-1]
-
-    yield attach
-    for runner in runners:
-        await runner.close()

@@ -14,9 +14,9 @@ class Sequence(Protocol):
     tokens: list[int]
     num_published: int
     """Leading blocks that others can find."""
-    leads: Prefix | None
+    provides: Prefix | None
     """The prefix whose last block the request computes for all who want it."""
-    leader: tuple[Sequence, int] | None
+    provider: tuple[Sequence, int] | None
     """Request whose blocks this one waits for, and how many it had published then."""
 
 
@@ -79,41 +79,41 @@ class Blocks:
             self.prefixes[block] = prefix
 
 
-class Leaders:
+class InFlightPrefixes:
     """Of requests with a common prefix that arrive together one computes it; the others wait for its blocks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.by_prefix: dict[Prefix, Sequence] = {}
 
-    def lead(self, request: Sequence) -> None:
+    def advance(self, request: Sequence) -> None:
         """The request, which runs, has published blocks or none yet."""
         self.leave(request)
         end = (request.num_published + 1) * self.size
         prefix = tuple(request.tokens[:end])
         if len(prefix) == end and self.by_prefix.setdefault(prefix, request) is request:
-            request.leads = prefix
+            request.provides = prefix
 
     def leave(self, request: Sequence) -> None:
-        if request.leads is not None:
-            del self.by_prefix[request.leads]
-            request.leads = None
+        if request.provides is not None:
+            del self.by_prefix[request.provides]
+            request.provides = None
 
     def is_awaiting(self, request: Sequence) -> bool:
-        """True if the request was told to wait, and its leader has published nothing since."""
-        leader, num_published = request.leader or (request, -1)
-        return leader.leads is not None and leader.num_published == num_published
+        """True if the request was told to wait, and its provider has published nothing since."""
+        provider, num_published = request.provider or (request, -1)
+        return provider.provides is not None and provider.num_published == num_published
 
-    def is_led(self, request: Sequence, num_cached: int) -> bool:
+    def should_wait(self, request: Sequence, num_cached: int) -> bool:
         """True if a running request computes at least half of what this one has to behind `num_cached` blocks."""
-        request.leader, size = None, self.size
+        request.provider, size = None, self.size
         num_blocks = (len(request.tokens) - 1) // size
-        leader = self.by_prefix.get(tuple(request.tokens[: (num_cached + 1) * size]))
-        if leader is None or num_cached >= num_blocks:
+        provider = self.by_prefix.get(tuple(request.tokens[: (num_cached + 1) * size]))
+        if provider is None or num_cached >= num_blocks:
             return False
-        pairs = [*map(eq, request.tokens, leader.tokens), False]
+        pairs = [*map(eq, request.tokens, provider.tokens), False]
         num_equal = min(num_blocks, pairs.index(False) // size)
         if 2 * (num_equal - num_cached) * size < len(request.tokens) - num_cached * size:
             return False
-        request.leader = leader, leader.num_published
+        request.provider = provider, provider.num_published
         return True

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from plain_blocks import Blocks, Leaders, Prefix, Sequence
+from plain_blocks import Blocks, InFlightPrefixes, Prefix, Sequence
 
 BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
@@ -38,8 +38,8 @@ class Request:
     """Steps in flight that sample a token of the request."""
     is_finished: bool = False
     num_published: int = 0
-    leads: Prefix | None = None
-    leader: tuple[Sequence, int] | None = None
+    provides: Prefix | None = None
+    provider: tuple[Sequence, int] | None = None
 
     @property
     def num_wanted(self) -> int:
@@ -62,7 +62,7 @@ class Plan:
 
 class PlainScheduler:
     def __init__(self, blocks: Blocks, max_num_seqs: int, budget: int, max_chunk: int) -> None:
-        self.blocks, self.leaders = blocks, Leaders(blocks.size)
+        self.blocks, self.in_flight_prefixes = blocks, InFlightPrefixes(blocks.size)
         self.budget, self.max_chunk = budget, max_chunk
         self.waiting, self.running = list[Request](), list[Request]()
         self.free_slots, self.freed_slots = list(range(max_num_seqs)), list[int]()
@@ -109,12 +109,12 @@ class PlainScheduler:
         for request in list(self.waiting):
             if budget == 0 or not may_admit:
                 break
-            if self.leaders.is_awaiting(request):
+            if self.in_flight_prefixes.is_awaiting(request):
                 continue
             prefix = self.fitting_prefix(request)
             if prefix is None:
                 break
-            if self.leaders.is_led(request, len(prefix)):
+            if self.in_flight_prefixes.should_wait(request, len(prefix)):
                 continue
             self.admit(request, prefix)
             wanted = request.num_wanted
@@ -176,11 +176,11 @@ class PlainScheduler:
         request.admission += 1
         self.waiting.remove(request)
         insort(self.running, request, key=ARRIVAL)
-        self.leaders.lead(request)
+        self.in_flight_prefixes.advance(request)
 
     def leave(self, request: Request) -> None:
         assert request.slot is not None
-        self.leaders.leave(request)
+        self.in_flight_prefixes.leave(request)
         self.blocks.give_back(request.blocks)
         self.running.remove(request)
         heapq.heappush(self.free_slots, request.slot)
@@ -218,4 +218,4 @@ class PlainScheduler:
                 prefix = tuple(request.tokens[: (index + 1) * self.blocks.size])
                 self.blocks.publish(request.blocks[index], prefix)
             request.num_published = num_full
-            self.leaders.lead(request)
+            self.in_flight_prefixes.advance(request)

@@ -125,5 +125,7 @@ def test_a_result_that_leaves_its_draft_is_of_a_worker_that_lies() -> None:
     for tokens in ([5, 6], [8, 9, 10, 11], [8, 5, 6]):
         problem = scheduler.problem_with(StepResult(plan.step, [0], [tokens]), VOCAB_SIZE)
         assert problem == f"the result of step {plan.step} leaves the drafts of slot 0"
+    none = scheduler.problem_with(StepResult(plan.step, [0], [[]]), VOCAB_SIZE)
+    assert none == f"the result of step {plan.step} is not of its requests"
     for tokens in ([5], [8, 5], [8, 9, 5]):
         assert scheduler.problem_with(StepResult(plan.step, [0], [tokens]), VOCAB_SIZE) is None

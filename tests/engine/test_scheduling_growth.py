@@ -105,7 +105,7 @@ def test_planning_chunks_of_many_prompts_is_linear(num_tenants: int) -> None:
     st.lists(st.tuples(*[st.integers(0, 2)] * 2, st.sampled_from([0, 1, 1, 5, 9])), max_size=12),
     st.data(),
 )
-def test_wishes_behind_each_request_are_those_of_a_look_at_all(
+def test_the_demand_behind_each_request_is_that_of_a_look_at_all(
     running: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     running.sort(key=lambda it: it[0])

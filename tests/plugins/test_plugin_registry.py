@@ -158,7 +158,7 @@ EXECUTOR = """
 from pagoda.executor.launcher import LocalLauncher
 from pagoda.executor.plugin import ExecutorPlugin
 
-NEAR = ExecutorPlugin(lambda config: (LocalLauncher(), "127.0.0.1"))
+NEAR = ExecutorPlugin(lambda config, clock, open_group: open_group(LocalLauncher(), "tcp://127.0.0.1"))
 """
 
 

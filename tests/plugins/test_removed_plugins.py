@@ -21,6 +21,16 @@ PACKAGE = Path(pagoda.__file__).parent
 PLUGINS = sorted(
     path.name for path in (PACKAGE / "plugins").iterdir() if (path / "__init__.py").exists()
 )
+QUICK_PLUGINS = [
+    "anthropic",
+    "llamacpp",
+    "ollama",
+    "responses",
+    "scoring",
+    "sglang",
+    "trace",
+    "vllm",
+]
 NO_FINDER = (
     "import sys\n"
     "sys.meta_path[:] = [it for it in sys.meta_path if 'Redirecting' not in type(it).__name__]\n"
@@ -109,6 +119,22 @@ def test_a_server_without_a_plugin_has_all_other_routes_and_answers(house: str) 
         )
         with urlopen(asked, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("house", PLUGINS, indirect=True)
+def test_neighbours_pass_their_tests_without_a_plugin(house: str, tmp_path: Path) -> None:
+    """Some of the core, and the plugin behind it in the alphabet, of those with tests that are quick."""
+    for name in ("tests", "benchmarks", "tools", "docs", "conftest.py", "pyproject.toml"):
+        (tmp_path / name).symlink_to(PACKAGE.parent / name)
+    neighbour = next((name for name in QUICK_PLUGINS if name > house), QUICK_PLUGINS[0])
+    tests = [
+        f"pagoda/plugins/{neighbour}/tests",
+        "tests/api/test_app.py",
+        "tests/kv/test_manager.py",
+    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tier", "quick", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("house", ["router"], indirect=True)

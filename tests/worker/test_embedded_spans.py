@@ -144,5 +144,5 @@ def test_a_span_out_of_the_prompt_is_refused(directory: Path, expected: list[lis
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=1)
         work = Work(sampling, spans=spans)
         request = GenerateRequest(request_id="out", prompt_token_ids=_tokens(1, 9), work=work)
-        with pytest.raises(RuntimeError, match="do not lie in the prompt"):
+        with pytest.raises(RuntimeError, match="must lie in the prompt"):
             engine.answer([request])

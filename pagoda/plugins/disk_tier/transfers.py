@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pagoda.backend.kv_store import KVStore
 from pagoda.faults.injector import Faults
-from pagoda.kv.plugin import WorkerTier
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, TierPlace, Transfer
 from pagoda.messages.worker_config import KVTierConfig
 from pagoda.plugins.disk_tier.directory import TIER
@@ -28,6 +27,7 @@ from pagoda.plugins.disk_tier.objects import (
 )
 from pagoda.worker.kv.jobs import FIRST, LATER, CopyError, GivenUpError, Job, Jobs, Lane
 from pagoda.worker.kv.memory import HostArena, copy_bytes
+from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.kv.transfers import not_here
 from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
 
@@ -54,13 +54,13 @@ def open_tier(
     manifest = make_manifest(plan, loaded.kv, loaded.ready.arithmetic)
     was_open = plan.config.kept_blocks is not None
     directory = open_in_time(Path(config.path), manifest, was_open=was_open)
-    return tier_of(ObjectFiles(directory, manifest, faults))
+    return tier_of(ObjectFiles(directory, manifest, faults), faults)
 
 
-def tier_of(files: ObjectFiles) -> WorkerTier:
-    """The tier of these objects, whose transfers begin later."""
+def tier_of(files: ObjectFiles, faults: Faults | None = None) -> WorkerTier:
+    """The tier of these objects, whose transfers begin later; `faults` are those of this process."""
     place = TierPlace(TIER, str(files.directory), files.object_bytes)
-    return WorkerTier(place, partial(DiskTransfers, files))
+    return WorkerTier(place, partial(DiskTransfers, files, faults or Faults(None)))
 
 
 class DiskTransfers:
@@ -69,10 +69,10 @@ class DiskTransfers:
     def __init__(
         self,
         files: ObjectFiles,
+        faults: Faults,
         jobs: Jobs,
         store: KVStore,
         arena: HostArena | None,
-        faults: Faults,
     ) -> None:
         self._copy_block = faults.before("worker.copy", self._copy)
         self._files = files

@@ -3,12 +3,14 @@
 
 import os
 
-from pagoda.executor.launcher import Launcher
-from pagoda.executor.plugin import ExecutorPlugin
+from pagoda.executor.base import Executor
+from pagoda.executor.plugin import ExecutorPlugin, OpenGroup
+from pagoda.ipc.addresses import bracketed
+from pagoda.ipc.clock import Clock
 from pagoda.messages.engine_config import EngineConfig
 
 
-def _open_launcher(config: EngineConfig) -> tuple[Launcher, str]:
+def _open(config: EngineConfig, _clock: Clock, open_group: OpenGroup) -> Executor:
     # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     from pagoda.plugins.ray.launcher import RayLauncher  # takes a second, and is not always there
@@ -19,7 +21,7 @@ def _open_launcher(config: EngineConfig) -> tuple[Launcher, str]:
         config.worker.num_threads,
         was_there=config.worker.kept_blocks is not None,
     )
-    return launcher, launcher.node_address
+    return open_group(launcher, f"tcp://{bracketed(launcher.node_address)}")
 
 
-EXECUTOR = ExecutorPlugin(open_launcher=_open_launcher)
+EXECUTOR = ExecutorPlugin(_open)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.offload import Offload
 from pagoda.fleet.policies import POLICIES, Policy
 from pagoda.fleet.replica import Replica
-from pagoda.kv.connector_plugin import connector_part, has_connector
+from pagoda.kv.connector_plugin import find_connector, has_connector
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
@@ -45,11 +46,14 @@ class PrefillDecodeRouter:
         # Decode hosts compute what no prefill host does, so all prefill hosts may be ejected.
         by_work = POLICIES["least-pending-tokens"]
         self.prefill = Dispatcher([], by_work, keeps_half=False, tracer=tracer)
-        open_offload: OpenOffload | None = connector_part("offload") if has_connector() else None
+        offload = None
+        if has_connector():
+            open_offload: OpenOffload = resolve_name(find_connector().offload)
+            offload = open_offload(self.prefill, min_tokens)
         self.dispatcher = Dispatcher(
             [],
             policy,
-            open_offload and open_offload(self.prefill, min_tokens),
+            offload,
             tracer=tracer,
             no_replica_timeout_s=no_replica_timeout_s,
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import EngineReady, GenerateRequest
-from pagoda.messages.spans import spans_fit
+from pagoda.messages.spans import problem_with_spans
 
 
 def check_request(request: GenerateRequest, limits: EngineReady) -> None:
@@ -31,8 +31,6 @@ def check_request(request: GenerateRequest, limits: EngineReady) -> None:
             f"a request has 1 to {limits.max_model_len} tokens here, got {length}.",
             param="prompt_token_ids",
         )
-    if not spans_fit(request.work.spans, len(request.prompt_token_ids)):
-        raise InvalidRequestError(
-            "spans lie in the prompt, one behind the other, and have as many vectors as places.",
-            param="spans",
-        )
+    num_tokens, hidden_size = len(request.prompt_token_ids), limits.hidden_size
+    if problem := problem_with_spans(request.work.spans, num_tokens, hidden_size):
+        raise InvalidRequestError(f"{problem}.", param="spans")

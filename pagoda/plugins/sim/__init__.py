@@ -9,11 +9,12 @@ from pagoda.executor.base import Executor
 from pagoda.executor.plugin import ExecutorPlugin
 
 if TYPE_CHECKING:
+    from pagoda.executor.plugin import OpenGroup
     from pagoda.ipc.clock import Clock
     from pagoda.messages.engine_config import EngineConfig
 
 
-def _open_executor(config: EngineConfig, clock: Clock) -> Executor:
+def _open(config: EngineConfig, clock: Clock, _open_group: OpenGroup) -> Executor:
     from pagoda.plugins.sim.executor import SimExecutor  # by engines alone
     from pagoda.plugins.sim.faults import with_faults
 
@@ -22,4 +23,4 @@ def _open_executor(config: EngineConfig, clock: Clock) -> Executor:
     return with_faults(executor, clock, config.worker.faults, config.step_timeout_s)
 
 
-EXECUTOR = ExecutorPlugin(open_executor=_open_executor)
+EXECUTOR = ExecutorPlugin(_open)

@@ -163,7 +163,6 @@ class SimExecutor:
                 max_batch_tokens=2**31 - 1,
                 max_batch_seqs=2**31 - 1,
                 max_model_len=config.max_model_len,
-                embeds_spans=True,  # which its answers do not depend on
             ),
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -174,6 +173,7 @@ class SimExecutor:
             ),
             kv_groups=config.kv_groups,
             vocab_size=config.vocab_size,
+            hidden_size=1,  # its answers do not depend on embeddings that are given
             summary="simulated worker",
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,

@@ -18,7 +18,7 @@ import msgspec
 
 from pagoda.backend.kv_store import KVStore
 from pagoda.faults.injector import Faults
-from pagoda.kv.plugin import WorkerTier, tier_plugin
+from pagoda.kv.plugin import tier_plugin
 from pagoda.messages.transfers import (
     DeviceBlocks,
     HostSlots,
@@ -31,6 +31,7 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.remote import RemoteMemory
+from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
 
 _Task = tuple[Job, range]
@@ -94,8 +95,7 @@ class TransferWorker:
         self.fetcher = None if remote is None else remote.open_fetcher(jobs)
         self._lane = None if tiers.arena is None else Lane[_Task]("kv-copy", 1, self._work)
         self._tiers = {
-            name: tier.start(jobs, tiers.store, tiers.arena, faults)
-            for name, tier in tiers.further.items()
+            name: tier.start(jobs, tiers.store, tiers.arena) for name, tier in tiers.further.items()
         }
 
     def apply(self, message: Transfers) -> None:

@@ -53,6 +53,26 @@ async def test_files_live_and_die(api, attach: Attach) -> None:
     ]
 
 
+async def test_an_upload_that_waits_to_be_asked_for_is_asked_at_once(api, attach: Attach) -> None:
+    await attach(api)
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nx\r\n--b--\r\n'
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    writer.write(
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+        b"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: %d\r\n\r\n" % len(form)
+    )
+    assert (
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+        == b"HTTP/1.1 100 Continue\r\n\r\n"
+    )
+    writer.write(form)
+    assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == b"200"
+    writer.close()
+
+
 async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Attach) -> None:
     await attach(api)
     directory = api.service.state(BatchState).files.directory

@@ -217,7 +217,11 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
         ({"prompt_token_ids": [512]}, "prompt_token_ids takes token ids below"),
         ({"output_token_ids": [2**31 - 1]}, "output_token_ids takes token ids below"),
         ({"eos_token_ids": (999,)}, "eos_token_ids takes token ids below"),
-        ({"spans": (embedded_span(0, 99, bytes(4 * 99)),)}, "spans lie in the prompt"),
+        (
+            {"spans": (embedded_span(0, 99, bytes(4 * 99)),)},
+            "embedded spans must lie in the prompt",
+        ),
+        ({"spans": (embedded_span(0, 1, bytes(8)),)}, "1 vectors of 0 float32, got 8 bytes"),
         ({"prompt_token_ids": []}, "1 to 256 tokens"),
         ({"prompt_token_ids": [1] * 257}, "1 to 256 tokens"),
         ({"sampling": SamplingParams(logit_bias={512: 1.0})}, "logit_bias takes token ids below"),
