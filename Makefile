@@ -63,7 +63,7 @@ serve: setup $(PACKAGED)
 # Nothing where the kernels could not be built.
 NATIVE = $$($(BIN)/python -c 'import pagoda.backend._native' 2>/dev/null && echo test-native)
 # Where the kernels have changed, and for one commit of ten.
-NATIVE_IF_CHANGED = $$($(BIN)/python -m tests.case_tiers && echo $(NATIVE))
+NATIVE_IF_CHANGED = $$([ -z "$(NATIVE)" ] || $(BIN)/python -m tests.case_tiers || echo kernels-may-have-changed)
 
 # What looks at sources only runs beside the tests.
 quick: $(VENV)/.installed-test

@@ -18,7 +18,10 @@ from pagoda.messages.spans import embedded_span
 from pagoda.text.draft import Draft
 from pagoda.text.text_generator import joined_deltas
 
-PLACES, HIDDEN = 48, 8
+PLACES = 48
+
+HIDDEN = 1
+"""Size of the simulated model's embeddings."""
 
 
 class PictureRequest(msgspec.Struct, frozen=True):

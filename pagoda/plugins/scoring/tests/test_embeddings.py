@@ -16,7 +16,6 @@ from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.plugins.llamacpp.embedding import normalized
 from pagoda.plugins.sim.executor import sim_embedding, sim_logprob
 from pagoda.text.text_generator import TextGenerator
 
@@ -221,48 +220,3 @@ async def test_an_adapter_answers_with_its_name(api, route: str) -> None:
     assert (await api.post(route, {"model": "sql", **body})).json()["model"] == "sql"
     [shown] = (await api.get("/lora-adapters")).json()
     assert shown == {"id": 0, "path": "/adapters/sql", "scale": 0.0, "name": "sql"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "length"), [(None, 5.0), (2, 5.0), (1, 7.0), (0, 4 / 32760), (3, 91 ** (1 / 3))]
-)
-def test_lengths_of_llamacpp(kind: int | None, length: float) -> None:
-    got = normalized(array("f", [3.0, -4.0]), 2 if kind is None else kind)
-    assert got == pytest.approx([3 / length, -4 / length])
-    assert normalized(array("f", [0.0, 0.0]), 0 if kind is None else kind) == [0.0, 0.0]
-
-
-async def test_vectors_as_llamacpp_has_them(api) -> None:
-    for body in ({"content": ["abc", [1, 2]]}, {"input": ["abc", [1, 2]]}):
-        answer = (await api.post("/embedding", {"model": "tiny", **body})).json()
-        assert [one["index"] for one in answer] == [0, 1]
-        for one, text in zip(answer, ["abc", [1, 2]], strict=True):
-            assert one["embedding"] == [pytest.approx(vector_of(text), abs=1e-6)]
-    raw = array("f", sim_embedding(list(b"abc"))).tolist()
-    answer = (await api.post("/embedding", {"content": "abc", "embd_normalize": -1})).json()
-    assert answer == [{"index": 0, "embedding": [raw]}]
-    for wrong in ({}, {"content": []}, {"content": "a", "input": "a"}, {"content": "x" * 300}):
-        refused = await api.post("/embedding", wrong)
-        assert (refused.status, refused.json()["error"]["code"]) == (400, 400)
-        assert "content" in refused.json()["error"]["message"]
-
-
-async def test_vectors_as_ollama_has_them(api) -> None:
-    answer = (await api.post("/api/embed", {"model": "tiny:latest", "input": ["abc", "d"]})).json()
-    assert answer["model"] == "tiny:latest"
-    assert answer["prompt_eval_count"] == 4
-    for got, text in zip(answer["embeddings"], ["abc", "d"], strict=True):
-        assert got == pytest.approx(vector_of(text), abs=1e-6)
-    one = {"model": "tiny", "input": "abc", "dimensions": 3, "options": {"num_ctx": 64}}
-    [got] = (await api.post("/api/embed", {**one, "keep_alive": "5m"})).json()["embeddings"]
-    assert got == pytest.approx(vector_of("abc", 3), abs=1e-6)
-    assert (await api.post("/api/embed", {"model": "tiny", "input": []})).json()["embeddings"] == []
-    long = {"model": "tiny", "input": "x" * 300}
-    assert (await api.post("/api/embed", long)).status == 200
-    assert (await api.post("/api/embed", {**long, "truncate": False})).status == 400
-    assert (await api.post("/api/embed", {**one, "options": {"num_ctx": 512}})).status == 200
-    assert (await api.post("/api/embed", {"model": "other", "input": "a"})).status == 404
-    old = (await api.post("/api/embeddings", {"model": "tiny", "prompt": "abc"})).json()
-    assert old == {"embedding": array("f", sim_embedding(list(b"abc"))).tolist()}
-    old = (await api.post("/api/embeddings", {"model": "tiny", "prompt": ""})).json()
-    assert old == {"embedding": []}
