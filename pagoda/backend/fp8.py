@@ -10,6 +10,13 @@ E4M3 = torch.float8_e4m3fn
 HIGHEST = 448.0
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x of any float dtype rounded half to even to 8-bit floats of `dtype`. What lies beyond their range becomes
+    the highest, and NaN stays NaN."""
+    highest = torch.finfo(dtype).max
+    return x.clamp(-highest, highest).to(dtype)
+
+
 def to_e4m3(x: Tensor) -> Tensor:
-    """x of any float dtype rounded half to even: `E4M3`. What lies beyond becomes ±448, and NaN stays NaN."""
-    return x.clamp(-HIGHEST, HIGHEST).to(E4M3)
+    """x as `rounded` to `E4M3`, whose highest is 448."""
+    return rounded(x, E4M3)

@@ -195,6 +195,7 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
         raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
+    others: dict[str, Family] = {}
     for name in filter(lambda it: isinstance(it, str), named):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
         scores = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
@@ -204,8 +205,8 @@ def _family(fields: Fields) -> tuple[Family, bool]:
             return FAMILIES[bare], True
         if name.endswith(_SCORES) and scores in FAMILIES:
             return FAMILIES[scores], False
-        # Other names are told by the families themselves.
-        others = {alias: family for family in FAMILIES.values() for alias in family.aliases}
+        # Other names are told by the families themselves, all of which are imported for that.
+        others = others or {it: family for family in FAMILIES.values() for it in family.aliases}
         if name in others:
             return others[name], False
     if (reason := _REFUSED.get(str(named[0]))) is not None:

@@ -123,7 +123,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """A cache of each group that the stage has layers of."""
         self._compiled = compiled = self._compile(embeds_spans=False)
         self._compiled_with_spans: Compiled[MetadataT] | None = None
-        """The graph of steps with embedded spans, once there was one."""
+        """The graph of steps with embedded spans; the first of them compiles it."""
         self.row_sampler = compiled if isinstance(compiled, SamplesRows) else None
         """The compiled graph, where it samples from hidden states by itself."""
         self._tracer.span("compile", began)
@@ -175,7 +175,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 tracer.span("forward", began)
             return computed
         (computed,), times = compiled.traced(step, [LAST_HIDDEN], tracer)
-        if times:
+        if times and compiled is self._compiled:  # whose operations the trace names
             tracer.span("forward", began, {"ops_ns": [ready - began, *times]})
         else:
             tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=ready)
@@ -191,7 +191,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         if not self._shard.is_first:
             hidden = torch.zeros(len(batch.token_ids), self._shard.config.hidden_size)
         step = self._input(self.plan(batch), hidden, None)
-        return self._compiled.profile(step, [LAST_HIDDEN])
+        num_bytes = self._compiled.profile(step, [LAST_HIDDEN])
+        if self._embedding is not None and self.backend.capabilities.embeds_spans:
+            # The embeddings that are given, of all tokens, and their sum with those of tokens.
+            hidden_size = self._shard.config.hidden_size
+            num_bytes += 2 * len(batch.token_ids) * hidden_size * torch.float32.itemsize
+        return num_bytes
 
     def _input(
         self,

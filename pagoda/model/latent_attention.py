@@ -57,7 +57,9 @@ class LatentAttention(Generic[LinearT]):
         caches: Sequence[Any],
     ) -> Value:
         """Inputs of the map back to hidden states, of hidden states h and the latents made of them."""
-        cache: LatentCache = caches[0]
+        cache = caches[0]
+        if not isinstance(cache, LatentCache):
+            raise TypeError(f"A layer with latent attention has a {type(cache).__name__}.")
         if self.query_down is not None and self.query_norm is not None:
             h = ops.rms_norm(ops.linear(h, self.query_down), self.query_norm, NORM_EPS)
         rotated = rotate_and_cache_latents(

@@ -102,14 +102,23 @@ class StepTokens:
         )
 
 
-class _Span:
-    def __init__(self, span: EmbeddedSpan) -> None:
-        self.start = span.start
+class _Span(NamedTuple):
+    """Places of a slot whose embeddings are given."""
+
+    start: int
+    vectors: Tensor
+    """[length, hidden] float32."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.vectors)
+
+    @classmethod
+    def of(cls, span: EmbeddedSpan) -> _Span:
         values = array("f", span.vectors)
         if sys.byteorder == "big":
             values.byteswap()
-        self.vectors = torch.frombuffer(values, dtype=torch.float32).view(span.length, -1)
-        """[length, hidden]."""
+        return cls(span.start, torch.frombuffer(values, dtype=torch.float32).view(span.length, -1))
 
 
 class _Firsts(NamedTuple):
@@ -182,12 +191,15 @@ class InputBatch:
         max_model_len: int,
         block_sizes: Sequence[int],
         adapter_number: Callable[[str], int] | None = None,
+        *,
+        embeds_spans: bool = True,
     ) -> None:
-        """`block_sizes` are those of the KV groups, in tokens.
+        """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans.
 
         `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
         """
         self._adapter_number = adapter_number
+        self._embeds_spans = embeds_spans
         # The last token of a full context is sampled but never computed: one more place for it.
         self._stride = max_model_len + 1
         self._token_ids = torch.empty(max_num_seqs * self._stride, dtype=torch.int32)
@@ -213,7 +225,7 @@ class InputBatch:
         self._pairs: set[int] = set()
         """Slots with two texts."""
         self._spans: dict[int, list[_Span]] = {}
-        """Embedded spans of slots that have some."""
+        """Embedded spans of slots whose places are not all computed."""
         self._slots: set[int] = set()
         """Slots in use."""
         self._drafted: dict[int, Draft] = {}
@@ -264,8 +276,8 @@ class InputBatch:
         self._second_texts[slot] = start.work.second_text_at
         if start.work.second_text_at:
             self._pairs.add(slot)
-        if start.work.spans:
-            self._spans[slot] = list(map(_Span, start.work.spans))
+        if start.work.spans and self._embeds_spans:
+            self._spans[slot] = list(map(_Span.of, start.work.spans))
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
@@ -428,15 +440,18 @@ class InputBatch:
     def _embedded(
         self, slots: list[int], firsts: list[int], ends: list[int]
     ) -> EmbeddedRows | None:
-        """The tokens of a step that lie in spans."""
+        """The tokens of a step that lie in spans; spans that end in it are forgotten."""
         rows, vectors, row = list[Tensor](), list[Tensor](), 0
         for slot, first, end in zip(slots, firsts, ends, strict=True):
             for span in self._spans.get(slot, ()):
-                begin, stop = max(first, span.start), min(end, span.start + len(span.vectors))
+                begin, stop = max(first, span.start), min(end, span.end)
                 if begin < stop:
                     rows.append(torch.arange(row + begin - first, row + stop - first))
                     vectors.append(span.vectors[begin - span.start : stop - span.start])
             row += end - first
+        for slot, end in zip(slots, ends, strict=True):
+            if slot in self._spans and self._spans[slot][-1].end <= end:
+                del self._spans[slot]
         return EmbeddedRows(torch.cat(rows), torch.cat(vectors)) if rows else None
 
     def _refuse(

@@ -341,6 +341,7 @@ def load_runner(
         plan.max_model_len,
         plan.block_sizes,
         None if model.adapters is None else model.adapters.number,
+        embeds_spans=shard.is_first,
     )
     runner: Runner | StageRunner
     if shard.is_last:

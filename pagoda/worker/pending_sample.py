@@ -32,7 +32,7 @@ class PendingSample:
 
     @classmethod
     def of(cls, sampled: Sampled) -> PendingSample:
-        """A drawing that is known, for which nothing was computed."""
+        """A pending sample that is known, for which nothing was computed."""
         return cls([lambda: sampled])
 
     def add(self, sampled: Sampled) -> None:
@@ -67,7 +67,7 @@ class PendingSample:
 
 
 def joined(pending_parts: Iterable[PendingSample]) -> PendingSample:
-    """The drawings of different slots together, launched in this order."""
+    """The pending samples of different slots together, launched in this order."""
     whole = PendingSample()
     for pending in pending_parts:
         whole.parts += pending.parts

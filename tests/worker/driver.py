@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
@@ -68,6 +69,7 @@ class Driver:
         output: list[int] | None = None,
         eos_token_ids: tuple[int, ...] = (),
         num_computed: int = 0,
+        spans: tuple[EmbeddedSpan, ...] = (),
     ) -> None:
         """KV of `num_computed` tokens is to be in the slot's blocks before the next step."""
         self.tokens[slot] = prompt + list(output or [])
@@ -82,7 +84,7 @@ class Driver:
                 num_prompt_tokens=len(prompt),
                 num_computed_tokens=num_computed,
                 block_ids=[list(table) for table in self.blocks[slot]],
-                work=Work(sampling, eos_token_ids=eos_token_ids),
+                work=Work(sampling, eos_token_ids=eos_token_ids, spans=spans),
                 request_id=f"request-{slot}",
             )
         )

@@ -42,7 +42,7 @@ class LateBackend:
         here = _held(self.future_tokens, found)
         token_ids = self.future_tokens.empty((len(here),), torch.int64)
         self.future_tokens.steps.run(lambda: token_ids.copy_(here[:, 0]))
-        return _Underway(self.future_tokens, token_ids, here.clone)
+        return _LateOutput(self.future_tokens, token_ids, here.clone)
 
     def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
         drained = self.future_tokens.empty(tuple(counts.shape), counts.dtype)
@@ -74,7 +74,7 @@ class LateBackend:
             token_ids.copy_(outcome[0].token_ids)
 
         self.future_tokens.steps.run(work)
-        return _Underway(self.future_tokens, token_ids, lambda: outcome[0])
+        return _LateOutput(self.future_tokens, token_ids, lambda: outcome[0])
 
     def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
         return self.launch_sample(logits, table, slots).read()
@@ -83,7 +83,7 @@ class LateBackend:
         return self._own.score(logits.clone(), token_ids, num_top)
 
 
-class _Underway(Generic[OutcomeT]):
+class _LateOutput(Generic[OutcomeT]):
     def __init__(
         self, device: EmulatedDevice, token_ids: Tensor, outcome: Callable[[], OutcomeT]
     ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from tiny_models import save_model
 from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.devices import BackendUnavailableError
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.spans import embedded_span
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -150,6 +152,20 @@ def test_a_recorded_pass_tells_the_time_of_each_operation(tmp_path: Path, model:
     assert (costs["experts_held"] >= costs["experts_per_token"] > 0) == (model != "qwen3")
     if model == "qwen3":  # others have maps whose panels are padded
         assert costs["weight_bytes"] == sum(operations["weight_bytes"])
+
+
+@needs_kernels
+def test_steps_with_embedded_spans_tell_no_times_of_operations_of_others(tmp_path: Path) -> None:
+    traced = _Traced(tmp_path, "qwen3", "cpu", TraceLevel.KERNEL)
+    hidden_size = traced.loaded.ready.hidden_size
+    vectors = array("f", [0.5] * 2 * hidden_size).tobytes()
+    traced.driver.start(0, [3, 4, 5], spans=(embedded_span(1, 2, vectors),))
+    traced.driver.step({0: 3})
+    traced.driver.step({0: 1})
+    events = traced.events()
+    first, second = _named(_spans(events), "forward")
+    assert "ops_ns" not in first.args
+    assert len(second.args["ops_ns"]) == len(_described(events, "forward_ops")["names"])
 
 
 def test_operations_of_a_direct_pass_are_spans(tmp_path: Path) -> None:

@@ -55,6 +55,6 @@ def load_native() -> ModuleType:
         ) from None
     except ImportError as error:
         raise BackendUnavailableError(f"the kernels cannot be loaded: {error}") from None
-    if native.SAMPLING_COLUMNS != COLUMNS:
-        raise BackendUnavailableError("the kernels were built for other columns of sampling")
+    if getattr(native, "SAMPLING_COLUMNS", None) != COLUMNS:
+        raise BackendUnavailableError("the kernels are of another version; install Pagoda again")
     return native

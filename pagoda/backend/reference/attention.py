@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backend import fp8
 from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.reference.rows import rms_norm
@@ -298,10 +299,7 @@ def as_kept(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
     """x [..., d] float32 as a cache of `dtype` keeps it, and the scales [...] float32 of formats with scales."""
     if dtype == torch.int8:
         return _quantize(x)
-    if dtype.itemsize == 1:  # floats beyond the range become the highest, as in `fp8.to_e4m3`
-        highest = torch.finfo(dtype).max
-        x = x.clamp(-highest, highest)
-    return x.to(dtype), None
+    return fp8.rounded(x, dtype) if dtype.itemsize == 1 else x.to(dtype), None
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:

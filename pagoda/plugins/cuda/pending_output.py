@@ -40,7 +40,7 @@ class Copied:
 
 
 class CopiedOutput(Generic[OutcomeT]):
-    """An `PendingOutput` of some copies."""
+    """A `PendingOutput` of some copies."""
 
     def __init__(
         self, copied: Copied, token_ids: Tensor, outcome: Callable[[Sequence[Tensor]], OutcomeT]

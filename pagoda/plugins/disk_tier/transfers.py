@@ -160,9 +160,11 @@ class DiskTransfers:
         except ObjectError as error:
             unreadable = isinstance(error, ObjectUnreadableError)
             raise CopyError(str(error), unreadable=unreadable) from error
-        finally:
-            with self._jobs.changed:  # what broke before the disk was asked
+        except Exception:  # perhaps before the disk was asked, so that `_claim` was not
+            with self._jobs.changed:
                 self._num_reads -= self._owed.pop((job, batch.start), False)
+                self._jobs.changed.notify_all()
+            raise
 
     def _copy(self, buffer: memoryview, job: Job, index: int) -> None:
         transfer, store, files = job.transfer, self._store, self._files

@@ -12,7 +12,8 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 
 `rows` (x, out [n, d] float32 unless said otherwise): `OPERATIONS` there, outputs behind inputs and weights, and
 
-    rms_norm(x, weight[d], out, *, eps, delta, total)     total = x + delta (may be x itself), out = its norm
+    rms_norm(x, weight[d], out, *, eps, delta=None, total=None)
+        total = x + delta (may be x itself), out = its norm
     select_rows(x[n, d], rows[m] int64, out[m, d])     x of float32 or int64
     embedding(token_ids[n] int64, table[v, d], out, *, first_id)     table of any float dtype; foreign rows are 0
     argmax(logits[n, v], out[n, 3] int64, *, first_id)     what `linear_argmax` gives of the outputs of `linear`
@@ -88,7 +89,7 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 
 `block_weights`: weights in blocks of GGUF, and of whole rows:
 
-    Blocks(held_as, inputs, planes, widths, codebook, scales, minima, block_scales, block_minima)
+    Blocks(stored_format, inputs, planes, widths, codebook, scales, minima, block_scales, block_minima)
     block_linear(rounded, weight, out, *, bias=None)     rounded in groups of 16, or as rows for whole rows
     block_embedding(token_ids, table, out, *, first_id)
 
