@@ -94,7 +94,7 @@ class Takers:
         self.refit(slot)
 
     def release(self, tracked: TrackedRequest) -> None:
-        """Ends `quarantine`. May be called twice."""
+        """Ends `hold`. May be called twice."""
         slot = self._held.pop(tracked, None)
         if slot is not None:
             slot.quarantined_for = None

@@ -70,8 +70,8 @@ class HostDoor:
         """Raises ConfigError: the address of `config` cannot be listened on."""
         host, port = config.advertised.host, config.advertised.port
         self._context: Context = zmq.Context()
-        start_authenticator(self._context, config.keys)
         try:
+            start_authenticator(self._context, config.keys)
             self._server = HostServer(
                 fleet.dispatcher,
                 CurveSockets(self._context, config.keys, fleet.faults),
@@ -81,12 +81,12 @@ class HostDoor:
                 config.tracker,
                 fleet.tracing,
             )
+            record = HostRecord(host_id=fleet.id, address=f"tcp://{host}:{self._server.port}")
+            self._registrations = config.register(self._context, record)
         except BaseException:
-            self._context.term()
+            self._context.destroy(linger=0)
             raise
-        record = HostRecord(host_id=fleet.id, address=f"tcp://{host}:{self._server.port}")
         _log.info("routers reach this host at %s:%d", host, self._server.port)
-        self._registrations = config.register(self._context, record)
 
     def compare_clocks(self) -> None:
         self._server.compare_clocks()
