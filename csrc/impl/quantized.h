@@ -11,7 +11,13 @@ namespace {
 using pagoda::QuantizedFormat;
 using pagoda::QuantizedRow;
 
-#ifdef __AVX512F__
+#ifdef __aarch64__
+}  // namespace
+
+#include "../neon/ints.h"
+
+namespace {
+#elif defined(__AVX512F__)
 
 using ints = __m512i;
 
@@ -22,6 +28,7 @@ PAGODA_INLINE ints low_nibbles(ints x) { return _mm512_and_si512(x, _mm512_set1_
 PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 PAGODA_INLINE ints multiply_ints(ints a, ints b) { return _mm512_mullo_epi32(a, b); }
 PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm512_sub_epi32(a, b); }
+PAGODA_INLINE ints times_wide_unit(ints x) { return _mm512_slli_epi32(x, 7); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm512_cvtps_epi32(x); }
 // Codes of what is not finite add up to anything; vectors may overflow where integers of C++ may not.
@@ -54,6 +61,7 @@ PAGODA_INLINE ints low_nibbles(ints x) { return _mm256_and_si256(x, _mm256_set1_
 PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
 PAGODA_INLINE ints multiply_ints(ints a, ints b) { return _mm256_mullo_epi32(a, b); }
 PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm256_sub_epi32(a, b); }
+PAGODA_INLINE ints times_wide_unit(ints x) { return _mm256_slli_epi32(x, 7); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm256_cvtps_epi32(x); }
 PAGODA_INLINE int32_t sum(ints x) {
@@ -82,25 +90,45 @@ PAGODA_INLINE int32_t load_codes(const void* p) {
     return codes;
 }
 
-#ifdef __AVX512VNNI__
+using pagoda::WideQuad;
+
+#ifndef __aarch64__
+// True where products take weights of 8 bits less 128, if they are above 127: `weight_quads<true>` makes them so.
+constexpr bool kSignedCodes = false;
+#endif
+
+#if defined(__AVX512VNNI__) || defined(PAGODA_AVX_VNNI)
 
 using Code = int8_t;  // of an activation
 
 using WeightQuads = ints;
 using RowQuad = ints;
 
-PAGODA_INLINE WeightQuads weight_quads(ints codes) { return codes; }
+template <bool>
+PAGODA_INLINE WeightQuads weight_quads(ints codes) {
+    return codes;
+}
 PAGODA_INLINE RowQuad row_quad(const Code* x) { return broadcast_ints(load_codes(x)); }
 PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
     // GCC 12 copies every accumulator before and after the intrinsic.
+#ifdef __AVX512VNNI__
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x));
+#elif defined(PAGODA_EMULATE_AVX_VNNI)
+    const auto add = [&sums](ints codes, ints rest) { sums = add_ints(sums, _mm256_madd_epi16(codes, rest)); };
+    add(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    add(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(x, 8));
+#else
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(x));
+#endif
     return sums;
 }
+#endif
+
+#ifdef __AVX512VNNI__
+
 PAGODA_INLINE void store_codes(Code* p, ints x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
-
-using pagoda::WideQuad;
 
 // Puts what codes of 8 bits lack of these from `wide` on, and the rest to `codes`; returns the number of quads. Memory of
 // four quads is written whatever they are.
@@ -123,7 +151,17 @@ PAGODA_INLINE int store_wide_codes(Code* codes, int64_t input, ints x, WideQuad*
     return __builtin_popcount(there);
 }
 
-#else
+#elif defined(PAGODA_AVX_VNNI)
+
+PAGODA_INLINE void store_codes(Code* p, ints x) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+PAGODA_INLINE bool exceed_bytes(ints x) {
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(_mm256_abs_epi32(x), _mm256_set1_epi32(127))) != 0;
+}
+
+#elif !defined(__aarch64__)
 
 // Products of pairs of 16 bits: of the first and third code of four, and of the second and fourth.
 using Code = int16_t;
@@ -141,6 +179,7 @@ PAGODA_INLINE RowQuad row_quad(const Code* x) {
 
 #ifdef __AVX512F__
 
+template <bool>
 PAGODA_INLINE WeightQuads weight_quads(ints codes) {
     return {_mm512_and_si512(codes, _mm512_set1_epi16(255)), _mm512_srli_epi16(codes, 8)};
 }
@@ -156,6 +195,7 @@ PAGODA_INLINE void store_codes(Code* p, ints x) {
 
 #else
 
+template <bool>
 PAGODA_INLINE WeightQuads weight_quads(ints codes) {
     return {_mm256_and_si256(codes, _mm256_set1_epi16(255)), _mm256_srli_epi16(codes, 8)};
 }
@@ -171,6 +211,40 @@ PAGODA_INLINE void store_codes(Code* p, ints x) {
 
 #endif
 #endif
+
+constexpr bool kByteCodes = sizeof(Code) == 1;
+
+#if defined(PAGODA_AVX_VNNI) || defined(__ARM_FEATURE_DOTPROD)
+PAGODA_INLINE int store_wide_codes(Code* codes, int64_t input, ints x, WideQuad* wide) {
+    int count = 0;
+    if (!exceed_bytes(x)) {
+        store_codes(codes, x);
+    } else {
+        int32_t all[kWidth];
+        std::memcpy(all, &x, sizeof(all));
+        for (int i = 0; i < kWidth; i += 4) {
+            int8_t units[4];
+            for (int j = 0; j < 4; ++j) {
+                const int32_t code = all[i + j], unit = code > 127 || code < -127 ? (code + pagoda::kWideUnit / 2) >> 7 : 0;
+                units[j] = static_cast<int8_t>(unit);
+                codes[i + j] = static_cast<Code>(code - unit * pagoda::kWideUnit);
+            }
+            if (load_codes(units) != 0) wide[count++] = {static_cast<int32_t>((input + i) * kPanel), load_codes(units)};
+        }
+    }
+    return count;
+}
+#elif !defined(__AVX512VNNI__)
+PAGODA_INLINE int store_wide_codes(Code* codes, int64_t, ints x, WideQuad*) {
+    store_codes(codes, x);
+    return 0;
+}
+#endif
+
+// What products take the weights of a format for too low by.
+PAGODA_INLINE int taken_too_low(const QuantizedFormat& format) {
+    return kSignedCodes && (format.bits == 8 || format.blocks.codebook != pagoda::Codebook::kNone) ? 128 : 0;
+}
 
 // ---- activations
 
@@ -268,24 +342,18 @@ PAGODA_INLINE void quantize_wide(const QuantizedFormat& format, const float* x, 
         row.starts[g] = wide;
         for (int64_t i = g * format.group_inputs; i < end; i += kWidth) {
             const ints rounded = to_ints(mul(load_up_to(x + i, end - i), broadcast(inverse)));
-#ifdef __AVX512VNNI__
             wide += store_wide_codes(codes + i, i, rounded, row.wide + wide);
-#else
-            store_codes(codes + i, rounded);
-#endif
             of_group = add_ints(of_group, rounded);
         }
         total = sum(of_group);
         row.totals[g] = static_cast<float>(total);
     }
-#ifdef __AVX512VNNI__
-    row.wide[wide] = {0, 0};
-#endif
+    if constexpr (kByteCodes) row.wide[wide] = {0, 0};
     *row.num_wide = wide;
     *row.scales = (vanishes ? 0.0f : step) + sum(poison);
     if (format.grouped) return;
     *row.sum = total;
-    *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(total));
+    *row.starts = static_cast<int32_t>(static_cast<uint32_t>(taken_too_low(format) - 128) * static_cast<uint32_t>(total));
 }
 
 void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs, void* packed) {
@@ -295,7 +363,7 @@ void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs,
         const int64_t first = g * format.group_inputs;
         const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
         const CodeScale result = quantize(x + first, n, static_cast<Code*>(row.codes) + first);
-        row.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(format.zero()) *
+        row.starts[g] = static_cast<int32_t>(static_cast<uint32_t>(taken_too_low(format) - format.zero()) *
                                              static_cast<uint32_t>(result.sum));
         row.scales[g] = result.scale;
         row.totals[g] = result.scale * static_cast<float>(result.sum);
@@ -304,13 +372,13 @@ void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs,
 
 // ---- products
 
-// sums += codes of a panel, from `codes` on, times those of rows that lie `stride` codes apart.
-template <int Rows, int Cols>
+// sums += codes of a panel, from `codes` on, times those of rows that lie `stride` codes apart. `High` codes may be above 127.
+template <bool High, int Rows, int Cols>
 PAGODA_INLINE void add_quads(const ints (&codes)[Cols], const Code* x, int64_t stride,
                              ints (&sums)[Rows][Cols]) {
     WeightQuads weights[Cols];
 #pragma GCC unroll 2
-    for (int j = 0; j < Cols; ++j) weights[j] = weight_quads(codes[j]);
+    for (int j = 0; j < Cols; ++j) weights[j] = weight_quads<High>(codes[j]);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
         const RowQuad quad = row_quad(x + r * stride);
@@ -324,20 +392,37 @@ PAGODA_INLINE void add_group(const uint8_t* codes, const Code* x, int64_t stride
                              const Prefetch& ahead, int64_t& lines, ints (&sums)[Rows][Cols]) {
     // One code of 8 bits, or two of 4 bits, in a byte.
     constexpr int step = 4 * (8 / Bits);
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if constexpr (Rows > 1) {
+        constexpr int lines_of_eight = 8 / step;
+        const int64_t eights = inputs / 8;
+        add_eights<Rows, Cols>(eights, x, stride, sums, [&](int64_t i, ints (&first)[Cols], ints (&second)[Cols]) {
+            const uint8_t* own = codes + i * lines_of_eight * 4 * kPanel;
+            for (int line = 0; line < lines_of_eight; ++line) fetch_ahead(ahead, lines++);
+#pragma GCC unroll 2
+            for (int j = 0; j < Cols; ++j) {
+                const ints bytes = load_ints(own + j * kVectorBytes);
+                first[j] = Bits == 8 ? bytes : low_nibbles(bytes);
+                second[j] = Bits == 8 ? load_ints(own + 4 * kPanel + j * kVectorBytes) : high_nibbles(bytes);
+            }
+        });
+        codes += eights * lines_of_eight * 4 * kPanel, x += eights * 8, inputs -= eights * 8;
+    }
+#endif
     for (int64_t i = 0; i < inputs; i += step, codes += 4 * kPanel) {
         fetch_ahead(ahead, lines++);
         ints bytes[Cols], nibbles[Cols];
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) bytes[j] = load_ints(codes + j * kVectorBytes);
         if constexpr (Bits == 8) {
-            add_quads<Rows, Cols>(bytes, x + i, stride, sums);
+            add_quads<true, Rows, Cols>(bytes, x + i, stride, sums);
         } else {
 #pragma GCC unroll 2
             for (int j = 0; j < Cols; ++j) nibbles[j] = low_nibbles(bytes[j]);
-            add_quads<Rows, Cols>(nibbles, x + i, stride, sums);
+            add_quads<false, Rows, Cols>(nibbles, x + i, stride, sums);
 #pragma GCC unroll 2
             for (int j = 0; j < Cols; ++j) nibbles[j] = high_nibbles(bytes[j]);
-            add_quads<Rows, Cols>(nibbles, x + i + 4, stride, sums);
+            add_quads<false, Rows, Cols>(nibbles, x + i + 4, stride, sums);
         }
     }
 }
@@ -349,53 +434,53 @@ PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel,
     const auto of_row = [&](const auto* first, int r) {
         return reinterpret_cast<decltype(first)>(reinterpret_cast<const char*>(first) + r * row_bytes);
     };
-#ifdef __AVX512VNNI__
-    const uint8_t* codes = panel + 4 * column;
-    // One of each of four rows at once, as each of a row waits for the one before it; that behind the last counts for
-    // nothing.
-    constexpr int at_once = Rows == 1 ? 2 : 1;
+    if constexpr (kByteCodes) {
+        const uint8_t* codes = panel + 4 * column;
+        // One of each of four rows at once, as each of a row waits for the one before it; that behind the last counts for
+        // nothing.
+        constexpr int at_once = Rows == 1 ? 2 : 1;
 #pragma GCC unroll 2
-    for (int first = 0; first < Rows; first += 4) {
-        constexpr int most_rows = Rows < 4 ? Rows : 4;
-        ints units[most_rows][at_once][Cols];
-        int counts[most_rows], most = 0;
+        for (int first = 0; first < Rows; first += 4) {
+            constexpr int most_rows = Rows < 4 ? Rows : 4;
+            ints units[most_rows][at_once][Cols];
+            int counts[most_rows], most = 0;
 #pragma GCC unroll 4
-        for (int r = 0; r < most_rows; ++r) {
-            for (auto& some : units[r]) {
-                for (ints& one : some) one = broadcast_ints(0);
+            for (int r = 0; r < most_rows; ++r) {
+                for (auto& some : units[r]) {
+                    for (ints& one : some) one = broadcast_ints(0);
+                }
+                counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
+                most = counts[r] > most ? counts[r] : most;
             }
-            counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
-            most = counts[r] > most ? counts[r] : most;
-        }
-        if (most == 0) continue;
-        for (int k = 0; k < most; k += at_once) {
+            if (most == 0) continue;
+            for (int k = 0; k < most; k += at_once) {
+#pragma GCC unroll 4
+                for (int r = 0; r < most_rows; ++r) {
+                    if (first + r >= Rows) continue;
+#pragma GCC unroll 2
+                    for (int i = 0; i < at_once; ++i) {
+                        const WideQuad& wide = of_row(row.wide, first + r)[k + i < counts[r] ? k + i : counts[r]];
+                        const RowQuad quad = row_quad(reinterpret_cast<const Code*>(&wide.codes));
+#pragma GCC unroll 2
+                        for (int j = 0; j < Cols; ++j) {
+                            const auto weights = weight_quads<true>(load_ints(codes + wide.offset + j * kVectorBytes));
+                            units[r][i][j] = add_products(units[r][i][j], weights, quad);
+                        }
+                    }
+                }
+            }
 #pragma GCC unroll 4
             for (int r = 0; r < most_rows; ++r) {
                 if (first + r >= Rows) continue;
 #pragma GCC unroll 2
-                for (int i = 0; i < at_once; ++i) {
-                    const WideQuad& wide = of_row(row.wide, first + r)[k + i < counts[r] ? k + i : counts[r]];
-                    const ints quad = broadcast_ints(wide.codes);
-#pragma GCC unroll 2
-                    for (int j = 0; j < Cols; ++j) {
-                        const ints weights = load_ints(codes + wide.offset + j * kVectorBytes);
-                        units[r][i][j] = add_products(units[r][i][j], weights, quad);
-                    }
+                for (int j = 0; j < Cols; ++j) {
+                    ints all = units[r][0][j];
+                    if (at_once == 2) all = add_ints(all, units[r][at_once - 1][j]);
+                    sums[first + r][j] = add_ints(sums[first + r][j], times_wide_unit(all));
                 }
             }
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < most_rows; ++r) {
-            if (first + r >= Rows) continue;
-#pragma GCC unroll 2
-            for (int j = 0; j < Cols; ++j) {
-                ints all = units[r][0][j];
-                if (at_once == 2) all = add_ints(all, units[r][at_once - 1][j]);
-                sums[first + r][j] = add_ints(sums[first + r][j], _mm512_slli_epi32(all, 7));
-            }
-        }
     }
-#endif
     if (!format.offsets) return;
     const uint8_t* zero_points = panel + format.code_bytes() + 4 * (kPanel + column);
 #pragma GCC unroll 2
@@ -462,6 +547,10 @@ PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* 
 constexpr int kInt8Rows = 8, kGroupedRows = 6;
 #elif defined(__AVX512F__)
 constexpr int kInt8Rows = 8, kGroupedRows = 4;
+#elif defined(PAGODA_AVX_VNNI)
+constexpr int kInt8Rows = 6, kGroupedRows = 3;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kInt8Rows = 6, kGroupedRows = 4;
 #else
 constexpr int kInt8Rows = 4, kGroupedRows = 2;
 #endif
