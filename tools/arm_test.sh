@@ -42,7 +42,7 @@ END
     chmod +x "$python"
     echo "installing torch and what Pagoda needs, for aarch64"
     # Newer wheels of torch for aarch64 need CUDA.
-    install="python3 -m pip --disable-pip-version-check --quiet install --target $here/site --upgrade --no-compile
+    install=""${PYTHON:-python3}" -m pip --disable-pip-version-check --quiet install --target $here/site --upgrade --no-compile
         --python-version 3.$minor --implementation cp --abi cp3$minor --abi abi3 --abi none --only-binary=:all:
         --platform manylinux2014_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux_2_28_aarch64"
     $install --no-deps 'torch==2.8.0'
@@ -64,7 +64,7 @@ set(Python_LIBRARY $root/usr/lib/aarch64-linux-gnu/libpython3.$minor.so CACHE PA
 set(NB_SUFFIX .cpython-3$minor-aarch64-linux-gnu.so CACHE STRING "")
 END
 rm -rf "$here/wheel"
-python3 -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir "$here/wheel" \
+"${PYTHON:-python3}" -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir "$here/wheel" \
     --config-settings "build-dir=$here/native" --config-settings "cmake.define.CMAKE_TOOLCHAIN_FILE=$here/toolchain.cmake" .
 rm -rf "$here"/site/pagoda "$here"/site/pagoda_llm-*
 python3 -m zipfile -e "$here"/wheel/*.whl "$here/site"

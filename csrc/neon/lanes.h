@@ -80,6 +80,8 @@ PAGODA_INLINE Bf16Pairs load_pairs(const void* p) {
 PAGODA_INLINE Bf16Pairs broadcast_pair(const void* p) {
     int32_t bits;
     std::memcpy(&bits, p, 4);
+    // Of a pair of ones that it knows, GCC 12 makes an instruction of fp16.
+    if (__builtin_constant_p(bits)) asm("" : "+r"(bits));
     const bfloat16x8_t pairs = vreinterpretq_bf16_s32(vdupq_n_s32(bits));
     return {pairs, pairs};
 }
