@@ -42,7 +42,7 @@ END
     chmod +x "$python"
     echo "installing torch and what Pagoda needs, for aarch64"
     # Newer wheels of torch for aarch64 need CUDA.
-    install=""${PYTHON:-python3}" -m pip --disable-pip-version-check --quiet install --target $here/site --upgrade --no-compile
+    install="${PYTHON:-python3} -m pip --disable-pip-version-check --quiet install --target $here/site --upgrade --no-compile
         --python-version 3.$minor --implementation cp --abi cp3$minor --abi abi3 --abi none --only-binary=:all:
         --platform manylinux2014_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux_2_28_aarch64"
     $install --no-deps 'torch==2.8.0'
@@ -52,22 +52,25 @@ END
     echo "$minor" >"$here/.installed"
 fi
 
-echo "building Pagoda for ARM"
 minor=$(cat "$here/.installed")
-cat >"$here/toolchain.cmake" <<END
+if [ ! -e "$here/.built" ] || [ -n "$(find csrc pagoda CMakeLists.txt -newer "$here/.built" ! -path '*/__pycache__*')" ]; then
+    echo "building Pagoda for ARM"
+    cat >"$here/toolchain.cmake" <<END
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
 set(CMAKE_CXX_FLAGS_INIT "-isystem $root/usr/include")
 set(Python_INCLUDE_DIR $root/usr/include/python3.$minor CACHE PATH "")
 set(Python_LIBRARY $root/usr/lib/aarch64-linux-gnu/libpython3.$minor.so CACHE PATH "")
-set(NB_SUFFIX .cpython-3$minor-aarch64-linux-gnu.so CACHE STRING "")
 END
-rm -rf "$here/wheel"
-"${PYTHON:-python3}" -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir "$here/wheel" \
-    --config-settings "build-dir=$here/native" --config-settings "cmake.define.CMAKE_TOOLCHAIN_FILE=$here/toolchain.cmake" .
-rm -rf "$here"/site/pagoda "$here"/site/pagoda_llm-*
-python3 -m zipfile -e "$here"/wheel/*.whl "$here/site"
+    rm -rf "$here/wheel" "$here"/site/pagoda "$here"/site/pagoda_llm-*
+    "${PYTHON:-python3}" -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir "$here/wheel" \
+        --config-settings "build-dir=$here/native" --config-settings "cmake.define.CMAKE_TOOLCHAIN_FILE=$here/toolchain.cmake" .
+    python3 -m zipfile -e "$here"/wheel/*.whl "$here/site"
+    # The building Python has named it for a processor of its own kind.
+    mv "$here"/site/pagoda/backend/_native*.so "$here/site/pagoda/backend/_native.cpython-3$minor-aarch64-linux-gnu.so"
+    touch "$here/.built"
+fi
 
 echo "1. processors and their instruction sets"
 sets() {
