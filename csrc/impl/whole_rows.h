@@ -18,7 +18,7 @@ constexpr int kWholeRows = kGroupedRows;
 // What wide quads of some rows add to sums of a panel's columns, [Rows][Cols] for each of the groups from `first` on whose
 // bit of `wide` is set: `weights` are the panel's codes in 8 bits from the first of these groups on. Apart from the loops
 // that it would take registers from.
-template <bool High, int Rows, int Cols>
+template <int Rows, int Cols, bool High = true>
 __attribute__((noinline)) void sum_wide([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] const uint8_t* weights,
                                         [[maybe_unused]] const QuantizedRow& row, [[maybe_unused]] int64_t row_bytes,
                                         [[maybe_unused]] int64_t first, [[maybe_unused]] uint32_t wide,
@@ -98,7 +98,7 @@ __attribute__((noinline)) void sum_wide_of_group(const QuantizedFormat& format, 
         unpack_unit<B>(unit + u * (B::bits * kRowBytes), quads);
         for (int q = 0; q < kQuads; ++q) store_ints(codes + (u * kQuads + q) * kRowBytes, quads[q]);
     }
-    sum_wide<B::high, Rows, 1>(format, codes, row, row_bytes, g, 1, sums);
+    sum_wide<Rows, 1, B::high>(format, codes, row, row_bytes, g, 1, sums);
 }
 
 // c [Rows, kPanel] of a panel, before rows' scales.
@@ -199,7 +199,7 @@ PAGODA_INLINE void whole_tile(const QuantizedFormat& format, const uint8_t* piec
     const Code* x = static_cast<const Code*>(row.codes) + first * B::group;
     const uint8_t* codes = piece_codes + 4 * column;
     ints of_wide[kPieceUnits][Rows][Cols];
-    if (wide != 0) sum_wide<B::high, Rows, Cols>(format, codes, row, row_bytes, first, wide, of_wide);
+    if (wide != 0) sum_wide<Rows, Cols, B::high>(format, codes, row, row_bytes, first, wide, of_wide);
     vec results[Rows][Cols];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integers of quantized weights and activations; see ../impl/quantized.h, whose functions these are.
+// Integers of quantized weights and activations; see ../impl/ints.h, whose functions these are.
 #pragma once
 
 #include "vec.h"
