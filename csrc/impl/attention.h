@@ -25,7 +25,7 @@ PAGODA_INLINE void with_cells(const AttendTile& tile, F f) {
         case Math::f32: return with_type(tile.cache.dtype, [&](auto* cell) { f(F32Math{}, cell); });
         case Math::i16: return f(I16Math{}, static_cast<i8_pair*>(nullptr));
         case Math::bf16:
-#ifdef __AVX512BF16__
+#ifdef PAGODA_BF16_PAIRS
             return f(Bf16Math{}, static_cast<bf16_pair*>(nullptr));
 #else
             return;
@@ -35,7 +35,7 @@ PAGODA_INLINE void with_cells(const AttendTile& tile, F f) {
 
 Math math_of([[maybe_unused]] Dtype activations, Dtype cache) {
     if (cache == Dtype::i8) return Math::i16;
-#ifdef __AVX512BF16__
+#ifdef PAGODA_BF16_PAIRS
     if (activations == Dtype::bf16 && cache == Dtype::bf16) return Math::bf16;
 #endif
     return Math::f32;
@@ -115,9 +115,9 @@ constexpr int kStreamedRows = 6;
 template <int Rows>
 PAGODA_INLINE void prefetch_line(const void* line) {
     if constexpr (Rows <= kStreamedRows) {
-        _mm_prefetch(line, _MM_HINT_NTA);
+        prefetch_once(line);
     } else {
-        _mm_prefetch(line, _MM_HINT_T1);
+        prefetch_l2(line);
     }
 }
 
@@ -295,7 +295,7 @@ void prefetch(const Groups<Cell>& groups, int64_t rows, int64_t row_cells) {
         for (int64_t row = 0; row < rows; ++row) {
             const char* p = reinterpret_cast<const char*>(group + row * groups.stride);
             for (int64_t byte = 0; byte < row_cells * static_cast<int64_t>(sizeof(Cell)); byte += 64) {
-                _mm_prefetch(p + byte, _MM_HINT_T1);
+                prefetch_l2(p + byte);
             }
         }
     }

@@ -25,13 +25,14 @@ struct Blocks {
     static constexpr int bits = Bits, group = Group;
     static constexpr Codebook codebook = Book;
     static constexpr bool integers = Integers, minima = Minima, whole = Whole;
+    static constexpr bool high = Bits == 8 || Book != Codebook::kNone;  // codes may be above 127
     static constexpr int groups_of_unit = Group < kUnitInputs ? kUnitInputs / Group : 1;
     static constexpr int units_of_group = Group < kUnitInputs ? 1 : Group / kUnitInputs;
 };
 
 // ---- codes
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 
 template <int N>
 PAGODA_INLINE ints shifted_right(ints x) {
@@ -55,7 +56,7 @@ PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm512_and_si512(x, _mm512
 PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm512_srli_epi32(x, 4)); }
 PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm512_storeu_si512(p, x); }
 
-#else
+#elif defined(__AVX2__)
 
 template <int N>
 PAGODA_INLINE ints shifted_right(ints x) {
@@ -195,7 +196,7 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
                     }
 #pragma GCC unroll 8
                     for (int q = 0; q < kQuads; ++q) {
-                        const WeightQuads weights = weight_quads(quads[q]);
+                        const WeightQuads weights = weight_quads<B::high>(quads[q]);
 #pragma GCC unroll 4
                         for (int r = 0; r < Rows; ++r) {
                             ints& sum = sums[r][q / (kQuads / kHalves)];
@@ -276,7 +277,7 @@ struct FetchLines {
 };
 
 // c [Rows, kPanel] += a piece from `column` on times rows, whose group `at` is the first of the piece.
-template <int Group, bool Minima, int Rows, int Cols>
+template <int Group, bool Minima, bool High, int Rows, int Cols>
 PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const QuantizedRow& row, int64_t row_bytes,
                               int64_t at, const FetchLines& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
@@ -285,7 +286,7 @@ PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const Q
     const float *scales = piece.scales + column, *minima = piece.minima + column;
     for (int u = 0; u < units; ++u, at += kHalves) {
         const char* from = ahead.from + u * ahead.unit_bytes;
-        for (int64_t line = ahead.begin; line < ahead.end; ++line) _mm_prefetch(from + 64 * line, _MM_HINT_T1);
+        for (int64_t line = ahead.begin; line < ahead.end; ++line) prefetch_l2(from + 64 * line);
         vec first[Rows][Cols];
 #pragma GCC unroll 2
         for (int half = 0; half < kHalves; ++half) {
@@ -298,7 +299,7 @@ PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const Q
             for (int q = 0; q < kRowGroup / 4; ++q, codes += kRowBytes, x += 4) {
                 ints quads[Cols];
                 for (int j = 0; j < Cols; ++j) quads[j] = load_ints(codes + j * kVectorBytes);
-                add_quads<Rows, Cols>(quads, x, stride, sums);
+                add_quads<High, Rows, Cols>(quads, x, stride, sums);
             }
             // The same operations in the same order as add_unit. Results stay in the cache: registers hold two sums each.
             const bool whole = Group == kUnitInputs;
@@ -331,11 +332,11 @@ PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const Q
     }
 }
 
-template <int Group, bool Minima, int Rows>
+template <int Group, bool Minima, bool High, int Rows>
 void piece_tiles(const Piece& piece, int units, const QuantizedRow& row, int64_t row_bytes, int64_t at, FetchLines ahead,
                  float* c) {
     for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
-        piece_tile<Group, Minima, Rows, kRegisterCols>(piece, units, column, row, row_bytes, at, ahead, c);
+        piece_tile<Group, Minima, High, Rows, kRegisterCols>(piece, units, column, row, row_bytes, at, ahead, c);
         ahead.end = 0;
     }
 }
@@ -361,8 +362,8 @@ void pieces(const QuantizedFormat& format, const uint8_t* panel, char* rows, int
                          lines * (tile + 1) / tiles, unit_bytes};
             }
             with_count<kGroupedRows>(count, [&](auto known) {
-                piece_tiles<B::group, B::minima, decltype(known)::value>(piece, units, row, row_bytes,
-                                                                         first * kHalves, ahead, c + begin * kPanel);
+                piece_tiles<B::group, B::minima, B::high, decltype(known)::value>(
+                    piece, units, row, row_bytes, first * kHalves, ahead, c + begin * kPanel);
             });
         }
     }

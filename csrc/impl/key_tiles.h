@@ -125,6 +125,7 @@ void gather_values(const AttendTile& tile, int head, int64_t first, int count, t
     }
 }
 
+#ifndef __aarch64__
 // Four lanes of a row.
 PAGODA_INLINE __m128i four_lanes(const float* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 PAGODA_INLINE __m128i four_lanes(const bf16_pair* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
@@ -152,7 +153,9 @@ PAGODA_INLINE ivec zip_low_lanes(ivec a, ivec b) { return _mm512_unpacklo_epi32(
 PAGODA_INLINE ivec zip_high_lanes(ivec a, ivec b) { return _mm512_unpackhi_epi32(a, b); }
 PAGODA_INLINE ivec low_lanes(ivec a, ivec b) { return _mm512_unpacklo_epi64(a, b); }
 PAGODA_INLINE ivec high_lanes(ivec a, ivec b) { return _mm512_unpackhi_epi64(a, b); }
-PAGODA_INLINE ivec shuffle_bytes(ivec x, __m128i order) { return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(order)); }
+PAGODA_INLINE ivec shuffle_bytes(ivec x, const uint8_t (&order)[16]) {
+    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(order))));
+}
 PAGODA_INLINE void store_lanes(void* p, ivec x) { _mm512_storeu_si512(p, x); }
 #else
 template <class Cell>
@@ -163,10 +166,11 @@ PAGODA_INLINE ivec zip_low_lanes(ivec a, ivec b) { return _mm256_unpacklo_epi32(
 PAGODA_INLINE ivec zip_high_lanes(ivec a, ivec b) { return _mm256_unpackhi_epi32(a, b); }
 PAGODA_INLINE ivec low_lanes(ivec a, ivec b) { return _mm256_unpacklo_epi64(a, b); }
 PAGODA_INLINE ivec high_lanes(ivec a, ivec b) { return _mm256_unpackhi_epi64(a, b); }
-PAGODA_INLINE ivec shuffle_bytes(ivec x, __m128i order) {
-    return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(order));
+PAGODA_INLINE ivec shuffle_bytes(ivec x, const uint8_t (&order)[16]) {
+    return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(order))));
 }
 PAGODA_INLINE void store_lanes(void* p, ivec x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+#endif
 #endif
 
 // Four elements of the rows of kWidth tokens as the lanes of keys, which are kGroup apart.
@@ -184,7 +188,7 @@ PAGODA_INLINE void transpose_four(const Cell* rows, int64_t stride, typename M::
         store_lanes(out + 3 * kGroup, high_lanes(third, fourth));
     } else {
         // Of pairs of two tokens in two pairs of elements.
-        const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        constexpr uint8_t order[] = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
         const ivec even = shuffle_bytes(four_lanes_of_rows(rows, 2 * stride), order);
         const ivec odd = shuffle_bytes(four_lanes_of_rows(rows + stride, 2 * stride), order);
         store_lanes(out, low_lanes(even, odd));

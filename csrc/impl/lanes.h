@@ -65,6 +65,27 @@ struct F32Math {
 };
 
 #ifdef __AVX512BF16__
+using Bf16Pairs = __m512bh;
+PAGODA_INLINE Bf16Pairs load_pairs(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
+PAGODA_INLINE Bf16Pairs broadcast_pair(const void* p) {
+    int32_t bits;
+    std::memcpy(&bits, p, 4);
+    return (__m512bh)_mm512_set1_epi32(bits);
+}
+PAGODA_INLINE vec add_pairs(vec sum, Bf16Pairs a, Bf16Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
+#endif
+
+#ifdef __aarch64__
+}  // namespace
+
+#include "../neon/lanes.h"
+
+namespace {
+#endif
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Products of pairs of bf16 are added to sums of floats.
+#define PAGODA_BF16_PAIRS
 
 struct Bf16Math {
     using Lane = bf16_pair;
@@ -73,24 +94,30 @@ struct Bf16Math {
 
     static Lane lane(bf16_pair x) { return x; }
     static Lane lane(bf16 first, bf16 second) { return {first, second}; }
-    PAGODA_INLINE static __m512bh columns(const bf16_pair* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    PAGODA_INLINE static Bf16Pairs columns(const bf16_pair* p) { return load_pairs(p); }
     PAGODA_INLINE static Sum nothing() { return zero(); }
-    PAGODA_INLINE static Sum add_product(Sum sum, __m512bh columns, const Lane* x) {
-        return _mm512_dpbf16_ps(sum, columns, (__m512bh)_mm512_set1_epi32(bits_of(x)));
+    PAGODA_INLINE static Sum add_product(Sum sum, Bf16Pairs columns, const Lane* x) {
+        return add_pairs(sum, columns, broadcast_pair(x));
     }
     PAGODA_INLINE static vec to_float(Sum sum) { return sum; }
     PAGODA_INLINE static vec weighted(Sum sum, float) { return sum; }
 
     // The sum is of the rounded weights, so that they add up to 1.
     PAGODA_INLINE static vec softmax_tile(float* scores, vec base, const float*, float*) {
-        const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+        constexpr uint32_t two_ones = 0x3f803f80;
+        const Bf16Pairs ones = broadcast_pair(&two_ones);
         vec sums = zero();
         for (int j = 0; j < kKeyTile; j += 2 * kWidth) {
             const vec first = exp2(sub(load(scores + j), base));
             const vec second = exp2(sub(load(scores + j + kWidth), base));
-            const __m512bh weights = _mm512_cvtne2ps_pbh(second, first);
-            _mm512_storeu_si512(scores + j / 2, (__m512i)weights);
-            sums = _mm512_dpbf16_ps(sums, weights, ones);
+            auto* weights = reinterpret_cast<bf16*>(scores) + j;
+#ifdef __AVX512BF16__
+            _mm512_storeu_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+#else
+            store(weights, first);
+            store(weights + kWidth, second);
+#endif
+            sums = add_pairs(sums, load_pairs(weights), ones);
         }
         return sums;
     }
@@ -118,7 +145,7 @@ PAGODA_INLINE vec as_floats(ivec x) { return _mm512_cvtepi32_ps(x); }
 PAGODA_INLINE void store_rounded(int16_t* p, vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
-#else
+#elif defined(__AVX2__)
 using ivec = __m256i;
 PAGODA_INLINE ivec no_ints() { return _mm256_setzero_si256(); }
 PAGODA_INLINE ivec load_lanes(const i8_pair* p) {
@@ -146,11 +173,12 @@ struct I16Math {
     static Lane lane(i8_pair x) { return {x.first, x.second}; }
     static Lane lane(int8_t first, int8_t second) { return {first, second}; }
     template <class Cell>
-    PAGODA_INLINE static ivec columns(const Cell* p) {
+    PAGODA_INLINE static auto columns(const Cell* p) {
         return load_lanes(p);
     }
     PAGODA_INLINE static Sum nothing() { return no_ints(); }
-    PAGODA_INLINE static Sum add_product(Sum sum, ivec columns, const Lane* x) {
+    template <class Columns>
+    PAGODA_INLINE static Sum add_product(Sum sum, const Columns& columns, const Lane* x) {
         return add_pairs(sum, columns, x);
     }
     PAGODA_INLINE static vec to_float(Sum sum) { return as_floats(sum); }

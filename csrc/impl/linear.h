@@ -15,8 +15,8 @@ using pagoda::Prefetch;
 // With the i-th two lines of a panel.
 PAGODA_INLINE void fetch_ahead(const Prefetch& ahead, int64_t i) {
     const char* from = static_cast<const char*>(ahead.from);
-    if (ahead.lines > 0) _mm_prefetch(from + 64 * ahead.lines * i, _MM_HINT_T1);
-    if (ahead.lines > 1) _mm_prefetch(from + 64 * (ahead.lines * i + 1), _MM_HINT_T1);
+    if (ahead.lines > 0) prefetch_l2(from + 64 * ahead.lines * i);
+    if (ahead.lines > 1) prefetch_l2(from + 64 * (ahead.lines * i + 1));
 }
 
 template <int Rows, class T>
@@ -54,6 +54,16 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedBf16* x, int64_t s
         store(c + r * kPanel + kWidth, sums[r][1]);
     }
 }
+
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+
+}  // namespace
+
+#include "../neon/linear.h"
+
+namespace {
+
+using PackedBf16 = bf16;
 
 #else
 

@@ -2,6 +2,7 @@
 // Rows times the weights of an adapter; see ../low_rank.h.
 #pragma once
 
+#include "lanes.h"
 #include "linear.h"
 
 namespace {
@@ -19,7 +20,7 @@ constexpr int kUpRows = kWidth == 16 ? kTileRows : 4;
 constexpr int64_t kAhead = 2048;
 
 PAGODA_INLINE void fetch_weights(const void* weights) {
-    _mm_prefetch(static_cast<const char*>(weights) + kAhead, _MM_HINT_T0);
+    prefetch_l1(static_cast<const char*>(weights) + kAhead);
 }
 
 // Adds the products of the i-th element of inputs, a pair of them in bf16, with a block of outputs.
@@ -35,18 +36,19 @@ PAGODA_INLINE void add_products(const float* block, const float* x, int64_t stri
     }
 }
 
-#ifdef __AVX512BF16__
+#ifdef PAGODA_BF16_PAIRS
 
 template <int Rows>
 PAGODA_INLINE void add_products(const bf16* block, const PackedBf16* x, int64_t stride, int64_t i,
                                 vec (&sums)[Rows][kBlockVectors]) {
     fetch_weights(block + i * 2 * kLowRankBlock);
-    const __m512i weights = _mm512_loadu_si512(block + i * 2 * kLowRankBlock);
+#pragma GCC unroll 2
+    for (int j = 0; j < kBlockVectors; ++j) {
+        const Bf16Pairs weights = load_pairs(block + (i * kLowRankBlock + j * kWidth) * 2);
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-        int32_t both;
-        std::memcpy(&both, x + r * stride + 2 * i, sizeof(both));
-        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], (__m512bh)weights, (__m512bh)_mm512_set1_epi32(both));
+        for (int r = 0; r < Rows; ++r) {
+            sums[r][j] = add_pairs(sums[r][j], weights, broadcast_pair(x + r * stride + 2 * i));
+        }
     }
 }
 

@@ -4,173 +4,11 @@
 
 #include <algorithm>
 
-#include "linear.h"
+#include "ints.h"
 
 namespace {
 
-using pagoda::QuantizedFormat;
 using pagoda::QuantizedRow;
-
-#ifdef __AVX512F__
-
-using ints = __m512i;
-
-PAGODA_INLINE ints load_ints(const uint8_t* p) { return _mm512_loadu_si512(p); }
-PAGODA_INLINE ints broadcast_ints(int32_t x) { return _mm512_set1_epi32(x); }
-PAGODA_INLINE ints add_ints(ints a, ints b) { return _mm512_add_epi32(a, b); }
-PAGODA_INLINE ints low_nibbles(ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-PAGODA_INLINE ints multiply_ints(ints a, ints b) { return _mm512_mullo_epi32(a, b); }
-PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm512_sub_epi32(a, b); }
-PAGODA_INLINE vec to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
-PAGODA_INLINE ints to_ints(vec x) { return _mm512_cvtps_epi32(x); }
-// Codes of what is not finite add up to anything; vectors may overflow where integers of C++ may not.
-PAGODA_INLINE int32_t sum(ints x) {
-    const __m256i folded = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(folded), _mm256_extracti128_si256(folded, 1));
-    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
-}
-PAGODA_INLINE vec magnitude(vec x) { return _mm512_abs_ps(x); }
-// Negative x where x is above a number, else minus infinity.
-PAGODA_INLINE vec negative_above(vec x, float number) {
-    const __mmask16 above = _mm512_cmp_ps_mask(x, broadcast(number), _CMP_GT_OQ);
-    return _mm512_mask_sub_ps(broadcast(-INFINITY), above, zero(), x);
-}
-PAGODA_INLINE int count_up_to(vec x, float highest) {
-    return __builtin_popcount(_mm512_cmp_ps_mask(x, broadcast(highest), _CMP_LE_OQ));
-}
-
-#else
-
-using ints = __m256i;
-
-PAGODA_INLINE ints load_ints(const uint8_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-PAGODA_INLINE ints broadcast_ints(int32_t x) { return _mm256_set1_epi32(x); }
-PAGODA_INLINE ints add_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
-PAGODA_INLINE ints low_nibbles(ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
-PAGODA_INLINE ints multiply_ints(ints a, ints b) { return _mm256_mullo_epi32(a, b); }
-PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm256_sub_epi32(a, b); }
-PAGODA_INLINE vec to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
-PAGODA_INLINE ints to_ints(vec x) { return _mm256_cvtps_epi32(x); }
-PAGODA_INLINE int32_t sum(ints x) {
-    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
-}
-PAGODA_INLINE vec magnitude(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-// Negative x where x is above a number, else minus infinity.
-PAGODA_INLINE vec negative_above(vec x, float number) {
-    const vec above = _mm256_cmp_ps(x, broadcast(number), _CMP_GT_OQ);
-    return _mm256_blendv_ps(broadcast(-INFINITY), sub(zero(), x), above);
-}
-PAGODA_INLINE int count_up_to(vec x, float highest) {
-    return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(highest), _CMP_LE_OQ)));
-}
-
-#endif
-
-// Bytes of a vector: four codes of each of kWidth outputs.
-constexpr int kVectorBytes = 4 * kWidth;
-
-PAGODA_INLINE int32_t load_codes(const void* p) {
-    int32_t codes;
-    std::memcpy(&codes, p, 4);
-    return codes;
-}
-
-#ifdef __AVX512VNNI__
-
-using Code = int8_t;  // of an activation
-
-using WeightQuads = ints;
-using RowQuad = ints;
-
-PAGODA_INLINE WeightQuads weight_quads(ints codes) { return codes; }
-PAGODA_INLINE RowQuad row_quad(const Code* x) { return broadcast_ints(load_codes(x)); }
-PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
-    // GCC 12 copies every accumulator before and after the intrinsic.
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x));
-    return sums;
-}
-PAGODA_INLINE void store_codes(Code* p, ints x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
-}
-
-using pagoda::WideQuad;
-
-// Puts what codes of 8 bits lack of these from `wide` on, and the rest to `codes`; returns the number of quads. Memory of
-// four quads is written whatever they are.
-PAGODA_INLINE int store_wide_codes(Code* codes, int64_t input, ints x, WideQuad* wide) {
-    const __mmask16 lacking = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(x), _mm512_set1_epi32(127));
-    if (lacking == 0) {
-        store_codes(codes, x);
-        return 0;
-    }
-    // Rounded to the nearest unit, so that the rest has no more than half of one.
-    const ints half = _mm512_set1_epi32(pagoda::kWideUnit / 2);
-    const ints units = _mm512_maskz_srai_epi32(lacking, add_ints(x, half), 7);
-    store_codes(codes, subtract_ints(x, _mm512_slli_epi32(units, 7)));
-    const __m128i words = _mm512_cvtepi32_epi8(units);
-    const __mmask8 there = _mm_test_epi32_mask(words, words);
-    const __m256i offsets = _mm256_add_epi64(_mm256_set1_epi64x(input * kPanel),
-                                             _mm256_set_epi64x(12 * kPanel, 8 * kPanel, 4 * kPanel, 0));
-    const __m256i quads = _mm256_or_si256(_mm256_slli_epi64(_mm256_cvtepu32_epi64(words), 32), offsets);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide), _mm256_maskz_compress_epi64(there, quads));
-    return __builtin_popcount(there);
-}
-
-#else
-
-// Products of pairs of 16 bits: of the first and third code of four, and of the second and fourth.
-using Code = int16_t;
-
-struct WeightQuads {
-    ints even, odd;
-};
-struct RowQuad {
-    ints even, odd;
-};
-
-PAGODA_INLINE RowQuad row_quad(const Code* x) {
-    return {broadcast_ints(load_codes(x)), broadcast_ints(load_codes(x + 2))};
-}
-
-#ifdef __AVX512F__
-
-PAGODA_INLINE WeightQuads weight_quads(ints codes) {
-    return {_mm512_and_si512(codes, _mm512_set1_epi16(255)), _mm512_srli_epi16(codes, 8)};
-}
-PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
-    sums = add_ints(sums, _mm512_madd_epi16(weights.even, x.even));
-    return add_ints(sums, _mm512_madd_epi16(weights.odd, x.odd));
-}
-PAGODA_INLINE void store_codes(Code* p, ints x) {
-    const __m256i codes = _mm512_cvtepi32_epi16(x);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(codes, 0xd8), 0xd8));
-}
-
-#else
-
-PAGODA_INLINE WeightQuads weight_quads(ints codes) {
-    return {_mm256_and_si256(codes, _mm256_set1_epi16(255)), _mm256_srli_epi16(codes, 8)};
-}
-PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
-    sums = add_ints(sums, _mm256_madd_epi16(weights.even, x.even));
-    return add_ints(sums, _mm256_madd_epi16(weights.odd, x.odd));
-}
-PAGODA_INLINE void store_codes(Code* p, ints x) {
-    const __m128i codes = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                     _mm_shufflehi_epi16(_mm_shufflelo_epi16(codes, 0xd8), 0xd8));
-}
-
-#endif
-#endif
 
 // ---- activations
 
@@ -268,24 +106,18 @@ PAGODA_INLINE void quantize_wide(const QuantizedFormat& format, const float* x, 
         row.starts[g] = wide;
         for (int64_t i = g * format.group_inputs; i < end; i += kWidth) {
             const ints rounded = to_ints(mul(load_up_to(x + i, end - i), broadcast(inverse)));
-#ifdef __AVX512VNNI__
             wide += store_wide_codes(codes + i, i, rounded, row.wide + wide);
-#else
-            store_codes(codes + i, rounded);
-#endif
             of_group = add_ints(of_group, rounded);
         }
         total = sum(of_group);
         row.totals[g] = static_cast<float>(total);
     }
-#ifdef __AVX512VNNI__
-    row.wide[wide] = {0, 0};
-#endif
+    if constexpr (kByteCodes) row.wide[wide] = {0, 0};
     *row.num_wide = wide;
     *row.scales = (vanishes ? 0.0f : step) + sum(poison);
     if (format.grouped) return;
     *row.sum = total;
-    *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(total));
+    *row.starts = static_cast<int32_t>(static_cast<uint32_t>(taken_too_low(format) - 128) * static_cast<uint32_t>(total));
 }
 
 void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs, void* packed) {
@@ -295,7 +127,7 @@ void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs,
         const int64_t first = g * format.group_inputs;
         const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
         const CodeScale result = quantize(x + first, n, static_cast<Code*>(row.codes) + first);
-        row.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(format.zero()) *
+        row.starts[g] = static_cast<int32_t>(static_cast<uint32_t>(taken_too_low(format) - format.zero()) *
                                              static_cast<uint32_t>(result.sum));
         row.scales[g] = result.scale;
         row.totals[g] = result.scale * static_cast<float>(result.sum);
@@ -304,13 +136,13 @@ void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs,
 
 // ---- products
 
-// sums += codes of a panel, from `codes` on, times those of rows that lie `stride` codes apart.
-template <int Rows, int Cols>
+// sums += codes of a panel, from `codes` on, times those of rows that lie `stride` codes apart. `High` codes may be above 127.
+template <bool High, int Rows, int Cols>
 PAGODA_INLINE void add_quads(const ints (&codes)[Cols], const Code* x, int64_t stride,
                              ints (&sums)[Rows][Cols]) {
     WeightQuads weights[Cols];
 #pragma GCC unroll 2
-    for (int j = 0; j < Cols; ++j) weights[j] = weight_quads(codes[j]);
+    for (int j = 0; j < Cols; ++j) weights[j] = weight_quads<High>(codes[j]);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
         const RowQuad quad = row_quad(x + r * stride);
@@ -324,20 +156,37 @@ PAGODA_INLINE void add_group(const uint8_t* codes, const Code* x, int64_t stride
                              const Prefetch& ahead, int64_t& lines, ints (&sums)[Rows][Cols]) {
     // One code of 8 bits, or two of 4 bits, in a byte.
     constexpr int step = 4 * (8 / Bits);
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if constexpr (Rows > 1) {
+        constexpr int lines_of_eight = 8 / step;
+        const int64_t eights = inputs / 8;
+        add_eights<Rows, Cols>(eights, x, stride, sums, [&](int64_t i, ints (&first)[Cols], ints (&second)[Cols]) {
+            const uint8_t* own = codes + i * lines_of_eight * 4 * kPanel;
+            for (int line = 0; line < lines_of_eight; ++line) fetch_ahead(ahead, lines++);
+#pragma GCC unroll 2
+            for (int j = 0; j < Cols; ++j) {
+                const ints bytes = load_ints(own + j * kVectorBytes);
+                first[j] = Bits == 8 ? bytes : low_nibbles(bytes);
+                second[j] = Bits == 8 ? load_ints(own + 4 * kPanel + j * kVectorBytes) : high_nibbles(bytes);
+            }
+        });
+        codes += eights * lines_of_eight * 4 * kPanel, x += eights * 8, inputs -= eights * 8;
+    }
+#endif
     for (int64_t i = 0; i < inputs; i += step, codes += 4 * kPanel) {
         fetch_ahead(ahead, lines++);
         ints bytes[Cols], nibbles[Cols];
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) bytes[j] = load_ints(codes + j * kVectorBytes);
         if constexpr (Bits == 8) {
-            add_quads<Rows, Cols>(bytes, x + i, stride, sums);
+            add_quads<true, Rows, Cols>(bytes, x + i, stride, sums);
         } else {
 #pragma GCC unroll 2
             for (int j = 0; j < Cols; ++j) nibbles[j] = low_nibbles(bytes[j]);
-            add_quads<Rows, Cols>(nibbles, x + i, stride, sums);
+            add_quads<false, Rows, Cols>(nibbles, x + i, stride, sums);
 #pragma GCC unroll 2
             for (int j = 0; j < Cols; ++j) nibbles[j] = high_nibbles(bytes[j]);
-            add_quads<Rows, Cols>(nibbles, x + i + 4, stride, sums);
+            add_quads<false, Rows, Cols>(nibbles, x + i + 4, stride, sums);
         }
     }
 }
@@ -349,53 +198,53 @@ PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel,
     const auto of_row = [&](const auto* first, int r) {
         return reinterpret_cast<decltype(first)>(reinterpret_cast<const char*>(first) + r * row_bytes);
     };
-#ifdef __AVX512VNNI__
-    const uint8_t* codes = panel + 4 * column;
-    // One of each of four rows at once, as each of a row waits for the one before it; that behind the last counts for
-    // nothing.
-    constexpr int at_once = Rows == 1 ? 2 : 1;
+    if constexpr (kByteCodes) {
+        const uint8_t* codes = panel + 4 * column;
+        // One of each of four rows at once, as each of a row waits for the one before it; that behind the last counts for
+        // nothing.
+        constexpr int at_once = Rows == 1 ? 2 : 1;
 #pragma GCC unroll 2
-    for (int first = 0; first < Rows; first += 4) {
-        constexpr int most_rows = Rows < 4 ? Rows : 4;
-        ints units[most_rows][at_once][Cols];
-        int counts[most_rows], most = 0;
+        for (int first = 0; first < Rows; first += 4) {
+            constexpr int most_rows = Rows < 4 ? Rows : 4;
+            ints units[most_rows][at_once][Cols];
+            int counts[most_rows], most = 0;
 #pragma GCC unroll 4
-        for (int r = 0; r < most_rows; ++r) {
-            for (auto& some : units[r]) {
-                for (ints& one : some) one = broadcast_ints(0);
+            for (int r = 0; r < most_rows; ++r) {
+                for (auto& some : units[r]) {
+                    for (ints& one : some) one = broadcast_ints(0);
+                }
+                counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
+                most = counts[r] > most ? counts[r] : most;
             }
-            counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
-            most = counts[r] > most ? counts[r] : most;
-        }
-        if (most == 0) continue;
-        for (int k = 0; k < most; k += at_once) {
+            if (most == 0) continue;
+            for (int k = 0; k < most; k += at_once) {
+#pragma GCC unroll 4
+                for (int r = 0; r < most_rows; ++r) {
+                    if (first + r >= Rows) continue;
+#pragma GCC unroll 2
+                    for (int i = 0; i < at_once; ++i) {
+                        const WideQuad& wide = of_row(row.wide, first + r)[k + i < counts[r] ? k + i : counts[r]];
+                        const RowQuad quad = row_quad(reinterpret_cast<const Code*>(&wide.codes));
+#pragma GCC unroll 2
+                        for (int j = 0; j < Cols; ++j) {
+                            const auto weights = weight_quads<true>(load_ints(codes + wide.offset + j * kVectorBytes));
+                            units[r][i][j] = add_products(units[r][i][j], weights, quad);
+                        }
+                    }
+                }
+            }
 #pragma GCC unroll 4
             for (int r = 0; r < most_rows; ++r) {
                 if (first + r >= Rows) continue;
 #pragma GCC unroll 2
-                for (int i = 0; i < at_once; ++i) {
-                    const WideQuad& wide = of_row(row.wide, first + r)[k + i < counts[r] ? k + i : counts[r]];
-                    const ints quad = broadcast_ints(wide.codes);
-#pragma GCC unroll 2
-                    for (int j = 0; j < Cols; ++j) {
-                        const ints weights = load_ints(codes + wide.offset + j * kVectorBytes);
-                        units[r][i][j] = add_products(units[r][i][j], weights, quad);
-                    }
+                for (int j = 0; j < Cols; ++j) {
+                    ints all = units[r][0][j];
+                    if (at_once == 2) all = add_ints(all, units[r][at_once - 1][j]);
+                    sums[first + r][j] = add_ints(sums[first + r][j], times_wide_unit(all));
                 }
             }
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < most_rows; ++r) {
-            if (first + r >= Rows) continue;
-#pragma GCC unroll 2
-            for (int j = 0; j < Cols; ++j) {
-                ints all = units[r][0][j];
-                if (at_once == 2) all = add_ints(all, units[r][at_once - 1][j]);
-                sums[first + r][j] = add_ints(sums[first + r][j], _mm512_slli_epi32(all, 7));
-            }
-        }
     }
-#endif
     if (!format.offsets) return;
     const uint8_t* zero_points = panel + format.code_bytes() + 4 * (kPanel + column);
 #pragma GCC unroll 2
@@ -462,6 +311,10 @@ PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* 
 constexpr int kInt8Rows = 8, kGroupedRows = 6;
 #elif defined(__AVX512F__)
 constexpr int kInt8Rows = 8, kGroupedRows = 4;
+#elif defined(PAGODA_AVX_VNNI)
+constexpr int kInt8Rows = 6, kGroupedRows = 3;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kInt8Rows = 6, kGroupedRows = 4;
 #else
 constexpr int kInt8Rows = 4, kGroupedRows = 2;
 #endif

@@ -6,11 +6,11 @@
 
 namespace {
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 PAGODA_INLINE void store_bytes(uint8_t* p, ints x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
-#else
+#elif defined(__AVX2__)
 PAGODA_INLINE void store_bytes(uint8_t* p, ints x) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
@@ -91,7 +91,7 @@ void round_to_int4(Dtype dtype, const void* weight, int64_t inputs, int64_t grou
             const auto* group = row + g * group_size;
             const Range range = range_of(group, group_size);
             const float exact = signed_peak(group, group_size, range) / -8.0f + range.poison;
-            const f16 scale{_cvtss_sh(exact, _MM_FROUND_TO_NEAREST_INT)};
+            const f16 scale = to_f16(exact);
             scales[g] = scale.bits;
             put_codes(group, group_size, as_float(scale), 8.0f, 0.0f, 15.0f, codes + g * group_size);
         }

@@ -16,7 +16,13 @@ using pagoda::WeighedTokens;
 using pagoda::Weighing;
 
 // Whole numbers of 64 bits, as many as a vector has floats.
-#ifdef __AVX512F__
+#ifdef __aarch64__
+}  // namespace
+
+#include "../neon/sampling.h"
+
+namespace {
+#elif defined(__AVX512F__)
 
 struct Longs {
     __m512i low, high;
@@ -90,6 +96,15 @@ PAGODA_INLINE Lanes below(vec x, float bound) { return compared<_CMP_LT_OQ>(x, b
 PAGODA_INLINE Lanes not_above(vec x, float bound) { return compared<_CMP_LE_OQ>(x, bound); }
 PAGODA_INLINE Lanes not_below(vec x, float bound) { return compared<_CMP_GE_OQ>(x, bound); }
 
+PAGODA_INLINE vec where_set(vec x, uint32_t bits) {
+    const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own);
+    return _mm256_blendv_ps(broadcast(-INFINITY), x, _mm256_castsi256_ps(set));
+}
+
+#endif
+
+#ifndef __AVX512F__
 PAGODA_INLINE void append(Lanes lanes, vec weight, vec distance, vec bucket, int64_t first, WeighedTokens& tokens,
                           int64_t count) {
     alignas(32) int64_t weights[kWidth];
@@ -105,12 +120,6 @@ PAGODA_INLINE void append(Lanes lanes, vec weight, vec distance, vec bucket, int
         tokens.places[count] = static_cast<int32_t>(first) + lane;
     }
 }
-PAGODA_INLINE vec where_set(vec x, uint32_t bits) {
-    const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own);
-    return _mm256_blendv_ps(broadcast(-INFINITY), x, _mm256_castsi256_ps(set));
-}
-
 #endif
 
 PAGODA_INLINE int64_t sum(Longs x) {

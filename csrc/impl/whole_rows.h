@@ -18,54 +18,59 @@ constexpr int kWholeRows = kGroupedRows;
 // What wide quads of some rows add to sums of a panel's columns, [Rows][Cols] for each of the groups from `first` on whose
 // bit of `wide` is set: `weights` are the panel's codes in 8 bits from the first of these groups on. Apart from the loops
 // that it would take registers from.
-template <int Rows, int Cols>
-__attribute__((noinline)) void sum_wide(const QuantizedFormat& format, const uint8_t* weights, const QuantizedRow& row,
-                                        int64_t row_bytes, int64_t first, uint32_t wide, ints (*sums)[Rows][Cols]) {
-#ifdef __AVX512VNNI__
-    const int64_t from = first * format.group_inputs * kPanel;
-    for (int g = 0; wide >> g != 0; ++g) {
-        if ((wide >> g & 1) == 0) continue;
-        for (int r = 0; r < Rows; ++r) {
-            const QuantizedRow own = row.from(r * row_bytes);
-            ints units[Cols];
-            for (ints& some : units) some = broadcast_ints(0);
-            const int32_t end = own.end_of_wide(format, first + g);
-            for (int32_t k = own.starts[first + g]; k < end; ++k) {
-                const ints quad = broadcast_ints(own.wide[k].codes);
-                for (int j = 0; j < Cols; ++j) {
-                    const ints codes = load_ints(weights + own.wide[k].offset - from + j * kVectorBytes);
-                    units[j] = add_products(units[j], codes, quad);
+template <int Rows, int Cols, bool High = true>
+__attribute__((noinline)) void sum_wide([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] const uint8_t* weights,
+                                        [[maybe_unused]] const QuantizedRow& row, [[maybe_unused]] int64_t row_bytes,
+                                        [[maybe_unused]] int64_t first, [[maybe_unused]] uint32_t wide,
+                                        [[maybe_unused]] ints (*sums)[Rows][Cols]) {
+    if constexpr (kByteCodes) {
+        const int64_t from = first * format.group_inputs * kPanel;
+        for (int g = 0; wide >> g != 0; ++g) {
+            if ((wide >> g & 1) == 0) continue;
+            for (int r = 0; r < Rows; ++r) {
+                const QuantizedRow own = row.from(r * row_bytes);
+                ints units[Cols];
+                for (ints& some : units) some = broadcast_ints(0);
+                const int32_t end = own.end_of_wide(format, first + g);
+                for (int32_t k = own.starts[first + g]; k < end; ++k) {
+                    const RowQuad quad = row_quad(reinterpret_cast<const Code*>(&own.wide[k].codes));
+                    for (int j = 0; j < Cols; ++j) {
+                        const ints codes = load_ints(weights + own.wide[k].offset - from + j * kVectorBytes);
+                        units[j] = add_products(units[j], weight_quads<High>(codes), quad);
+                    }
                 }
+                for (int j = 0; j < Cols; ++j) sums[g][r][j] = times_wide_unit(units[j]);
             }
-            for (int j = 0; j < Cols; ++j) sums[g][r][j] = _mm512_slli_epi32(units[j], 7);
         }
     }
-#else
-    (void)format, (void)weights, (void)row, (void)row_bytes, (void)first, (void)wide, (void)sums;
-#endif
 }
 
 // Bit i says whether one of some rows has a wide quad in group first + i.
 template <int Rows>
-PAGODA_INLINE uint32_t wide_groups(const QuantizedFormat& format, const QuantizedRow& row, int64_t row_bytes, int64_t first,
-                                   int groups) {
+PAGODA_INLINE uint32_t wide_groups([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] const QuantizedRow& row,
+                                   [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int64_t first,
+                                   [[maybe_unused]] int groups) {
     uint32_t found = 0;
-#ifdef __AVX512VNNI__
+    if constexpr (kByteCodes) {
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-        const QuantizedRow own = row.from(r * row_bytes);
-        int32_t begin = own.starts[first];
-        if (begin == own.end_of_wide(format, first + groups - 1)) continue;
-        for (int g = 0; g < groups; ++g) {
-            const int32_t end = own.end_of_wide(format, first + g);
-            found |= static_cast<uint32_t>(end != begin) << g;
-            begin = end;
+        for (int r = 0; r < Rows; ++r) {
+            const QuantizedRow own = row.from(r * row_bytes);
+            int32_t begin = own.starts[first];
+            if (begin == own.end_of_wide(format, first + groups - 1)) continue;
+            for (int g = 0; g < groups; ++g) {
+                const int32_t end = own.end_of_wide(format, first + g);
+                found |= static_cast<uint32_t>(end != begin) << g;
+                begin = end;
+            }
         }
     }
-#else
-    (void)format, (void)row, (void)row_bytes, (void)first, (void)groups;
-#endif
     return found;
+}
+
+// What a sum of a group has to begin at, whose row's codes add up to `total`, for products of codes that are taken too low.
+template <class B>
+PAGODA_INLINE ints first_sum(const float& total) {
+    return broadcast_ints(kSignedCodes && B::high ? 128 * static_cast<int32_t>(total) : 0);
 }
 
 // results += sums of a group times its scale, and the totals of the rows' codes times its minimum.
@@ -93,7 +98,7 @@ __attribute__((noinline)) void sum_wide_of_group(const QuantizedFormat& format, 
         unpack_unit<B>(unit + u * (B::bits * kRowBytes), quads);
         for (int q = 0; q < kQuads; ++q) store_ints(codes + (u * kQuads + q) * kRowBytes, quads[q]);
     }
-    sum_wide<Rows, 1>(format, codes, row, row_bytes, g, 1, sums);
+    sum_wide<Rows, 1, B::high>(format, codes, row, row_bytes, g, 1, sums);
 }
 
 // c [Rows, kPanel] of a panel, before rows' scales.
@@ -120,12 +125,13 @@ PAGODA_INLINE void whole_direct_tile(const QuantizedFormat& format, const uint8_
             for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
                 for (ints& part : parts[r]) part = broadcast_ints(0);
+                if constexpr (kSignedCodes) parts[r][0] = first_sum<B>(row.totals[r * meta + g]);
             }
             if (any_wide && wide_groups<Rows>(format, row, row_bytes, g, 1) != 0) {
                 ints of_wide[1][Rows][1];
                 sum_wide_of_group<B, Rows>(format, unit, row, row_bytes, g, of_wide);
 #pragma GCC unroll 4
-                for (int r = 0; r < Rows; ++r) parts[r][0] = of_wide[0][r][0];
+                for (int r = 0; r < Rows; ++r) parts[r][0] = add_ints(parts[r][0], of_wide[0][r][0]);
             }
 #pragma GCC unroll 2
             for (int u = 0; u < B::units_of_group; ++u, unit += B::bits * kRowBytes, x += kUnitInputs) {
@@ -135,7 +141,7 @@ PAGODA_INLINE void whole_direct_tile(const QuantizedFormat& format, const uint8_
                 unpack_unit<B>(unit, quads);
 #pragma GCC unroll 8
                 for (int q = 0; q < kQuads; ++q) {
-                    const WeightQuads weights = weight_quads(quads[q]);
+                    const WeightQuads weights = weight_quads<B::high>(quads[q]);
 #pragma GCC unroll 4
                     for (int r = 0; r < Rows; ++r) {
                         ints& part = parts[r][q % kParts];
@@ -193,7 +199,7 @@ PAGODA_INLINE void whole_tile(const QuantizedFormat& format, const uint8_t* piec
     const Code* x = static_cast<const Code*>(row.codes) + first * B::group;
     const uint8_t* codes = piece_codes + 4 * column;
     ints of_wide[kPieceUnits][Rows][Cols];
-    if (wide != 0) sum_wide<Rows, Cols>(format, codes, row, row_bytes, first, wide, of_wide);
+    if (wide != 0) sum_wide<Rows, Cols, B::high>(format, codes, row, row_bytes, first, wide, of_wide);
     vec results[Rows][Cols];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
@@ -202,28 +208,39 @@ PAGODA_INLINE void whole_tile(const QuantizedFormat& format, const uint8_t* piec
     }
     for (int g = 0; g < groups; ++g) {
         const char* from = ahead.from + g * ahead.unit_bytes;
-        for (int64_t line = ahead.begin; line < ahead.end; ++line) _mm_prefetch(from + 64 * line, _MM_HINT_T1);
+        for (int64_t line = ahead.begin; line < ahead.end; ++line) prefetch_l2(from + 64 * line);
         ints sums[Rows][Cols];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
-            for (int j = 0; j < Cols; ++j) sums[r][j] = broadcast_ints(0);
+            for (int j = 0; j < Cols; ++j) sums[r][j] = first_sum<B>(row.totals[r * meta + first + g]);
         }
         if (__builtin_expect(wide >> g & 1, 0)) {
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
-                for (int j = 0; j < Cols; ++j) sums[r][j] = of_wide[g][r][j];
+                for (int j = 0; j < Cols; ++j) sums[r][j] = add_ints(sums[r][j], of_wide[g][r][j]);
             }
         }
+#ifdef __ARM_FEATURE_MATMUL_INT8
+        add_eights<Rows, Cols>(B::group / 8, x, stride, sums, [&](int64_t i, ints (&one)[Cols], ints (&other)[Cols]) {
+#pragma GCC unroll 2
+            for (int j = 0; j < Cols; ++j) {
+                one[j] = load_ints(codes + 2 * i * kRowBytes + j * kVectorBytes);
+                other[j] = load_ints(codes + (2 * i + 1) * kRowBytes + j * kVectorBytes);
+            }
+        });
+        codes += B::group / 4 * kRowBytes, x += B::group;
+#else
         // Rolled up, GCC 12 copies every sum.
 #pragma GCC unroll 16
         for (int q = 0; q < B::group / 4; ++q, codes += kRowBytes, x += 4) {
             ints quads[Cols];
 #pragma GCC unroll 2
             for (int j = 0; j < Cols; ++j) quads[j] = load_ints(codes + j * kVectorBytes);
-            add_quads<Rows, Cols>(quads, x, stride, sums);
+            add_quads<B::high, Rows, Cols>(quads, x, stride, sums);
         }
+#endif
         GroupScales scales[Cols];
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) {

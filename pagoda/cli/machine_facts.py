@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pagoda.ipc.machine import available_memory_bytes, cgroup_cores
 
-_X86 = "avx2 fma avx512f avx512_bf16 avx512_vnni avx512_fp16 amx_bf16 amx_int8"
+_X86 = "avx2 fma avx_vnni avx512f avx512_bf16 avx512_vnni avx512_fp16 amx_bf16 amx_int8"
 _ARM = "asimd asimddp bf16 i8mm sve sve2"
 """Instruction sets that matter to matrix products, as /proc/cpuinfo names them."""
 

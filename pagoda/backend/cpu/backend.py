@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations as native kernels for x86-64 CPUs; see csrc/.
+"""The operations as native kernels for x86-64 and 64-bit ARM CPUs; see csrc/.
 
 The kernels keep one order of summation whatever the step holds: a linear layer adds up along its inputs, attention
 over cached tokens in tiles and splits at fixed positions. Threads share out panels of outputs and parts of

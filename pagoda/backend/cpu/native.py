@@ -12,7 +12,7 @@ from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 
 INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
-"""Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
+"""Environment variable that forces a lower instruction set of `available_instruction_sets`, such as `avx2`."""
 
 
 def available_instruction_sets() -> list[str]:
@@ -51,7 +51,7 @@ def load_native() -> ModuleType:
     except ModuleNotFoundError:
         raise BackendUnavailableError(
             "the kernels were not built when Pagoda was installed; "
-            "that takes a C++20 compiler with OpenMP and Python's header files, on x86-64"
+            "that takes a C++20 compiler with OpenMP and Python's header files, on x86-64 or 64-bit ARM"
         ) from None
     except ImportError as error:
         raise BackendUnavailableError(f"the kernels cannot be loaded: {error}") from None
