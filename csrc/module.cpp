@@ -23,6 +23,7 @@
 #include "populator.h"
 #include "sampler.h"
 #include "sampling_table.h"
+#include "tile_kernels.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,7 +48,10 @@ struct InstructionSet {
     bool present;
 };
 
-// From the lowest to the highest; each has all that those before it have.
+// For tests of the kernels on tiles, on any machine with AVX-512 and bf16; only chosen by name.
+constexpr const char* kEmulatedAmx = "amx_emulated";
+
+// From the lowest to the highest; each has all that those before it have. The last one is none of the processor's.
 std::vector<InstructionSet> instruction_sets() {
     __builtin_cpu_init();
     const bool avx2 =
@@ -56,18 +60,34 @@ std::vector<InstructionSet> instruction_sets() {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
-    return {{"avx2", &kAvx2, avx2},
-            {"avx512", &kAvx512, avx512},
-            {"avx512_vnni", &kAvx512Vnni, avx512_vnni},
-            {"avx512_bf16", &kAvx512Bf16, avx512_bf16}};
+    static const KernelTable emulated = kAmxEmulated.table();
+    std::vector<InstructionSet> sets = {{"avx2", &kAvx2, avx2},
+                                        {"avx512", &kAvx512, avx512},
+                                        {"avx512_vnni", &kAvx512Vnni, avx512_vnni},
+                                        {"avx512_bf16", &kAvx512Bf16, avx512_bf16}};
+#ifdef PAGODA_AMX
+    static const KernelTable amx = kAmx.table();
+    sets.push_back({"amx", &amx, avx512_bf16 && amx_obstacle().empty()});
+#endif
+    sets.push_back({kEmulatedAmx, &emulated, avx512_bf16});
+    return sets;
 }
 
 std::vector<std::string> available_instruction_sets() {
     std::vector<std::string> names;
     for (const auto& set : instruction_sets()) {
-        if (set.present) names.emplace_back(set.name);
+        if (set.present && std::string(set.name) != kEmulatedAmx) names.emplace_back(set.name);
     }
     return names;
+}
+
+void multiply_tiles(const std::string& name, bool bf16, int rows, int words, Address a, Address b, Address sums) {
+    const TileKernels* tiles = name == kEmulatedAmx ? &kAmxEmulated : nullptr;
+#ifdef PAGODA_AMX
+    if (name == "amx" && amx_obstacle().empty()) tiles = &kAmx;
+#endif
+    if (tiles == nullptr) throw std::invalid_argument("there are no tiles of " + name);
+    tiles->multiply(bf16, rows, words, to(a), to(b), to(sums));
 }
 
 // The kernels of one instruction set, and memory that they use from call to call: for one caller at a time.
@@ -268,7 +288,10 @@ NB_MODULE(_native, m) {
     m.attr("MAX_CONV_WIDTH") = kMaxConvWidth;
     m.attr("MAX_DELTA_KEY") = kMaxDeltaKey;
     m.attr("DELTA_KEY_MULTIPLE") = kDeltaKeyMultiple;
+    m.attr("EMULATED_AMX") = kEmulatedAmx;
     m.def("instruction_sets", &available_instruction_sets);
+    m.def("amx_obstacle", &amx_obstacle);
+    m.def("multiply_tiles", &multiply_tiles);
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
     });
