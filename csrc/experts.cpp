@@ -113,10 +113,10 @@ void weigh_inputs(const Experts& experts, const float* x, int64_t row_stride, in
     }
 }
 
-int64_t gate_up_rows(const Expert& expert) {
-    return std::min(expert.gate.weight.rows_at_once(), expert.up.weight.rows_at_once());
+int64_t gate_up_rows(const Experts& experts, const Expert& expert) {
+    return std::min(expert.gate.weight.rows_at_once(experts.table), expert.up.weight.rows_at_once(experts.table));
 }
-int64_t down_rows(const Expert& expert) { return expert.down.weight.rows_at_once(); }
+int64_t down_rows(const Experts& experts, const Expert& expert) { return expert.down.weight.rows_at_once(experts.table); }
 
 // Calls work(expert, first, n) for all tiles of rows, each in one thread.
 template <class RowsAtOnce, class Work>
@@ -126,7 +126,7 @@ void parallel_for_tiles(const Experts& experts, const Scratch& s, RowsAtOnce row
     for (int64_t i = 0; i < *s.num_active; ++i) {
         const int64_t e = s.active[i];
         const Expert& expert = experts.held[static_cast<size_t>(e)];
-        for_tiles(s.starts[e], s.starts[e + 1], rows_at_once(expert), [&](int64_t first, int n) {
+        for_tiles(s.starts[e], s.starts[e + 1], rows_at_once(experts, expert), [&](int64_t first, int n) {
             if (next == own) work(expert, first, n);
             next = next + 1 == threads ? 0 : next + 1;
         });
@@ -136,13 +136,13 @@ void parallel_for_tiles(const Experts& experts, const Scratch& s, RowsAtOnce row
 
 // The gate's activation times up, for the rows of one expert and the 32 channels of one panel.
 void compute_inner(const Experts& experts, const Scratch& s, int64_t e, int64_t panel, const void* next) {
-    alignas(64) float gate_up[kQuantizedRows * 2 * kPanel];
+    alignas(64) float gate_up[kMostPanelRows * 2 * kPanel];
     const KernelTable& table = experts.table;
     const Expert& expert = experts.held[static_cast<size_t>(e)];
     const int64_t width = experts.inner, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
     const void* up_panel = expert.up.weight.panel(panel);
-    for_tiles(s.starts[e], s.starts[e + 1], gate_up_rows(expert), [&](int64_t first, int n) {
+    for_tiles(s.starts[e], s.starts[e + 1], gate_up_rows(experts, expert), [&](int64_t first, int n) {
         char* for_gate = s.packed + first * experts.gate_row;
         char* for_up = expert.shares_packing ? for_gate : s.up_packed + first * experts.up_row;
         expert.gate.weight.multiply(table, panel, for_gate, n, expert.gate.bias_of(panel), gate_up, 2 * kPanel, cols, up_panel);
@@ -159,7 +159,7 @@ void compute_outputs(const Experts& experts, const Scratch& s, int64_t e, int64_
     const Expert& expert = experts.held[static_cast<size_t>(e)];
     const int64_t width = experts.hidden, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
-    for_tiles(s.starts[e], s.starts[e + 1], down_rows(expert), [&](int64_t first, int n) {
+    for_tiles(s.starts[e], s.starts[e + 1], down_rows(experts, expert), [&](int64_t first, int n) {
         expert.down.weight.multiply(experts.table, panel, s.packed + first * experts.down_row, n,
                                     expert.down.bias_of(panel), s.outputs + first * width + column, width, cols, next);
         next = nullptr;

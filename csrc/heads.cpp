@@ -29,7 +29,7 @@ void head_linear(const KernelTable& table, const LinearLayer& heads, const float
         const PackedLinear& own = heads.parts[static_cast<size_t>(head)].weight;
         const void* fetched = next < 0 ? nullptr : heads.parts[static_cast<size_t>(next / panels)].weight.panel(next % panels);
         const int cols = static_cast<int>(std::min<int64_t>(kPanel, outputs - column));
-        for_tiles(0, n, own.rows_at_once(), [&](int64_t first, int rows) {
+        for_tiles(0, n, own.rows_at_once(table), [&](int64_t first, int rows) {
             own.multiply(table, item % panels, packed + (head * n + first) * row_bytes, rows, nullptr,
                          out + (first * num_heads + head) * outputs + column, num_heads * outputs, cols, fetched);
             fetched = nullptr;

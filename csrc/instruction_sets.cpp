@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "instruction_sets.h"
 
+#include "tile_kernels.h"
+
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -43,7 +45,7 @@ std::vector<InstructionSet> instruction_sets() {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
-    return {
+    std::vector<InstructionSet> sets = {
         {"avx2", &kAvx2, avx2},
 #if defined(PAGODA_AVX_VNNI_EMULATED)
         {"avx_vnni", &kAvxVnni, avx2},
@@ -54,6 +56,13 @@ std::vector<InstructionSet> instruction_sets() {
         {"avx512_vnni", &kAvx512Vnni, avx512_vnni},
         {"avx512_bf16", &kAvx512Bf16, avx512_bf16},
     };
+#ifdef PAGODA_AMX
+    static const KernelTable amx = kAmx.table();
+    sets.push_back({"amx", &amx, avx512_bf16 && amx_obstacle().empty()});
+#endif
+    static const KernelTable emulated = kAmxEmulated.table();
+    sets.push_back({kEmulatedAmx, &emulated, avx512_bf16});
+    return sets;
 }
 
 #endif

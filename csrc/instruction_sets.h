@@ -14,7 +14,10 @@ struct InstructionSet {
     bool present;
 };
 
-// From the lowest to the highest.
+// For tests of the kernels on tiles, on any machine with AVX-512 and bf16; only chosen by name.
+constexpr const char* kEmulatedAmx = "amx_emulated";
+
+// From the lowest to the highest; behind them, for tests, what emulates one.
 std::vector<InstructionSet> instruction_sets();
 
 }  // namespace pagoda

@@ -18,6 +18,10 @@ inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == 
 constexpr int kPanel = 32;
 // Rows of a packed tile of activations: with two vectors of outputs, 24 accumulators of 32 registers.
 constexpr int kTileRows = 12;
+// Rows that kernels of quantized weights are given at once: a multiple of all their register tiles.
+constexpr int kQuantizedRows = 24;
+// The most rows of either that an instruction set asks for.
+constexpr int kMostPanelRows = 128;
 // Outputs whose weights lie together in the matrices of an adapter.
 constexpr int kLowRankBlock = 16;
 // Cached tokens of one softmax step.
@@ -362,9 +366,10 @@ struct KernelTable {
     int64_t (*packed_size)(Dtype);
     // A row of k activations as `linear_panel` reads it: rounded to bf16 for weights of bf16.
     void (*pack_row)(Dtype, const float* x, int64_t k, void* packed);
-    // Outputs [rows, cols] of one panel, rows at most kTileRows, row_bytes apart; bias [kPanel] or null.
+    // Outputs [rows, cols] of one panel, rows at most linear_rows, row_bytes apart; bias [kPanel] or null.
     void (*linear_panel)(Dtype, const void* panel, const void* packed, int64_t row_bytes, int rows, int64_t k,
                          const float* bias, float* out, int64_t out_stride, int cols, Prefetch);
+    int linear_rows;
     // Outputs [rows, 16] times a scale of one block of an adapter's weights, which are floats or bf16; rows are packed
     // and at most kTileRows.
     void (*low_rank_down)(Dtype, const void* block, const void* packed, int64_t row_bytes, int rows, int64_t k,
@@ -381,6 +386,7 @@ struct KernelTable {
     // the panel that will be read next or null.
     void (*quantized_panel)(const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes, int64_t n,
                             const float* bias, float* out, int64_t out_stride, int cols, const void* next);
+    int quantized_rows;  // that are best multiplied together
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
     void (*dequantize_row)(const QuantizedFormat&, const void* panel, int output, const int64_t* order,
                            int64_t inputs, float* out);

@@ -20,6 +20,9 @@ struct Column {
           element_size(inputs * size_of(shape.dtype)) {}
 };
 
+// Rows that are shared out together at most where there are few panels.
+constexpr int64_t kSharedRows = 32;
+
 // Elements of a column that are packed before those of the next: the lines of a panel they go to stay in the cache.
 constexpr int64_t kElementsAtOnce = 64;
 
@@ -97,7 +100,7 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
         table.pack_row(shape.dtype, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
     }
     const auto multiply = [&](int64_t panel, int64_t first, int64_t rows, float* to, int64_t stride, int64_t next) {
-        const int64_t column = panel * kPanel, tiles = (rows + kTileRows - 1) / kTileRows;
+        const int64_t column = panel * kPanel, tiles = (rows + table.linear_rows - 1) / table.linear_rows;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
         const void* next_panel = next >= 0 ? at(packed, next * shape.panel_bytes()) : nullptr;
         for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -109,7 +112,8 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
         }
     };
     // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-    for_output_panels(table, queue, shape.outputs, n, row_bytes, kTileRows, n > 1, out, multiply);
+    const int64_t shared = std::min<int64_t>(table.linear_rows, kSharedRows);
+    for_output_panels(table, queue, shape.outputs, n, row_bytes, shared, n > 1, out, multiply);
 }
 
 }  // namespace pagoda

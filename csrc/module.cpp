@@ -24,6 +24,7 @@
 #include "populator.h"
 #include "sampler.h"
 #include "sampling_table.h"
+#include "tile_kernels.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,9 +46,21 @@ constexpr int64_t kWorthThreads = 1 << 15;
 std::vector<std::string> available_instruction_sets() {
     std::vector<std::string> names;
     for (const auto& set : instruction_sets()) {
-        if (set.present) names.emplace_back(set.name);
+        if (set.present && std::string(set.name) != kEmulatedAmx) names.emplace_back(set.name);
     }
     return names;
+}
+
+void multiply_tiles(const std::string& name, bool bf16, int rows, int words, Address a, Address b, Address sums) {
+    const TileKernels* tiles = nullptr;
+#ifdef __x86_64__
+    if (name == kEmulatedAmx) tiles = &kAmxEmulated;
+#endif
+#ifdef PAGODA_AMX
+    if (name == "amx" && amx_obstacle().empty()) tiles = &kAmx;
+#endif
+    if (tiles == nullptr) throw std::invalid_argument("there are no tiles of " + name);
+    tiles->multiply(bf16, rows, words, to(a), to(b), to(sums));
 }
 
 // The kernels of one instruction set, and memory that they use from call to call: for one caller at a time.
@@ -248,7 +261,10 @@ NB_MODULE(_native, m) {
     m.attr("MAX_CONV_WIDTH") = kMaxConvWidth;
     m.attr("MAX_DELTA_KEY") = kMaxDeltaKey;
     m.attr("DELTA_KEY_MULTIPLE") = kDeltaKeyMultiple;
+    m.attr("EMULATED_AMX") = kEmulatedAmx;
     m.def("instruction_sets", &available_instruction_sets);
+    m.def("amx_obstacle", &amx_obstacle);
+    m.def("multiply_tiles", &multiply_tiles);
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
     });

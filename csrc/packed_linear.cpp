@@ -43,8 +43,8 @@ bool PackedLinear::packs_like(const PackedLinear& other) const {
     return order_ && other.order_ && std::equal(order_, order_ + inputs(), other.order_);
 }
 
-int64_t PackedLinear::rows_at_once() const {
-    return std::holds_alternative<PanelShape>(shape_) ? kTileRows : kQuantizedRows;
+int64_t PackedLinear::rows_at_once(const KernelTable& table) const {
+    return std::holds_alternative<PanelShape>(shape_) ? table.linear_rows : table.quantized_rows;
 }
 
 int64_t PackedLinear::packed_row(const KernelTable& table) const {

@@ -10,9 +10,6 @@
 
 namespace pagoda {
 
-// Rows that quantized kernels are given at once: a multiple of all their register tiles.
-constexpr int64_t kQuantizedRows = 24;
-
 // A linear layer without bias, dense or quantized.
 class PackedLinear {
    public:
@@ -43,7 +40,7 @@ class PackedLinear {
     // Whether rows that are packed for one are packed for the other too.
     bool packs_like(const PackedLinear& other) const;
     // Rows that are best multiplied together; never more.
-    int64_t rows_at_once() const;
+    int64_t rows_at_once(const KernelTable& table) const;
     // Bytes of a packed row.
     int64_t packed_row(const KernelTable& table) const;
     // Bytes of scratch that `pack` needs.

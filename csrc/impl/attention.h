@@ -405,8 +405,9 @@ void attend_head(const AttendTile& tile, int head, int64_t first, int64_t end, c
     with_values(Groups<Lane>(gathered_values, int64_t{tile.padded_row} * kGroup / M::pair, tile.padded_row));
 }
 
-// Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
-void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
+// Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions, in the way M with such cells.
+template <class M, class Cell>
+void attend_cells(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
     const AttendMemory memory(scratch, tile);
     const auto of_rows = sizeof(float) * static_cast<size_t>(tile.rows);
     for (int row = 0; row < memory.padded_rows; ++row) memory.peaks[row] = -INFINITY;
@@ -415,24 +416,26 @@ void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, 
         for (int row = tile.rows; row < memory.padded_rows; ++row) highest[row] = -INFINITY;
         std::memcpy(highest, part.highest + head * part.head_rows, of_rows);
     }
-    with_cells(tile, [&](auto way, auto* cell) {
-        using M = decltype(way);
-        using Cell = Pointee<decltype(cell)>;
-        for (int64_t first = begin; first < end; first += kKeyTile) {
-            const Places places(tile, first, end);
-            if (first == begin && reads_values(tile)) {
-                if (reads_keys(tile)) prefetch(key_groups<M, Cell>(tile, places, 0), tile.head_dim / M::pair, kGroup);
-                prefetch(value_groups<M, Cell>(tile, places, 0), kGroup / M::pair, tile.head_dim);
-            }
-            for (int head = 0; head < tile.heads; ++head) {
-                attend_head<M, Cell>(tile, head, first, end, places, memory,
-                                     part.from(head * part.head_rows, tile.padded_dim));
-            }
+    for (int64_t first = begin; first < end; first += kKeyTile) {
+        const Places places(tile, first, end);
+        if (first == begin && reads_values(tile)) {
+            if (reads_keys(tile)) prefetch(key_groups<M, Cell>(tile, places, 0), tile.head_dim / M::pair, kGroup);
+            prefetch(value_groups<M, Cell>(tile, places, 0), kGroup / M::pair, tile.head_dim);
         }
-    });
+        for (int head = 0; head < tile.heads; ++head) {
+            attend_head<M, Cell>(tile, head, first, end, places, memory,
+                                 part.from(head * part.head_rows, tile.padded_dim));
+        }
+    }
     for (int head = 0; head < tile.heads; ++head) {
         std::memcpy(part.highest + head * part.head_rows, memory.highest + head * memory.padded_rows, of_rows);
     }
+}
+
+void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
+    with_cells(tile, [&](auto way, auto* cell) {
+        attend_cells<decltype(way), Pointee<decltype(cell)>>(tile, begin, end, scratch, part);
+    });
 }
 
 void merge(int rows, int padded_dim, Softmax whole, Partial split) {

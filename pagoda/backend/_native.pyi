@@ -10,9 +10,18 @@ MAX_EXPERTS: int
 MAX_CONV_WIDTH: int
 MAX_DELTA_KEY: int
 DELTA_KEY_MULTIPLE: int
+EMULATED_AMX: str
 
 def instruction_sets() -> list[str]:
     """Instruction sets of this CPU that kernels exist for, from the lowest to the highest."""
+
+def amx_obstacle() -> str:
+    """Why this process has no use of AMX; empty if it has."""
+
+def multiply_tiles(
+    instruction_set: str, bf16: bool, rows: int, words: int, a: int, b: int, sums: int
+) -> None:
+    """sums [rows, 32] += a [rows, words] b [words, 32] by tiles, for tests; see csrc/tile_kernels.h."""
 
 def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
 def pack_quantized(

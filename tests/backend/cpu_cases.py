@@ -28,7 +28,7 @@ from pagoda.devices import BackendUnavailableError
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
 try:
-    SETS = native.available_instruction_sets()
+    SETS = [*native.available_instruction_sets(), *native.emulated_instruction_sets()]
 except BackendUnavailableError:
     SETS = []
 needs_kernels = pytest.mark.skipif(

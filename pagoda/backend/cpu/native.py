@@ -12,7 +12,8 @@ from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 
 INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
-"""Environment variable that forces a lower instruction set of `available_instruction_sets`, such as `avx2`."""
+"""Environment variable that forces an instruction set of `available_instruction_sets`, such as `avx2`; or
+`amx_emulated`, to test the kernels for AMX elsewhere."""
 
 
 def available_instruction_sets() -> list[str]:
@@ -25,18 +26,28 @@ def available_instruction_sets() -> list[str]:
     return names
 
 
+def emulated_instruction_sets() -> list[str]:
+    """AMX in other instructions, where this CPU has these: far slower, with the same results to the bit.
+    Raises BackendUnavailableError: the kernels are not installed."""
+    native = load_native()
+    return [native.EMULATED_AMX] if "avx512_bf16" in native.instruction_sets() else []
+
+
 def choose_instruction_set() -> str:
     """The highest one, or what the environment says.
 
     Raises BackendUnavailableError if the kernels are not installed, ConfigError if the environment names an
-    instruction set that this CPU lacks.
+    instruction set that this CPU lacks, or AMX where this process may not use it.
     """
     names = available_instruction_sets()
     wanted = os.environ.get(INSTRUCTION_SET_ENV)
     if wanted is None:
         return names[-1]
-    if wanted not in names:
+    if wanted not in (*names, *emulated_instruction_sets()):
         known = ", ".join(names)
+        if wanted == "amx":
+            obstacle = load_native().amx_obstacle()
+            raise ConfigError(f"{INSTRUCTION_SET_ENV}=amx cannot be: {obstacle}; give {known}.")
         raise ConfigError(
             f"{INSTRUCTION_SET_ENV} must be one of {known} on this CPU, got {wanted!r}."
         )
