@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a decode step's products for 1 to 16 rows, as a multiple of that for one row, for every weight format.
 
-`python -m benchmarks.cpu.rows [--formats int8 q4_k] [--rows 1 4 8] [--threads N] [--isa NAME]`. The products of layers
-of Qwen3-0.6B, with norms and gates between them and no attention, in one recorded step; so many layers that their
-weights come from memory. Numbers of rows take turns, and every figure is a median.
+`python -m benchmarks.cpu.rows [--formats int8 q4_k] [--rows 1 4 8] [--threads N] [--isa NAME]`. The products of
+layers of Qwen3-0.6B, with norms and gates between them and no attention, in one recorded step; so many layers
+that their weights come from memory. Numbers of rows take turns, and every figure is a median.
 
-Beside each t(M)/t(1) stands the least that it can be: weights are read once whatever M is, at the bandwidth of memory,
-and M rows are multiplied no faster than 256 rows are, out of the cache.
+Beside each t(M)/t(1) stands the least that it can be: weights are read once whatever M is, at the bandwidth of
+memory, and M rows are multiplied no faster than 256 rows are, out of the cache.
 """
 
 from __future__ import annotations
