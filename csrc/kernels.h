@@ -355,6 +355,13 @@ struct Gate {
     float alpha, limit;
 };
 
+// A row of inputs rounded to groups with integer scales and minima; see quantize_blocks in pagoda/backend/block_rounding.py.
+struct RoundedBlocks {
+    uint8_t* codes;           // [inputs]
+    int8_t *scales, *minima;  // [groups]
+    void *scale, *minimum;    // the float16 that those are multiplied by
+};
+
 // An operation of a graph that works on every row by itself.
 struct RowKernel {
     const char* name;
@@ -396,6 +403,9 @@ struct KernelTable {
     void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale, int32_t* zero_point);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
                           void* scales);
+    // The same with groups of `group_size`; scratch has two floats for each. The scale is not finite where weights are not.
+    void (*round_to_blocks)(Dtype, const void* weight, int64_t inputs, int bits, int64_t group_size, const RoundedBlocks&,
+                            float* scratch);
     // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
     void (*add_up)(Dtype, const void* const* parts, int count, int64_t d, void* out);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.

@@ -89,6 +89,12 @@ class Kernels {
                               to<uint8_t>(codes), to(scales));
     }
 
+    void quantize_blocks(int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, Address weight,
+                         Address codes, Address scales, Address minima, Address row_scales, Address row_minima) const {
+        pagoda::quantize_blocks(*table_, {Dtype(dtype), inputs, outputs}, bits, group_size, to(weight),
+                                {to<uint8_t>(codes), to<int8_t>(scales), to<int8_t>(minima), to(row_scales), to(row_minima)});
+    }
+
     int key_pair(int dtype, int cache_dtype) const {
         return pair_of(table_->math(Dtype(dtype), Dtype(cache_dtype)));
     }
@@ -328,6 +334,7 @@ NB_MODULE(_native, m) {
         .def("pack_weight", &Kernels::pack_weight)
         .def("quantize_int8", &Kernels::quantize_int8)
         .def("quantize_int4", &Kernels::quantize_int4)
+        .def("quantize_blocks", &Kernels::quantize_blocks)
         .def("key_pair", &Kernels::key_pair)
         .def("value_pair", &Kernels::value_pair)
         .def("sample", &Kernels::sample)

@@ -76,6 +76,10 @@ void quantize_int8(const KernelTable& table, const PanelShape& shape, const void
 void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t group_size, const void* weight,
                    uint8_t* codes, void* scales);
 
+// Rows of them in blocks of their own, of each tensor of `blocks` the first row's place. Called by one thread.
+void quantize_blocks(const KernelTable& table, const PanelShape& shape, int bits, int64_t group_size, const void* weight,
+                     const RoundedBlocks& blocks);
+
 // Codes [outputs, inputs], scales and offsets, or zero points, [outputs, groups]; null if the format has none.
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <vector>
 
 #include "ops.h"
 #include "panels.h"
@@ -107,6 +108,22 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
     for (int64_t i = 0; i < shape.outputs; ++i) {
         table.round_to_int4(shape.dtype, at(weight, i * row_bytes), shape.inputs, group_size,
                             codes + i * shape.inputs, at(scales, i * (shape.inputs / group_size) * 2));
+    }
+}
+
+void quantize_blocks(const KernelTable& table, const PanelShape& shape, int bits, int64_t group_size, const void* weight,
+                     const RoundedBlocks& blocks) {
+    const int64_t row_bytes = shape.inputs * size_of(shape.dtype), groups = shape.inputs / group_size;
+#pragma omp parallel
+    {
+        std::vector<float> scratch(static_cast<size_t>(2 * groups));
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < shape.outputs; ++i) {
+            const RoundedBlocks row{blocks.codes + i * shape.inputs, blocks.scales + i * groups, blocks.minima + i * groups,
+                                    at(blocks.scale, 2 * i), at(blocks.minimum, 2 * i)};
+            table.round_to_blocks(shape.dtype, at(weight, i * row_bytes), shape.inputs, bits, group_size, row,
+                                  scratch.data());
+        }
     }
 }
 

@@ -158,6 +158,20 @@ class Kernels:
         codes: int,
         scales: int,
     ) -> None: ...
+    def quantize_blocks(
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        bits: int,
+        group_size: int,
+        weight: int,
+        codes: int,
+        scales: int,
+        minima: int,
+        row_scales: int,
+        row_minima: int,
+    ) -> None: ...
     def key_pair(self, dtype: int, cache_dtype: int) -> int:
         """Elements of a key that lie side by side in a cache for activations of a dtype."""
 

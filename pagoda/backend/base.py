@@ -18,8 +18,9 @@ from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.errors import ConfigError
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives, HostGroup
@@ -421,6 +422,9 @@ class Backend(Protocol[LinearT_co, MetadataT]):
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         """The same in groups that divide the inputs."""
+
+    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> BlockWeight:
+        """The same in blocks of whole rows; see `pagoda.backend.block_rounding.quantize_blocks`."""
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: dtype

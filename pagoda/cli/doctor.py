@@ -19,7 +19,7 @@ from pagoda.cli.model_report import check_memory, check_tensors, location, model
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.weight_traffic import WeightTraffic, weight_traffic
 from pagoda.errors import PagodaError
-from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
+from pagoda.ipc.machine import available_memory_bytes, format_bytes
 from pagoda.llm.engine_options import Dtype, QuantizationName
 from pagoda.text.model_text import load_text
 from pagoda.version import __version__
@@ -41,7 +41,7 @@ def doctor(
         model: A model directory, a GGUF file or a preset; by default the embedded model and all presets.
         dtype: Number format of the weights; auto takes the model's own.
         quantization: Weights that are rounded as they are loaded, int4 in groups of 32.
-        threads: Threads that measure memory bandwidth; by default the cores that may be used.
+        threads: Threads that measure memory bandwidth; by default those of a worker.
     """
     general.apply()
     backends = _backends() if model is None else _examine(model, dtype, quantization)
@@ -49,7 +49,7 @@ def doctor(
         output.stdout().print(f"{model} cannot be served: {backends}", soft_wrap=True)
         return 1
     models = dict(_models(model, dtype, quantization))
-    bandwidth = measure_read_bandwidth(threads or available_cores())
+    bandwidth = measure_read_bandwidth(threads or machine_facts.worker_threads()[0])
     console = output.stdout()
     console.print(output.facts(_facts(bandwidth, backends)))
     if not models:
@@ -109,7 +109,8 @@ def _facts(bandwidth: Bandwidth, backends: _Backends) -> Iterable[tuple[str, str
     yield "pagoda", __version__
     yield "processor", machine_facts.cpu_name(cpuinfo)
     yield "cores", machine_facts.cores()
-    yield "threads", f"{available_cores()} for a worker; --threads chooses another number"
+    yield "threads", machine_facts.worker_threads()[1]
+    yield "memory nodes", machine_facts.nodes()
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"

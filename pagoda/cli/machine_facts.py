@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.ipc.machine import available_memory_bytes, cgroup_cores
+from pagoda.ipc.cores import SYSTEM, choose_cores, format_cores, memory_nodes
+from pagoda.ipc.machine import available_cores, available_memory_bytes, cgroup_cores
 
 _X86 = "avx2 fma avx_vnni avx512f avx512_bf16 avx512_vnni avx512_fp16 amx_bf16 amx_int8"
 _ARM = "asimd asimddp bf16 i8mm sve sve2"
@@ -32,6 +33,30 @@ def cores() -> str:
     return (
         f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} allowed by affinity, container quota "
         + ("none" if quota is None else f"{quota:g}")
+    )
+
+
+def worker_threads(system: Path = SYSTEM) -> tuple[int, str]:
+    """Threads that a worker has by default, and a line that says on which cores and why."""
+    choice = choose_cores(os.sched_getaffinity(0), system)
+    threads = min(len(choice.cores), available_cores())
+    if not choice.slow:
+        return threads, f"{threads} for a worker; --threads chooses another number"
+    return threads, (
+        f"{threads} for a worker, on the fast cores {format_cores(choice.cores)}: "
+        f"{choice.evidence} tells them from {format_cores(choice.slow)}; --threads chooses another number, on all cores"
+    )
+
+
+def nodes(system: Path = SYSTEM) -> str:
+    """Memory nodes of the cores that this process may run on, and how each rank keeps to its own."""
+    found = memory_nodes(os.sched_getaffinity(0), system)
+    if len(found) == 1:
+        return "1"
+    names = ",".join(f"cpu:{index}" for index in range(len(found)))
+    return (
+        f"{len(found)}, of the cores {'; '.join(map(format_cores, found))}: --tp {len(found)} --devices {names} "
+        "keeps each rank, and the weights that it reads, on a node of its own"
     )
 
 

@@ -110,7 +110,10 @@ class QuantizationOnLoad:
             return weight
         quantized: Int8Weight | Fp8Weight | GroupedWeight | BlockWeight
         if isinstance(stored_format, BlockFormat):
-            quantized = quantize_blocks(weight.values, stored_format, importance)
+            if importance is None:
+                quantized = backend.quantize_blocks(weight.values, stored_format)
+            else:
+                quantized = quantize_blocks(weight.values, stored_format, importance)
             scales = quantized.block_scales
         elif isinstance(stored_format, Fp8Format):
             quantized = quantize_fp8(weight.values)

@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 
 from pagoda.devices import HOST_KIND, num_cpu_devices
+from pagoda.ipc.cores import SYSTEM, choose_cores, memory_nodes
 from pagoda.ipc.machine import available_cores
 from pagoda.messages.worker_config import WorkerConfig
 
 SPIN_COUNT = "2000"
 """Some fifty microseconds: the threads of one step wait for each other awake, those of an idle worker sleep."""
-_TOPOLOGY = Path("/sys/devices/system/cpu")
+_TOPOLOGY = SYSTEM / "system/cpu"
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -46,21 +47,26 @@ def set_order_of_sums(environ: MutableMapping[str, str]) -> None:
             environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
-def bind(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
+def bind(config: WorkerConfig, system: Path = SYSTEM) -> tuple[WorkerConfig, set[int]]:
     """Binds this process, and its threads with `pin_threads`, to its cores.
 
     Returns the configuration with the number of threads, and the cores.
 
     One of several workers keeps to its part of the cores where devices were named or threads are pinned.
+    Slow cores are left out unless a number of threads was named.
     """
-    # Counted now: a process that is bound sees its own cores only.
-    num_threads = config.num_threads or max(1, available_cores() // config.workers_on_host)
     cores = os.sched_getaffinity(0)
+    choice = choose_cores(cores, system)
+    if config.num_threads is None and choice.slow:
+        cores = set(choice.cores)
+        os.sched_setaffinity(0, cores)
+    # Counted now: a process that is bound to a part sees the cores of that part only.
+    num_threads = config.num_threads or max(1, available_cores() // config.workers_on_host)
     devices = config.parallel.devices_of(config.place)
     is_named = len(config.parallel.devices) > 0 and devices.kind == HOST_KIND
     if is_named or (config.pin_threads and config.workers_on_host > 1):
         count = num_cpu_devices(len(cores), config.workers_on_host, config.num_threads)
-        cores = part_of_cores(cores, devices.numbers[0] % count, count)
+        cores = part_of_cores(cores, devices.numbers[0] % count, count, system)
         os.sched_setaffinity(0, cores)
     if config.pin_threads:
         _pin_threads(places(cores))
@@ -80,16 +86,21 @@ def free_threads(cores: set[int]) -> Iterator[None]:
 
 
 def part_of_cores(
-    allowed: Iterable[int], index: int, count: int, topology: Path = _TOPOLOGY
+    allowed: Iterable[int], index: int, count: int, system: Path = SYSTEM
 ) -> set[int]:
     """The `index`-th of `count` equal parts of the cores.
 
-    Hyper-threads of one core lie in one part where possible; with fewer cores than parts, parts share them.
+    Cores of one memory node, and hyper-threads of one core, lie in one part where possible; with fewer cores than
+    parts, parts share them.
     """
-    first_of_core: dict[str, int] = {}
-    for core in sorted(allowed):
-        first_of_core.setdefault(_siblings(core, topology), core)
-    cores = sorted(allowed, key=lambda core: (first_of_core[_siblings(core, topology)], core))
+    topology = system / "system/cpu"
+    cores: list[int] = []
+    for node in memory_nodes(allowed, system):
+        first_of_core: dict[str, int] = {}
+        for core in sorted(node):
+            first_of_core.setdefault(_siblings(core, topology), core)
+        order = [(first_of_core[_siblings(core, topology)], core) for core in node]
+        cores += [core for _, core in sorted(order)]
     size = len(cores) // count
     if size == 0:
         return {cores[index % len(cores)]}

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from single_operations import SingleOperations
 from torch import Tensor
 
+from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS
 from pagoda.backend.cpu.native import load_native
@@ -430,6 +431,28 @@ def test_rounding_is_that_of_the_specification(
     assert torch.equal(in_groups.codes, wanted.codes)
 
 
+@given(
+    sets, dtypes, kinds, st.sampled_from([-1.0, 0.0, 1.0]), st.integers(1, 40), st.integers(1, 9),
+    st.sampled_from([(4, 32), (5, 32), (8, 64)]), seeds,
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_rounding_to_blocks_of_whole_rows_is_that_of_the_specification(
+    name: str, dtype: torch.dtype, kind: str, sign: float, outputs: int, groups: int, held: tuple[int, int],
+    seed: int,
+) -> None:  # fmt: skip
+    (bits, group_size), inputs = held, groups * held[1]
+    stored_format = BlockFormat(
+        bits, group_size, inputs, integer_scales=True, minima=True, whole_rows=True
+    )
+    values = _dense(kind, outputs, inputs, seed, dtype)
+    if sign:  # no weight on the other side of zero
+        values = values.abs() * sign
+    actual = kernels(name).quantize_blocks(values, stored_format)
+    expected = quantize_blocks(values, stored_format)
+    for field in ("codes", "scales", "minima", "block_scales", "block_minima"):
+        assert torch.equal(getattr(actual, field), getattr(expected, field)), field
+
+
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> None:
@@ -440,6 +463,10 @@ def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> No
         rounded = ops.quantize_int8(values, symmetric=symmetric)
         assert rounded.scales.isfinite().tolist() == [True, False]
     assert ops.quantize_int4(values, 32).scales.isfinite().tolist() == [[True, True], [True, False]]
+    whole_rows = BlockFormat(4, 32, 64, integer_scales=True, minima=True, whole_rows=True)
+    of_rows = ops.quantize_blocks(values, whole_rows).block_scales
+    assert of_rows is not None
+    assert of_rows.isfinite().tolist() == [[True], [False]]
 
 
 @given(

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_files import finish
+from system_trees import write_system
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config
@@ -96,6 +97,33 @@ def test_a_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.cli.machine_facts.accelerators", list)
     assert (doctor(), doctor("qwen3-0.6b")) == (0, 0)
     assert asked == [[], ["qwen3-0.6b", "dummy", "auto", "none"]]
+
+
+def test_threads_and_nodes_of_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(machine_facts, "available_cores", lambda: 8)
+    system = write_system(
+        tmp_path,
+        {
+            "system/cpu/online": "0-7\n",
+            "cpu_core/cpus": "0-3\n",
+            "cpu_atom/cpus": "4-7\n",
+            "system/node/node0/cpulist": "0-1,4-5\n",
+            "system/node/node1/cpulist": "2-3,6-7\n",
+        },
+    )
+    threads, said = machine_facts.worker_threads(system)
+    assert threads == 4
+    assert said.startswith(
+        f"4 for a worker, on the fast cores 0-3: {system}/cpu_atom/cpus tells them from 4-7; "
+    )
+    assert machine_facts.nodes(system).startswith(
+        "2, of the cores 0-1,4-5; 2-3,6-7: --tp 2 --devices cpu:0,cpu:1 "
+    )
+    assert machine_facts.nodes(tmp_path / "nothing") == "1"
+    assert machine_facts.worker_threads(tmp_path / "nothing")[0] == 8
 
 
 def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:

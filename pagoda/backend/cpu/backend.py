@@ -163,6 +163,31 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         )
         return GroupedWeight(codes, scales, None, bits=4, group_size=group_size)
 
+    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> BlockWeight:
+        dtype, values = DTYPES[values.dtype], values.contiguous()
+        outputs, inputs = values.shape
+        if stored_format.block_size != inputs or not stored_format.whole_rows:
+            raise ValueError(f"Rows of {inputs} are not held as {stored_format}.")
+        groups = inputs // stored_format.group_size
+        rounded = BlockWeight(
+            stored_format,
+            torch.empty((outputs, inputs), dtype=torch.uint8),
+            *(torch.empty((outputs, groups), dtype=torch.int8) for _ in range(2)),
+            *(torch.empty((outputs, 1), dtype=torch.float16) for _ in range(2)),
+        )
+        parts = (rounded.scales, rounded.minima, rounded.block_scales, rounded.block_minima)
+        self.kernels.quantize_blocks(
+            dtype,
+            outputs,
+            inputs,
+            stored_format.bits,
+            stored_format.group_size,
+            values.data_ptr(),
+            rounded.codes.data_ptr(),
+            *map(address, parts),
+        )
+        return rounded
+
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:

@@ -25,6 +25,7 @@ from pagoda.backend.base import (
     StateCache,
     TokenBatch,
 )
+from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.graph import Graph, Node
 from pagoda.backend.host import HostBackend
 from pagoda.backend.interpreter import InterpretedGraph
@@ -46,7 +47,8 @@ from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.reference.states import StateMetadata, plan_states
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.parallel.collectives import Collectives
 
@@ -89,6 +91,9 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         return quantize_int4(values, group_size)
+
+    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> BlockWeight:
+        return quantize_blocks(values, stored_format)
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype

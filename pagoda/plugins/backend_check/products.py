@@ -16,6 +16,7 @@ from pagoda.backend.base import (
     Experts,
     UnsupportedError,
 )
+from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.fp8 import to_e4m3
 from pagoda.backend.graph import Value
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
@@ -269,6 +270,9 @@ def _quantize(subject: Subject) -> str:
     if "int4" in formats:
         own_groups = subject.backend.quantize_int4(values, 64)
         pairs.append(("int4", own_groups, quantize_int4(values, 64)))
+        of_rows = BlockFormat(4, 32, 192, integer_scales=True, minima=True, whole_rows=True)
+        own_rows = subject.backend.quantize_blocks(values, of_rows)
+        pairs.append(("blocks", own_rows, quantize_blocks(values, of_rows)))
     for name, own_weight, expected in pairs:
         ensure_close(dequantize(own_weight), dequantize(expected), 1e-6, f"quantize_{name}")
     return ", ".join(name for name, *_ in pairs)
@@ -422,4 +426,4 @@ def _any_number_of_rows(subject: Subject) -> str:
 
 
 ANY_ROWS = Check("linear, any number of rows", _any_number_of_rows)
-QUANTIZE = Check("quantize_int8, quantize_int4", _quantize)
+QUANTIZE = Check("quantize_int8, quantize_int4, quantize_blocks", _quantize)

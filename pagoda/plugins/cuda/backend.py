@@ -24,6 +24,7 @@ from pagoda.backend.base import (
     UnsupportedError,
     new_tensor,
 )
+from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.graph import Graph
 from pagoda.backend.kv_store import DeviceEvent, KVStore
 from pagoda.backend.low_rank import LowRank, LowRankMaps
@@ -33,7 +34,14 @@ from pagoda.backend.overlap import PendingOutput
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+)
+from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.messages.kv_formats import format_of
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives, HostGroup
@@ -130,6 +138,9 @@ class GpuBackend:
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         return quantize_int4(values.cpu(), group_size)
+
+    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> BlockWeight:
+        return quantize_blocks(values.cpu(), stored_format)
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype

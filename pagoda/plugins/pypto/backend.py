@@ -29,6 +29,7 @@ from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import LinearWeight
+from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, HostGroup
@@ -146,6 +147,9 @@ class PyptoBackend:
         raise UnsupportedError("the PyPTO programs take no quantized weights.")
 
     def quantize_int4(self, values: Tensor, group_size: int) -> NoReturn:  # noqa: ARG002
+        raise UnsupportedError("the PyPTO programs take no quantized weights.")
+
+    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> NoReturn:  # noqa: ARG002
         raise UnsupportedError("the PyPTO programs take no quantized weights.")
 
     def prepare_linear(

@@ -36,6 +36,7 @@ from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, HostGroup
@@ -110,6 +111,9 @@ class ToyBackend:
         raise UnsupportedError("the toy has weights of float32 only.")
 
     def quantize_int4(self, values: Tensor, group_size: int) -> NoReturn:
+        raise UnsupportedError("the toy has weights of float32 only.")
+
+    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> NoReturn:
         raise UnsupportedError("the toy has weights of float32 only.")
 
     def prepare_linear(
