@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from thread_group import ThreadGroup
 from drafters import AlwaysPays, FunctionDrafter
+from thread_group import ThreadGroup
 from tiny_models import continuation
 from transformers import PreTrainedModel
 
