@@ -17,7 +17,7 @@ _MOST_FACTOR = 3.0
 """A step that takes longer than this many times the average was held up by something else."""
 _UNSEEN_SLOPE = 0.02
 """Part of a step by which a token more is thought to lengthen it, where no larger step was seen yet: little, so
-that it is tried."""
+that it is tried; no more than in proportion to the tokens."""
 FRESH_STEPS = 1024
 """Steps after which a time counts as unknown."""
 LEAST_GAIN = 1.02
@@ -81,7 +81,8 @@ class StepCosts:
         if above is None:
             if below is None:
                 return 0.0
-            return below.seconds * (1 + _UNSEEN_SLOPE * max(0.0, num_tokens - below.num_tokens))
+            slope = min(_UNSEEN_SLOPE, 1 / below.num_tokens)
+            return below.seconds * (1 + slope * max(0.0, num_tokens - below.num_tokens))
         if below is None or above.num_tokens <= below.num_tokens:
             return above.seconds
         share = (num_tokens - below.num_tokens) / (above.num_tokens - below.num_tokens)
