@@ -100,7 +100,7 @@ def build_parts(
     )
     scheduler = Scheduler(limits, kv, clock)
     if limits.mixed_steps and not any(group.kind is KVKind.STATE for group in kv.groups):
-        scheduler.batcher.speculator = build_speculator(config.speculation)
+        scheduler.batcher.speculator = build_speculator(config.speculation, worker.max_proposals)
     if config.kv_tiers is not None or links is not None:
         attach_hooks(scheduler, config, worker, clock, links, build_tiers, recorder)
     return EngineParts(

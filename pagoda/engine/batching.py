@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagoda.engine.candidates import Candidates
-from pagoda.engine.drafting.speculator import Speculator
+from pagoda.engine.drafting.speculator import Speculator, StepSize
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.in_flight_prefixes import InFlightPrefixes
@@ -154,15 +154,17 @@ class Batcher:
 
     def _is_held_back(self, speculator: Speculator) -> bool:
         """True if the next step awaits the end of the one before, because drafts pay or are under way."""
-        room, num_tokens = (
-            self._draft_room(),
-            min(self._limits.max_num_batched_tokens, self._queue.num_pending_tokens),
+        room, num_stages = self._draft_room(), self._limits.num_stages
+        # Several stages have a part of the requests each.
+        num_tokens = -(-self._queue.num_pending_tokens // num_stages)
+        speculator.size = StepSize(
+            min(self._limits.max_num_batched_tokens, num_tokens),
+            -(-len(self._running) // num_stages),
         )
-        if self.in_flight and self._limits.num_stages == 1:
-            return any(step.drafts for step in self.in_flight) or speculator.holds_back(
-                self._running, room, num_tokens
-            )
-        speculator.draft(self._running, room, num_tokens)
+        if self.in_flight and num_stages == 1:
+            are_drafted = any(step.drafts for step in self.in_flight)
+            return are_drafted or speculator.holds_back(self._running, room)
+        speculator.draft(self._running, room)
         return False
 
     def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
@@ -183,7 +185,11 @@ class Batcher:
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self.next_step += 1
-                step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes, plan.drafts)
+                if self.speculator is not None:
+                    plan.proposals = self.speculator.ask(plan.scheduled)
+                step = InFlightStep(
+                    plan.step, plan.scheduled, plan.has_decodes, plan.drafts, plan.proposals
+                )
                 self.in_flight.append(step)
                 self._precedence.count_overtaking(plan)
                 if plan.masked_slots:

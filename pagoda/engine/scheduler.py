@@ -216,6 +216,12 @@ class Scheduler:
         if not result_fits(result, requests, vocab_size, drafts):
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
+        asked = self.in_flight[0].proposals
+        if any(
+            len(token_ids) > asked.get(slot, 0) or max(token_ids, default=0) >= vocab_size
+            for slot, token_ids in result.proposals.items()
+        ):
+            return f"the result of step {result.step} proposes what it was not asked for"
         lacking = due.difference(result.slots, result.embeddings, result.errors)
         if drafts:
             for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
@@ -234,8 +240,6 @@ class Scheduler:
             )
         step = self.in_flight.popleft()
         self.counters.num_steps += 1
-        if self.batcher.speculator is not None:
-            self.batcher.speculator.observe(step, result)
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
         chunks: list[TokenChunk] = []
@@ -301,6 +305,8 @@ class Scheduler:
                     prompt_logprobs=scores,
                 )
                 chunks.append(_with_queue_time(chunk, request))
+        if self.batcher.speculator is not None:
+            self.batcher.speculator.observe(step, result)
         return chunks
 
     def _confirm(self, request: Request, num_tokens: int) -> None:

@@ -3,22 +3,29 @@
 
 from __future__ import annotations
 
+from pagoda.engine.drafting.drafter import Drafter
 from pagoda.engine.drafting.matching import MatchingDrafter, MatchRules
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.drafting.token_index import MAX_MATCH
+from pagoda.engine.drafting.worker_drafts import WorkerDrafter
 from pagoda.messages.speculation import SpeculativeConfig
 
 _DEFAULT_LOOKUP = 5
 """Both bounds of a match, as in vLLM, if neither is given."""
 
 
-def build_speculator(config: SpeculativeConfig) -> Speculator | None:
-    """None if there is nothing that drafts."""
-    if config.method not in ("auto", "suffix", "ngram"):
+def build_speculator(config: SpeculativeConfig, max_proposals: int = 0) -> Speculator | None:
+    """None if there is nothing that drafts. `max_proposals` is `WorkerReady.max_proposals`."""
+    drafter: Drafter
+    if config.method == "off":
         return None
-    rules = _ngram_rules(config) if config.method == "ngram" else _suffix_rules(config)
-    return Speculator(MatchingDrafter(rules), config.num_speculative_tokens, StepCosts())
+    if max_proposals and config.method not in ("suffix", "ngram"):
+        drafter = WorkerDrafter(max_proposals)
+    else:
+        rules = _ngram_rules(config) if config.method == "ngram" else _suffix_rules(config)
+        drafter = MatchingDrafter(rules)
+    return Speculator(drafter, config.num_speculative_tokens, StepCosts())
 
 
 def _ngram_rules(config: SpeculativeConfig) -> MatchRules:

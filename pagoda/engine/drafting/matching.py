@@ -74,6 +74,9 @@ class _Pool:
 class MatchingDrafter:
     """Finds what followed the last tokens of a request when they came before."""
 
+    prior = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
+    num_asked = 0
+
     def __init__(self, rules: MatchRules) -> None:
         self._rules = rules
         self._order = min(2, rules.least)
@@ -91,6 +94,9 @@ class MatchingDrafter:
         )
         own = sum(len(index.tokens) for index in self._own.values())
         return INDEX_BYTES_PER_TOKEN * own + (INDEX_BYTES_PER_TOKEN + 8) * pools
+
+    def take(self, request: Request, token_ids: list[int]) -> None:
+        """Nobody has asked the worker."""
 
     def begin_step(self, requests: Sequence[Request]) -> None:
         self._num_looks = min(MAX_LOOKS, max(1, STEP_LOOKS // max(1, len(requests))))

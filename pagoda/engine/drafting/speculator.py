@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagoda.engine.drafting.acceptance import MatchRates, OwnRate
 from pagoda.engine.drafting.drafter import NOTHING, Drafter, Proposal
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.grammar_turns import SLOW_MASK_S
-from pagoda.engine.plans import InFlightStep
+from pagoda.engine.plans import InFlightStep, Scheduled
 from pagoda.engine.request import Request
 from pagoda.messages.worker import StepResult
 
 MAX_ASKED = 64
 """Requests for which drafts are sought in one step; with more, they take turns."""
+PROBE_STEPS = 64
+"""Steps of a request after which its worker is asked again whether its drafts have become better."""
 _LEAST_CHANCE = 0.02
 """Drafts behind those that are less likely are not looked at."""
 
@@ -35,6 +38,15 @@ class _Course:
     """Tokens of the request when it was sought."""
     num_judged: int = 0
     """Leading drafts of it that are known to be right."""
+    num_unasked: int = 0
+    """Steps since the worker was asked to propose."""
+
+
+class StepSize(NamedTuple):
+    """What a step computes."""
+
+    num_tokens: int
+    num_requests: int
 
 
 class Speculator:
@@ -43,28 +55,26 @@ class Speculator:
     def __init__(self, drafter: Drafter, most: int, costs: StepCosts) -> None:
         """`most` drafts of a request in a step."""
         self.costs = costs
+        self.size = StepSize(1, 1)
+        """The step that is planned next, without drafts."""
         self._drafter = drafter
         self._most = most
-        self._rates = MatchRates()
+        self._rates = MatchRates(drafter.prior)
         self._courses: dict[Request, _Course] = {}
         self._drafted: list[Request] = []
         """Requests that were given drafts for the last plan, some of which may have them still."""
         self._turn = 0
+        self._awaits = False
+        """True while a step is under way whose proposals are awaited."""
 
-    def holds_back(self, running: Sequence[Request], room: int, num_tokens: int) -> bool:
-        """True if the next step is better planned with drafts, once the step under way has ended.
-
-        `room` and `num_tokens` are as for `draft`.
-        """
+    def holds_back(self, running: Sequence[Request], room: int) -> bool:
+        """True if the next step is better planned with at most `room` drafts, once the step under way has ended."""
         chances = (self._chances(request, num_unknown=1) for request in self._asked(running, room))
         gains = sorted((it for gains in chances for it in gains), reverse=True)[: max(0, room)]
-        return self.costs.most_worthwhile(num_tokens, len(running), gains) > 0
+        return self._awaits or self.costs.most_worthwhile(*self.size, gains) > 0
 
-    def draft(self, running: Sequence[Request], room: int, num_tokens: int) -> None:
-        """Gives requests drafts for the plan that is made next, all together at most `room`.
-
-        The step has `num_tokens` tokens besides.
-        """
+    def draft(self, running: Sequence[Request], room: int) -> None:
+        """Gives requests drafts for the plan that is made next, all together at most `room`."""
         for request in self._drafted:
             request.drafts = []
         self._drafted = []
@@ -76,7 +86,7 @@ class Speculator:
             return
         gains.sort(key=lambda it: it[0], reverse=True)
         del gains[room:]
-        count = self.costs.most_worthwhile(num_tokens, len(running), [gain for gain, _ in gains])
+        count = self.costs.most_worthwhile(*self.size, [gain for gain, _ in gains])
         for _, request in gains[:count]:
             course = self._courses[request]
             begin = request.num_tokens - course.begin
@@ -84,13 +94,45 @@ class Speculator:
                 self._drafted.append(request)
             request.drafts.append(course.proposal.token_ids[begin + len(request.drafts)])
 
+    def ask(self, scheduled: Sequence[Scheduled]) -> dict[int, int]:
+        """How many tokens the worker is to propose behind what a step samples, by slot."""
+        if not self._drafter.num_asked:
+            return {}
+        asked: dict[int, int] = {}
+        self._awaits = False
+        for part in scheduled:
+            request = part.request
+            if part.samples and request.generates and request.message.speculates:
+                course = self._course(request)
+                course.num_unasked += 1
+                pays = self._pays(course)
+                if pays or course.num_unasked >= PROBE_STEPS:
+                    course.num_unasked = 0
+                    asked[part.slot] = min(self._most, self._drafter.num_asked)
+                    self._awaits |= pays
+        return asked
+
+    def _pays(self, course: _Course) -> bool:
+        """True if drafts of the worker are worth their time, as far as is known before there are any."""
+        chance, gains = 1.0, list[float]()
+        for place in range(self._most):
+            chance *= course.own.chance(self._rates.rate(1 + place))
+            gains.append(chance)
+        return self.costs.most_worthwhile(*self.size, gains) > 0
+
     def observe(self, step: InFlightStep, result: StepResult) -> None:
-        """Learns what a step took."""
+        """Learns what a step took, whose result has been applied, and what it proposes."""
         num_tokens = sum(part.num_tokens for part in step.scheduled)
         num_tokens += sum(map(len, step.drafts.values()))
         self.costs.observe(num_tokens, result.step_time_s)
         if step.drafts:
-            self.costs.observe_gap(result.idle_time_s)
+            self.costs.observe_gap(result.idle_time_s + result.propose_time_s)
+        if step.proposals:
+            self._awaits = False
+            for part in step.scheduled:
+                proposed = result.proposals.get(part.slot)
+                if proposed and part.request in self._courses:
+                    self._drafter.take(part.request, proposed)
 
     def finished(self, request: Request) -> None:
         self._courses.pop(request, None)
@@ -109,12 +151,16 @@ class Speculator:
         self._drafter.begin_step(turns)
         return list(filter(_may_draft, turns))
 
-    def _chances(self, request: Request, num_unknown: int) -> list[float]:
-        """For each draft behind `num_unknown` tokens that the step under way gives, the probability that it is
-        right, with all before it."""
+    def _course(self, request: Request) -> _Course:
         course = self._courses.get(request)
         if course is None:
             course = self._courses[request] = _Course()
+        return course
+
+    def _chances(self, request: Request, num_unknown: int) -> list[float]:
+        """For each draft behind `num_unknown` tokens that the step under way gives, the probability that it is
+        right, with all before it."""
+        course = self._course(request)
         self._judge(request, course)
         wanted = num_unknown + self._most
         num_left = len(course.proposal.token_ids) - course.num_judged
