@@ -7,7 +7,6 @@ from pagoda.engine.drafting.drafter import Drafter
 from pagoda.engine.drafting.matching import MatchingDrafter, MatchRules
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
-from pagoda.engine.drafting.token_index import MAX_MATCH
 from pagoda.engine.drafting.worker_drafts import WorkerDrafter
 from pagoda.messages.speculation import SpeculativeConfig
 
@@ -37,7 +36,7 @@ def _ngram_rules(config: SpeculativeConfig) -> MatchRules:
 def _suffix_rules(config: SpeculativeConfig) -> MatchRules:
     return MatchRules(
         least=2,
-        longest=MAX_MATCH,
+        longest=config.suffix_decoding_max_tree_depth,
         factor=config.suffix_decoding_max_spec_factor,
         least_share=config.suffix_decoding_min_token_prob,
         num_pooled=config.suffix_decoding_max_cached_requests,
