@@ -13,7 +13,7 @@ from pagoda.engine.request import Request
 class FunctionDrafter:
     """Proposes what a function says."""
 
-    num_asked = 0
+    num_asked = num_bytes = 0
     prior = (0.9,) * 7
 
     def __init__(self, function: Callable[[Request], list[int]]) -> None:

@@ -30,6 +30,10 @@ class Drafter(Protocol):
     num_asked: int
     """The most tokens of a request that plans ask the worker to propose; 0 of a drafter of the engine."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory in which drafts are looked up, at most."""
+
     def take(self, request: Request, token_ids: list[int]) -> None:
         """The worker proposes what may follow all known tokens of a request."""
 

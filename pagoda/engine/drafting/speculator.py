@@ -20,11 +20,11 @@ from pagoda.engine.plans import InFlightStep, Scheduled
 from pagoda.engine.request import Request
 from pagoda.messages.worker import StepResult
 
-MAX_ASKED = 64
+MAX_ASKED = 32
 """Requests for which drafts are sought in one step; with more, they take turns."""
 PROBE_STEPS = 64
 """Steps of a request after which its worker is asked again whether its drafts have become better."""
-_LEAST_CHANCE = 0.02
+_LEAST_CHANCE = 0.05
 """Drafts behind those that are less likely are not looked at."""
 
 
@@ -66,6 +66,11 @@ class Speculator:
         self._turn = 0
         self._awaits = False
         """True while a step is under way whose proposals are awaited."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in which drafts are looked up, at most."""
+        return self._drafter.num_bytes
 
     def holds_back(self, running: Sequence[Request], room: int) -> bool:
         """True if the next step is better planned with at most `room` drafts, once the step under way has ended."""
