@@ -97,7 +97,7 @@ def test_json_of_a_flag_may_be_a_mapping() -> None:
     _, engine, _ = configure("qwen3-0.6b", {**DUMMY, "speculative_config": config})
     assert engine.speculation == SpeculativeConfig(**config)
     with pytest.raises(
-        ConfigError, match="^--speculative-config: there is no key models; there are method,"
+        ConfigError, match=r"^--speculative-config: there is no key models; there are method,"
     ):
         configure("qwen3-0.6b", {**DUMMY, "speculative_config": {"models": "a"}})
 

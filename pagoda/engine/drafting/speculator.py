@@ -73,7 +73,7 @@ class Speculator:
         return self._drafter.num_bytes
 
     def holds_back(self, running: Sequence[Request], room: int) -> bool:
-        """True if the next step is better planned with at most `room` drafts, once the step under way has ended."""
+        """True if the next step is better planned with some of `room` drafts, once that under way has ended."""
         chances = (self._chances(request, num_unknown=1) for request in self._asked(running, room))
         gains = sorted((it for gains in chances for it in gains), reverse=True)[: max(0, room)]
         return self._awaits or self.costs.most_worthwhile(*self.size, gains) > 0
