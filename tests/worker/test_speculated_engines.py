@@ -78,7 +78,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}),
     "int4": ("qwen3", {"quantization": "int4"}),
     "int8 KV": ("qwen3", {"kv_cache_dtype": "int8"}),
-    "fp8 KV": ("qwen3", {"kv_cache_dtype": "fp8"}),
     "windows": ("mistral", {}),
     "windows of some layers": ("gemma3", {}),
     "chunked attention": ("llama4-chunked", {}),
