@@ -18,11 +18,15 @@ from family_models import make_model as make_other_model
 from in_process import InProcessEngine, engine
 from test_drafts import EOS, PROMPT, SAMPLING, sampling_of
 from tiny_models import make_model
+from transformers import BertConfig, PreTrainedConfig
 
 from pagoda.checkpoints.adapters import adapter_digest
 from pagoda.engine.request import Request
+from pagoda.errors import ConfigError
+from pagoda.llm.engine_options import EngineOptions
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import GenerateRequest, TokenLogprobs, Work
+from pagoda.messages.speculation import OFF
 
 LENGTH = 40
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
@@ -113,3 +117,21 @@ def test_adapters(backend: str, tmp_path: Path) -> None:
     path = save_adapter(model, tmp_path / "one", rank=8, seed=1)
     one = Adapter("one", str(path), adapter_digest(path))
     check(lambda: engine(tmp_path / "model", backend, adapters=(one,)), "", one.digest)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (lambda: make_other_model("lfm2").config, "has layers with a state"),
+        (lambda: make_other_model("qwen3-next").config, "has layers with a state"),
+        (lambda: BertConfig(architectures=["BertModel"]), "is an encoder"),
+    ],
+)
+def test_models_that_cannot_say_so(
+    config: Callable[[], PreTrainedConfig], problem: str, tmp_path: Path
+) -> None:
+    config().save_pretrained(tmp_path)
+    named = EngineOptions(speculative_config='{"method": "suffix"}')
+    with pytest.raises(ConfigError, match=f"^--speculative-config: .* {problem}"):
+        named.engine_config(str(tmp_path))
+    assert EngineOptions().engine_config(str(tmp_path)).speculation == OFF

@@ -22,22 +22,20 @@ def build_speculator(config: SpeculativeConfig, max_proposals: int = 0) -> Specu
     if max_proposals and config.method not in ("suffix", "ngram"):
         drafter = WorkerDrafter(max_proposals)
     else:
-        rules = _ngram_rules(config) if config.method == "ngram" else _suffix_rules(config)
-        drafter = MatchingDrafter(rules)
+        drafter = MatchingDrafter(match_rules(config))
     return Speculator(drafter, config.num_speculative_tokens, StepCosts())
 
 
-def _ngram_rules(config: SpeculativeConfig) -> MatchRules:
+def match_rules(config: SpeculativeConfig) -> MatchRules:
+    """The rules of `ngram`, or else of `suffix`."""
+    if config.method != "ngram":
+        return MatchRules(
+            least=2,
+            longest=config.suffix_decoding_max_tree_depth,
+            factor=config.suffix_decoding_max_spec_factor,
+            least_share=config.suffix_decoding_min_token_prob,
+            num_pooled=config.suffix_decoding_max_cached_requests,
+        )
     given = [it for it in (config.prompt_lookup_min, config.prompt_lookup_max) if it is not None]
     least, longest = (given[0], given[-1]) if given else (_DEFAULT_LOOKUP, _DEFAULT_LOOKUP)
     return MatchRules(least, longest, float("inf"), 0.0, num_pooled=0)
-
-
-def _suffix_rules(config: SpeculativeConfig) -> MatchRules:
-    return MatchRules(
-        least=2,
-        longest=config.suffix_decoding_max_tree_depth,
-        factor=config.suffix_decoding_max_spec_factor,
-        least_share=config.suffix_decoding_min_token_prob,
-        num_pooled=config.suffix_decoding_max_cached_requests,
-    )
