@@ -33,14 +33,15 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
     if text is None:
         return SpeculativeConfig()
     try:
-        config = msgspec.json.decode(text, type=SpeculativeConfig)
         given = msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
     except (msgspec.DecodeError, UnicodeEncodeError):
         raise ConfigError(
             f'{FLAG} takes a JSON object such as \'{{"method": "suffix"}}\', got {text[:80]!r}.'
         ) from None
+    try:
+        config = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
     if config.method in _WITH_WEIGHTS:
         raise ConfigError(
             f"{FLAG}: the method {config.method} is not there yet; suffix and ngram need no weights."

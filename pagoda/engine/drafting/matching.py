@@ -8,7 +8,7 @@ is long times a factor, and goes the way that most matches go (SuffixDecoding, a
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,8 +83,6 @@ class MatchingDrafter:
         self._order = min(2, rules.least)
         self._own: dict[Request, TokenIndex] = {}
         self._pools: OrderedDict[tuple[str, str | None, str], _Pool] = OrderedDict()
-        self._unread: deque[TokenIndex] = deque()
-        """Indexes of pools that are behind their tokens."""
         self._num_looks = 0
 
     @property
@@ -110,11 +108,11 @@ class MatchingDrafter:
                 self._own[request] = own
             if num_left and own.num_indexed < len(own.tokens):
                 num_left -= own.catch_up(num_left)
-        while num_left and self._unread:
-            index = self._unread[0]
-            num_left -= index.catch_up(num_left)
-            if index.num_indexed == len(index.tokens):
-                self._unread.popleft()
+        for request in requests:
+            pool = self._pools.get(_key(request)) if num_left and self._pools else None
+            for index in () if pool is None else (pool.young, pool.old):
+                if index.num_indexed < len(index.tokens):
+                    num_left -= index.catch_up(num_left)
 
     def propose(self, request: Request, most: int) -> Proposal:
         rules, text = self._rules, request.token_ids
@@ -151,8 +149,6 @@ class MatchingDrafter:
                 self._pools.popitem(last=False)
         self._pools.move_to_end(key)
         pool.add(request.token_ids[request.num_prompt_tokens :])
-        if pool.young not in self._unread:
-            self._unread.append(pool.young)
 
 
 def _key(request: Request) -> tuple[str, str | None, str]:

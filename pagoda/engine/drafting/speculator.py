@@ -20,7 +20,7 @@ from pagoda.engine.plans import InFlightStep, Scheduled
 from pagoda.engine.request import Request
 from pagoda.messages.worker import StepResult
 
-MAX_ASKED = 32
+MAX_ASKED = 24
 """Requests for which drafts are sought in one step; with more, they take turns."""
 PROBE_STEPS = 64
 """Steps of a request after which its worker is asked again whether its drafts have become better."""
