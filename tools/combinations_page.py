@@ -28,7 +28,7 @@ class Pair(NamedTuple):
     proof: str
     """A test, `FILE::NAME`, or `FILE::NAME[CASE]`; of a refused pair the module that refuses."""
     sentence: str = ""
-    """What is said where the pair is refused; empty of a pair that is exact."""
+    """Sentence that refuses the pair; empty of a pair that is exact."""
 
 
 def _with_speculation(proof: str, *others: str) -> list[Pair]:

@@ -62,7 +62,7 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
 
 
 def _sentence(error: str) -> str:
-    """What msgspec says of a value, with the key by its name."""
+    """Sentence about a value that msgspec refuses, with the key by its name."""
     rule, _, place = error.replace("`", "").partition(" - at $.")
     if rule.startswith("Object contains unknown field "):
         known = ", ".join(SpeculativeConfig.__struct_fields__)
@@ -76,7 +76,7 @@ def _sentence(error: str) -> str:
 
 
 def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> SpeculativeConfig:
-    """What is left of a configuration with this model: `auto` does without what cannot be.
+    """The configuration with this model: `auto` does without what cannot be.
 
     Raises ConfigError: the model cannot speculate, and a method is asked for by its name.
     """

@@ -37,7 +37,7 @@ _INDEX_BYTES = 12
 
 @dataclass(frozen=True)
 class MatchRules:
-    """What counts as a match, and how far it is followed."""
+    """Rules of what counts as a match, and how far it is followed."""
 
     least: int
     """Tokens of a match at least."""
@@ -75,7 +75,7 @@ class _Pool:
 class MatchingDrafter:
     """Finds what followed the last tokens of a request when they came before."""
 
-    prior = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
+    prior: Sequence[float] = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
     num_asked = 0
 
     def __init__(self, rules: MatchRules) -> None:
@@ -152,12 +152,12 @@ class MatchingDrafter:
 
 
 def _key(request: Request) -> tuple[str, str | None, str]:
-    """What is kept of answers stays with those who may share the prefix cache."""
+    """Name of a pool: recent answers stay with those who may share the prefix cache."""
     return request.tenant, request.message.cache_salt, request.work.adapter
 
 
 def _followed(found: Match, most: int, least_share: float) -> Proposal:
-    """What most of the matches go on with, as long as enough do."""
+    """Proposal of what most of the matches go on with, as long as enough do."""
     tokens, places, shares, token_ids = found.tokens, found.places, list[float](), list[int]()
     if len(places) == 1:
         (place,) = places

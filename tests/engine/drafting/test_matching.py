@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Drafters that match tokens with earlier ones: `pagoda/engine/drafting/matching.py`."""
+
 from __future__ import annotations
 
 from harness import make_request, make_scheduler
