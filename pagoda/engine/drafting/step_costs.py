@@ -96,7 +96,7 @@ class StepCosts:
         return None
 
     def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
-        """Number of drafts, of those with the highest `gains`, that is best for a step of `num_tokens` tokens which
+        """Number of drafts, of those with the highest `gains`, that is best for a step of `num_tokens` tokens that
         carries `num_requests` answers on by a token each.
 
         `gains` are the probabilities that each draft is right, with all of its answer before it; they fall.
