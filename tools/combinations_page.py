@@ -17,7 +17,7 @@ _MACHINE = "tests/engine/test_speculating_machine.py::SpeculatingMachine"
 _BITS = "tests/worker/test_same_bits.py"
 _ROWS = "tests/worker/test_drafts.py::test_rows_of_a_slot_are_sampled_as_if_each_were_alone"
 _TOPOLOGIES = "tests/worker/test_drafts.py::test_drafts_change_no_answer"
-_FLAG = "pagoda/llm/speculation.py"
+_FLAG = "pagoda/llm/speculative_config.py"
 
 
 class Pair(NamedTuple):
