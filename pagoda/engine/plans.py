@@ -38,6 +38,8 @@ class InFlightStep(NamedTuple):
     """True if the step computes single tokens of decoding requests."""
     drafts: dict[int, list[int]]
     """Tokens by slot that the step computes besides, and behind each of which the slot samples too."""
+    proposals: dict[int, int]
+    """The most tokens by slot that the worker may propose."""
 
 
 class DemandBehind(NamedTuple):
@@ -113,6 +115,7 @@ class PlanBuilder:
         self.drafts: dict[int, list[int]] = {}
         self.num_drafts = 0
         """Tokens of these."""
+        self.proposals: dict[int, int] = {}
         self.masked_slots: list[int] = []
         self.turns = turns
         self.first: Request | None = None
@@ -165,6 +168,7 @@ class PlanBuilder:
     def add_drafts(self, request: Request, slot: int, drafts: list[int]) -> None:
         """Adds drafts of a request, all of whose tokens are in the plan."""
         request.num_scheduled_tokens += len(drafts)
+        request.is_drafted = True
         self.num_drafts += len(drafts)
         self.budget -= len(drafts)
         self.drafts[slot] = drafts
@@ -184,5 +188,6 @@ class PlanBuilder:
             self.new_tokens,
             self.forced_tokens,
             list(self.drafts.items()),
+            list(self.proposals.items()),
             self.masked_slots,
         )

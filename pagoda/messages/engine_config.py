@@ -8,6 +8,7 @@ import msgspec
 from pagoda.faults.injector import FaultPlan
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
+from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import TierPlace
 from pagoda.messages.worker_config import CurveKeys, KVTierConfig, Role, WorkerConfig
@@ -51,6 +52,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_groups: tuple[KVGroup, ...] = ()
     """KV groups of the model; empty for one that keeps all."""
     kv_host_slots: int = 0
+    max_proposals: int = 0
+    """The most tokens that its drafter proposes, of which each is right with probability `proposal_share`."""
+    proposal_share: float = 0.8
     kv_places: tuple[TierPlace, ...] = ()
 
 
@@ -73,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     from the KV cache (`pagoda.engine.assembly.QueueLimits`)."""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     enable_prefix_caching: bool = True
+    speculation: SpeculativeConfig = OFF
     kv_events: str | None = None
     """`tcp://HOST:PORT` where events of cached blocks are published (`pagoda.kv.publishing`)."""
     kv_tiers: KVTiersConfig | None = None

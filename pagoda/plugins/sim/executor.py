@@ -50,6 +50,7 @@ from pagoda.messages.worker import (
     TokenMasks,
     WorkerReady,
 )
+from pagoda.plugins.sim.drafting import propose, say
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
@@ -158,6 +159,7 @@ class SimExecutor:
             self._neighbours[self._name] = self.worker
             descriptors = {_NEIGHBOUR: self._name}
         ready = WorkerReady(
+            max_proposals=config.max_proposals,
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
                 max_batch_tokens=2**31 - 1,
@@ -355,6 +357,7 @@ class SimWorker:
         for slot_id, draft in plan.drafts:
             self.slots[slot_id].take_draft(draft)
         masks = self._masks.pop(plan.step, TokenMasks(plan.step))
+        asked, proposals = dict(plan.proposals), dict[int, list[int]]()
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
@@ -383,9 +386,14 @@ class SimWorker:
                 if slot.sampling.max_tokens == 0:
                     continue
                 vocab_size, certain = self._config.vocab_size, masks.tokens.get(slot_id)
-                said = slot.say(vocab_size, masks.masks.get(slot_id), certain)
+                wanted = [masks.masks.get(slot_id), *masks.draft_masks.get(slot_id, [])]
+                if slot_id not in plan.masked_slots:
+                    wanted += [None] * len(slot.draft)
+                said = say(slot, vocab_size, wanted, certain)
                 sampled.append(slot_id)
                 token_ids.append(said)
+                if slot_id in asked:
+                    proposals[slot_id] = propose(slot, self._config, asked[slot_id])
                 if (num_top := slot.sampling.logprobs) is not None:
                     logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
@@ -395,6 +403,7 @@ class SimWorker:
             logprobs,
             prompt_logprobs,
             embeddings,
+            proposals=proposals,
             step_time_s=cost_s,
         )
 
@@ -573,18 +582,6 @@ class _SimSlot:
     def take_draft(self, draft: list[int]) -> None:
         self.draft = draft
         self.token_ids += draft
-
-    def say(self, vocab_size: int, mask: bytes | None, certain: int | None) -> list[int]:
-        """Appends the next token in place of the drafts, and further ones as long as these are right."""
-        draft, self.draft = self.draft, []
-        begin = len(self.token_ids) - len(draft)
-        del self.token_ids[begin:]
-        for guess in [*draft, None]:
-            self.token_ids.append(self.choose(vocab_size, mask) if certain is None else certain)
-            if self.token_ids[-1] != guess:
-                break
-        self.num_computed_tokens = len(self.token_ids) - 1
-        return self.token_ids[begin:]
 
     def choose(self, vocab_size: int, mask: bytes | None) -> int:
         """The next token; `mask` says which may be chosen."""
