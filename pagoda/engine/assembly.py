@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.engine.batching import SchedulerLimits
+from pagoda.engine.drafting.assembly import build_speculator
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
 from pagoda.engine.peer_hooks import EngineLinks
 from pagoda.engine.reports import CacheReporter
@@ -21,6 +22,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.messages.engine_config import EngineConfig
+from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import WorkerReady
 
 _WAITING_CACHES = 8
@@ -97,6 +99,8 @@ def build_parts(
         recorder=recorder,
     )
     scheduler = Scheduler(limits, kv, clock)
+    if limits.mixed_steps and not any(group.kind is KVKind.STATE for group in kv.groups):
+        scheduler.batcher.speculator = build_speculator(config.speculation)
     if config.kv_tiers is not None or links is not None:
         attach_hooks(scheduler, config, worker, clock, links, build_tiers, recorder)
     return EngineParts(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pagoda.engine.candidates import Candidates
+from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.in_flight_prefixes import InFlightPrefixes
@@ -87,6 +88,22 @@ class Counters:
     num_prefix_hit_tokens: int = 0
     """Prompt tokens that were found in the cache."""
     num_generated_tokens: int = 0
+    num_drafts: int = 0
+    """Drafts of one request in one step that were computed."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Tokens of drafts that were right."""
+    accepted_per_position: list[int] = field(default_factory=list)
+    """The same by their places in drafts."""
+
+    def count_draft(self, num_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        per_position = self.accepted_per_position
+        per_position += [0] * (num_accepted - len(per_position))
+        for place in range(num_accepted):
+            per_position[place] += 1
 
 
 class Batcher:
@@ -119,6 +136,7 @@ class Batcher:
         self._queue = queue
         self._running = queue.running
         self._quarantine = quarantine
+        self.speculator: Speculator | None = None
         self._has_states = any(group.kind is KVKind.STATE for group in kv.groups)
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
@@ -127,10 +145,25 @@ class Batcher:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
+        if self.speculator is not None and self._is_held_back(self.speculator):
+            return None
         plan, gave_way = self._next_plan(in_turn=True)
         if plan is None and gave_way and not self.in_flight:
             plan, _ = self._next_plan(in_turn=False)
         return plan
+
+    def _is_held_back(self, speculator: Speculator) -> bool:
+        """True if the next step awaits the end of the one before, because drafts pay or are under way."""
+        room, num_tokens = (
+            self._draft_room(),
+            min(self._limits.max_num_batched_tokens, self._queue.num_pending_tokens),
+        )
+        if self.in_flight and self._limits.num_stages == 1:
+            return any(step.drafts for step in self.in_flight) or speculator.holds_back(
+                self._running, room, num_tokens
+            )
+        speculator.draft(self._running, room, num_tokens)
+        return False
 
     def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
         """The next step, if there is one, and whether slow grammars gave way, as they do `in_turn`."""
@@ -288,11 +321,15 @@ class Batcher:
 
         A state would have moved on behind drafts that are wrong.
         """
+        rows = self._draft_room() - plan.num_drafts
+        most = min(rows, plan.budget - len(self._running), self._most(request) - 1)
+        return request.take_drafts(most if plan.is_mixed and not self._has_states else 0)
+
+    def _draft_room(self) -> int:
+        """Drafts that a step may sample behind, besides the tokens of all that run or are in line."""
         num_running, most_seqs = len(self._running), self._limits.max_num_seqs
         num_coming = min(len(self._queue.waiting), most_seqs - num_running)
-        rows = most_sampled(most_seqs) - num_running - num_coming - plan.num_drafts
-        most = min(rows, plan.budget - num_running, self._most(request) - 1)
-        return request.take_drafts(most if plan.is_mixed and not self._has_states else 0)
+        return most_sampled(most_seqs) - num_running - num_coming
 
     def _most(self, request: Request) -> int:
         """The most tokens that the next step may compute of the request, where windows free blocks behind them.

@@ -165,6 +165,7 @@ class PlanBuilder:
     def add_drafts(self, request: Request, slot: int, drafts: list[int]) -> None:
         """Adds drafts of a request, all of whose tokens are in the plan."""
         request.num_scheduled_tokens += len(drafts)
+        request.is_drafted = True
         self.num_drafts += len(drafts)
         self.budget -= len(drafts)
         self.drafts[slot] = drafts

@@ -109,8 +109,10 @@ class Request:
     mask_turn: int = 0
     """Step before which a request with a slow grammar gives way to others."""
     drafts: list[int] = field(default_factory=list)
-    """Tokens that may follow all known ones, of a request that does not run ahead: as far as there is room, the
+    """Tokens that may follow all known ones, of a request without a pending sample: as far as there is room, the
     next step computes them too, and samples behind each (speculative decoding). They change no token."""
+    is_drafted: bool = False
+    """True while a step with drafts of the request is in flight: nobody knows where it goes on."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0
@@ -208,7 +210,9 @@ class Request:
     def num_schedulable_tokens(self) -> int:
         """Tokens that the next step may compute; 0 when the last sample that counts is pending."""
         expected = len(self.token_ids) + self.num_pending_samples
-        if self.num_pending_samples and (not self.runs_ahead or expected >= self.max_total_tokens):
+        if self.num_pending_samples and (
+            self.is_drafted or not self.runs_ahead or expected >= self.max_total_tokens
+        ):
             return 0
         return expected - self.num_scheduled_tokens
 
@@ -248,9 +252,20 @@ class Request:
     def take_drafts(self, most: int) -> list[int]:
         """The first drafts, `most` at most, if they may be sampled behind; there are none from now on."""
         drafts, self.drafts = self.drafts, []
-        if self.runs_ahead or self.num_pending_samples or self.constraint is not None:
+        if self.num_pending_samples:
             return []
-        return drafts[: max(0, min(most, self.max_total_tokens - self.num_tokens - 1))]
+        return self.allowed(
+            drafts[: max(0, min(most, self.max_total_tokens - self.num_tokens - 1))]
+        )
+
+    def allowed(self, drafts: list[int]) -> list[int]:
+        """The drafts to where they end the answer, or leave its grammar."""
+        if not self.end_token_ids.isdisjoint(drafts):
+            ends = (place for place, it in enumerate(drafts) if it in self.end_token_ids)
+            drafts = drafts[: next(ends)]
+        if self.constraint is None or not drafts:
+            return drafts
+        return drafts[: self.constraint.num_allowed(drafts, forces=self.may_force_tokens)]
 
     def expect(self, token_id: int) -> None:
         """The last token was forced: the next sample that is pending will be this token."""
@@ -267,11 +282,12 @@ class Request:
         self.num_overtaken += num_overtaken
         self.num_worker_tokens += num_more - num_overtaken
 
-    def held_back_tokens(self) -> list[int]:
-        """Tokens that the next sample avoids where the grammar has a choice: those that would end the answer."""
+    def held_back_tokens(self, num_drafts: int = 0) -> list[int]:
+        """Tokens that the next sample, or that behind so many drafts, avoids where the grammar has a choice: those
+        that would end the answer."""
         if self.constraint is None:
             return []
-        if self.num_output_tokens < self.work.sampling.min_tokens:
+        if self.num_output_tokens + num_drafts < self.work.sampling.min_tokens:
             return sorted(self.end_token_ids | self.constraint.eos_token_ids)
         return sorted(self.constraint.eos_token_ids) if self.work.sampling.ignore_eos else []
 
@@ -279,6 +295,7 @@ class Request:
         """The steps in flight are lost."""
         self.num_pending_samples = self.num_known_samples = self.num_masked = 0
         self.num_overtaken = 0
+        self.is_drafted = False
         self.known_tokens.clear()
 
     def slot_start(self, slot: int) -> SlotStart:

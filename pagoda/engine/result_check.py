@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import chain
 from operator import attrgetter
 
@@ -12,8 +12,14 @@ from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.messages.worker import StepResult, WorkerReady
 
 
-def result_fits(result: StepResult, requests: Mapping[int, Request], vocab_size: int) -> bool:
-    """True if the result can be of these requests, by slot. Costs a glance at each token."""
+def result_fits(
+    result: StepResult,
+    requests: Mapping[int, Request],
+    vocab_size: int,
+    drafted: Container[int] = (),
+) -> bool:
+    """True if the result can be of these requests, by slot, some of which have `drafted`. Costs a glance at each
+    token."""
     slots, token_ids = result.slots, result.token_ids
     if len(slots) != len(token_ids) or len(set(slots)) != len(slots):
         return False
@@ -23,7 +29,11 @@ def result_fits(result: StepResult, requests: Mapping[int, Request], vocab_size:
         return False
     return all(
         request.state is RequestState.FINISHED
-        or _extras_fit(result, slot, request, sampled, vocab_size)
+        or (
+            # A mask is for one token.
+            (request.constraint is None or len(sampled) == 1 or slot in drafted)
+            and _extras_fit(result, slot, request, sampled, vocab_size)
+        )
         for slot, sampled in zip(slots, token_ids, strict=True)
         if (request := requests[slot]).constraint is not None
         or request.work.sampling.logprobs is not None
@@ -43,8 +53,6 @@ def _extras_fit(
     result: StepResult, slot: int, request: Request, sampled: list[int], vocab_size: int
 ) -> bool:
     """True if what belongs to sampled tokens is there, and of as many tokens."""
-    if request.constraint is not None and len(sampled) > 1:  # a mask is for one
-        return False
     num_top = request.work.sampling.logprobs
     if num_top is None:
         return True

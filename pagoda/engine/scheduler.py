@@ -10,7 +10,7 @@ Every ending of a request goes through `finish`, and every change of its state t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -186,6 +186,8 @@ class Scheduler:
         del self.requests[request.request_id]
         self._settle(request)
         self.on_finished(request)
+        if self.batcher.speculator is not None:
+            self.batcher.speculator.finished(request)
         self.quarantine.on_finished(request)
         self.hooks.on_finished(request)
         self.batcher.in_flight_prefixes.leave(request)
@@ -212,11 +214,12 @@ class Scheduler:
         if not self.awaits(result):
             return f"a result got lost or came twice, as step {result.step} did not come in turn"
         scheduled = self.in_flight[0].scheduled
-        if not result_fits(result, {part.slot: part.request for part in scheduled}, vocab_size):
+        requests, drafts = {part.slot: part.request for part in scheduled}, self.in_flight[0].drafts
+        if not result_fits(result, requests, vocab_size, drafts):
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
         lacking = due.difference(result.slots, result.embeddings, result.errors)
-        if drafts := self.in_flight[0].drafts:
+        if drafts:
             for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
                 if slot in drafts and right != drafts[slot][: len(right)]:
                     return f"the result of step {result.step} leaves the drafts of slot {slot}"
@@ -233,12 +236,16 @@ class Scheduler:
             )
         step = self.in_flight.popleft()
         self.counters.num_steps += 1
+        if self.batcher.speculator is not None:
+            self.batcher.speculator.observe(step, result)
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples
             is_known = False
+            if slot in step.drafts:
+                request.is_drafted = False
             if samples and request.num_overtaken:
                 request.num_overtaken -= 1
                 samples = False
@@ -269,16 +276,22 @@ class Scheduler:
                 if is_known:
                     continue
                 num_more = len(sampled[slot]) - 1
-                if num_more and request.constraint is not None:
+                draft = step.drafts.get(slot)
+                if num_more and request.constraint is not None and draft is None:
                     raise RuntimeError(
                         f"Step {result.step} gave several tokens of slot {slot}, but a mask is for one."
                     )
                 request.overtake(num_more)
                 chunk = self.append(request, sampled[slot], logprobs.get(slot))
                 self.counters.num_generated_tokens += len(chunk.token_ids)
-                if slot in step.drafts and is_current and chunk.finish_reason is None:
-                    request.num_scheduled_tokens -= len(step.drafts[slot]) - num_more
-                    self._confirm(request, num_more)
+                if draft is not None:
+                    self.counters.count_draft(len(draft), num_more)
+                    chunk = msgspec.structs.replace(
+                        chunk, num_drafted=len(draft), num_accepted=num_more
+                    )
+                    if is_current and chunk.finish_reason is None:
+                        request.num_scheduled_tokens -= len(draft) - num_more
+                        self._confirm(request, num_more)
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
                 chunks.append(chunk)
@@ -389,9 +402,10 @@ class Scheduler:
         chunks: list[TokenChunk] = []
         unmasked = self.batcher.unmasked
         while unmasked:
+            step = unmasked[0]
             parts = [
                 (part.slot, part.request)
-                for part in unmasked[0].scheduled
+                for part in step.scheduled
                 if part.samples and part.request.constraint is not None
             ]
             # Of a request, all samples before this one must be known.
@@ -400,11 +414,13 @@ class Scheduler:
             message = TokenMasks(unmasked.popleft().step)
             for slot, request in parts:
                 if request.state is not RequestState.FINISHED:
-                    chunks += self._mask(request, slot, message)
+                    chunks += self._mask(request, slot, message, step.drafts.get(slot, ()))
             messages.append(message)
         return messages, chunks
 
-    def _mask(self, request: Request, slot: int, message: TokenMasks) -> list[TokenChunk]:
+    def _mask(
+        self, request: Request, slot: int, message: TokenMasks, draft: Sequence[int]
+    ) -> list[TokenChunk]:
         if request.known_tokens:
             message.tokens[slot] = request.known_tokens.popleft()
             return []
@@ -419,6 +435,9 @@ class Scheduler:
         if mask is None:
             return [self.fail(request, _TOO_COMPLEX, blames_request=True)]
         message.masks[slot] = mask
+        if draft:
+            held_back = [request.held_back_tokens(count) for count in range(1, len(draft) + 1)]
+            message.draft_masks[slot] = constraint.masks_behind(draft, held_back)
         return []
 
     # ---- when the worker is lost

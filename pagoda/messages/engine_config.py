@@ -8,6 +8,7 @@ import msgspec
 from pagoda.faults.injector import FaultPlan
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
+from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import TierPlace
 from pagoda.messages.worker_config import CurveKeys, KVTierConfig, Role, WorkerConfig
@@ -73,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     from the KV cache (`pagoda.engine.assembly.QueueLimits`)."""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     enable_prefix_caching: bool = True
+    speculation: SpeculativeConfig = OFF
     kv_events: str | None = None
     """`tcp://HOST:PORT` where events of cached blocks are published (`pagoda.kv.publishing`)."""
     kv_tiers: KVTiersConfig | None = None

@@ -148,6 +148,8 @@ class GenerateRequest(
     """Leading prompt tokens whose log-probabilities (`sampling.prompt_logprobs`) the sender has already."""
     body: str = ""
     """Id that all requests of one body of a client share, and no other; empty for a request of its own."""
+    speculates: bool = True
+    """False if no drafts are wanted. Has no effect on the answer."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -307,6 +309,10 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     token."""
     timed_out: bool = False
     """True if the error is that the request's deadline has passed."""
+    num_drafted: Count = 0
+    """Drafts of the step that gave the tokens (speculative decoding)."""
+    num_accepted: Count = 0
+    """Leading drafts of these that were right."""
 
     @property
     def is_news(self) -> bool:

@@ -181,6 +181,40 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         Count,
         counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",)),
     ] = 0
+    num_drafts: Annotated[
+        Count,
+        counter(
+            "spec_decode_num_drafts_total",
+            "Drafts that steps computed, of one request in one step each.",
+            vllm=("spec_decode_num_drafts_total",),
+        ),
+    ] = 0
+    num_draft_tokens: Annotated[
+        Count,
+        counter(
+            "spec_decode_num_draft_tokens_total",
+            "Tokens of these drafts.",
+            vllm=("spec_decode_num_draft_tokens_total",),
+        ),
+    ] = 0
+    num_accepted_tokens: Annotated[
+        Count,
+        counter(
+            "spec_decode_num_accepted_tokens_total",
+            "Tokens of these drafts that were right.",
+            vllm=("spec_decode_num_accepted_tokens_total",),
+        ),
+    ] = 0
+    accepted_per_position: Annotated[
+        list[Count],
+        Meta(max_length=MAX_ITEMS),
+        counter(
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "Tokens of drafts that were right, by their places in drafts.",
+            vllm=("spec_decode_num_accepted_tokens_per_pos_total",),
+            label="position",
+        ),
+    ] = []
     num_preemptions: Annotated[
         Count,
         counter(

@@ -205,7 +205,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """(slot, token ids) that a grammar has appended to what was sampled, for all stages; applied behind
     `new_tokens`."""
     drafts: list[tuple[int, list[int]]] = []
-    """(slot, token ids) that may follow all tokens of a slot without a mask; the last of its `num_tokens`."""
+    """(slot, token ids) that may follow all tokens of a slot; the last of its `num_tokens`."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
 
@@ -221,6 +221,8 @@ class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
     """Masks by slot, as `SamplingRules.allowed` in little-endian bytes. They say all that `min_tokens` does."""
     tokens: dict[int, int] = {}
     """Tokens by slot that are certain and need no sampling."""
+    draft_masks: dict[int, list[bytes]] = {}
+    """Masks by slot for the tokens behind each of its drafts. Behind drafts that lack one nothing is sampled."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):

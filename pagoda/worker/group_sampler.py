@@ -25,7 +25,7 @@ from pagoda.model.decoder import Decoder
 from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.pending_sample import PendingSample
-from pagoda.worker.sampler import Sampled, Sampler, argmax_tokens, merged
+from pagoda.worker.sampler import NOTHING_ALLOWED, Sampled, Sampler, argmax_tokens, merged
 from pagoda.worker.step_rows import Draft
 
 BROKE_A_STEP = "this request broke a step; the server's log says why"
@@ -36,6 +36,8 @@ T = TypeVar("T")
 _MODES = msgspec.msgpack.Decoder(tuple[Rows, Rows])
 _DRAWN = msgspec.msgpack.Decoder(tuple[dict[int, int], dict[int, str]])
 """Made once: to look into the types takes longer than to decode."""
+
+_NO_MASKS = TokenMasks(-1)
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,14 @@ class GroupSampler:
         self._step = -1
         self._masked: frozenset[int] = frozenset()
         """Slots that sample with masks which are not here yet."""
+        self._masked_slots: frozenset[int] = frozenset()
+        """Slots of this step that sample with masks."""
+        self._masked_drafts: dict[int, Draft] = {}
+        """Drafts of slots that sample with masks, as far as they were asked for."""
+        self._masks = _NO_MASKS
+        """Masks of this step that are here."""
+        self._unmasked_rows: set[int] = set()
+        """Rows behind drafts for which there is no mask."""
         self._certain: dict[int, int] = {}
         """Tokens of this step that grammars force, by slot."""
         self._errors: dict[int, str] = {}
@@ -81,15 +91,22 @@ class GroupSampler:
     def begin(self, plan: StepPlan) -> None:
         """Begins a step, whose `masked_slots` sample with masks. Only the first rank is sent these."""
         self._certain.clear()
-        self._masked = frozenset(plan.masked_slots) if self._leads else frozenset()
+        self._masked_drafts.clear()
+        self._unmasked_rows.clear()
+        self._masks = _NO_MASKS
+        self._masked_slots = self._masked = (
+            frozenset(plan.masked_slots) if self._leads else frozenset()
+        )
         self._step = plan.step
 
     def _known(self, rows: Rows) -> tuple[list[Sampled], Rows]:
         """Results that need no logits, and the other rows."""
-        if self._masked.isdisjoint(rows) and not self._errors and not self._certain:
+        has_known = self._errors or self._certain or self._unmasked_rows
+        if self._masked.isdisjoint(rows) and not has_known:
             return [], rows
         errors = {slot: self._errors[slot] for slot in rows if slot in self._errors}
         certain = self._take_masks(rows)
+        errors |= dict.fromkeys(self._unmasked_rows.intersection(rows), NOTHING_ALLOWED)
         known = errors.keys() | certain.keys()
         unknown = {slot: row for slot, row in rows.items() if slot not in known}
         return [Sampled(errors=errors), Sampled(certain)], unknown
@@ -102,6 +119,9 @@ class GroupSampler:
         if not self._masked.isdisjoint(rows):
             masks, self._masked = self._await_masks(self._step), frozenset()
             self._sampler.take_masks(masks.masks)
+            self._masks = masks
+            for slot, draft in self._masked_drafts.items():
+                self._mask_draft(slot, draft)
             self._certain.update(masks.tokens)
         return {slot: self._certain[slot] for slot in rows if slot in self._certain}
 
@@ -161,7 +181,16 @@ class GroupSampler:
                 self._certain.update(dict.fromkeys(draft.table_rows, 0))  # nobody looks at them
             elif self._leads:
                 self._sampler.foresee(slot, draft)
+                if slot in self._masked_slots:
+                    self._masked_drafts[slot] = draft
+                    if not self._masked:  # the masks are here
+                        self._mask_draft(slot, draft)
         return spread
+
+    def _mask_draft(self, slot: int, draft: Draft) -> None:
+        masks = self._masks.draft_masks.get(slot, [])
+        self._sampler.mask_draft(slot, draft, masks)
+        self._unmasked_rows.update(draft.table_rows[len(masks) :])
 
     def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> PendingSample:
         """The next token of each slot from its row of hidden states [n, hidden].

@@ -149,6 +149,12 @@ class Sampler:
             _sort(table_row, self._with_logits, belongs=state.row_needs_logits(row))
             _sort(table_row, self._reporting, belongs=slot in self._reporting)
 
+    def mask_draft(self, slot: int, draft: Draft, masks: Sequence[bytes]) -> None:
+        """Holds what is sampled behind the first of a slot's drafts to masks."""
+        for table_row, mask in zip(draft.table_rows, masks, strict=False):
+            self._states[slot].mask_row(table_row, mask)
+            self._with_logits.add(table_row)
+
     def sample(self, logits: Tensor, slots: list[int]) -> Sampled:
         """The next token of each slot from logits [slots, vocab] float32, which are used up.
 

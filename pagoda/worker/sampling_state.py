@@ -99,9 +99,13 @@ class SamplingState:
     def take_mask(self, mask: bytes) -> None:
         """Takes the mask of the next token, which also says what `min_tokens` does.
         Raises ValueError: it is of another vocabulary."""
-        self._table.allow_bytes(self._slot, mask, self._rules.allowed)
-        self._table.hold_back_stops(self._slot, held=False)
+        self.mask_row(self._slot, mask)
         self._is_masked = True
+
+    def mask_row(self, row: int, mask: bytes) -> None:
+        """The same for a row of the table."""
+        self._table.allow_bytes(row, mask, self._rules.allowed)
+        self._table.hold_back_stops(row, held=False)
 
     def append(self, token_id: int) -> None:
         """Takes a token that was said, once the table counts it."""

@@ -26,7 +26,7 @@ class DraftingMachine(SchedulerMachine):
 
     def turn(self) -> None:
         for request in self.scheduler.running:
-            if request.num_pending_samples or request.constraint is not None:
+            if request.num_pending_samples:
                 request.drafts = [1, 2]  # of no use, and harmless
                 continue
             request.runs_ahead = False
@@ -43,7 +43,6 @@ class DraftingMachine(SchedulerMachine):
         assert len(plan.slots) + num_drafts <= most_sampled(self.scheduler.limits.max_num_seqs)
         if any(group.kind is KVKind.STATE for group in self.scheduler.kv.groups):
             assert not plan.drafts
-        assert {slot for slot, _ in plan.drafts}.isdisjoint(plan.masked_slots)
 
     @invariant()
     def tokens_are_counted(self) -> None:

@@ -12,10 +12,12 @@ from typing import Any, cast
 
 import msgspec
 from thread_group import ThreadGroup
+from drafters import AlwaysPays, FunctionDrafter
 from tiny_models import continuation
 from transformers import PreTrainedModel
 
 from pagoda.engine.core import EngineCore
+from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.request import Request
 from pagoda.engine.structured_output.grammars import Grammars
 from pagoda.engine.structured_output.vocabulary import TokenTexts
@@ -171,17 +173,10 @@ class InProcessEngine:
         self._core.step()
 
     def draft_with(self, drafter: Callable[[Request], list[int]]) -> None:
-        """Asks before each plan what may follow the tokens of requests; all of these are awaited."""
+        """Asks before each plan what may follow the tokens of requests; all of it is computed."""
         scheduler = self._core.scheduler
         assert scheduler is not None
-        schedule, running = scheduler.schedule, scheduler.running
-
-        def schedule_drafts() -> StepPlan | None:
-            for request in running:
-                request.runs_ahead, request.drafts = False, drafter(request)
-            return schedule()
-
-        scheduler.schedule = schedule_drafts
+        scheduler.batcher.speculator = Speculator(FunctionDrafter(drafter), 8, AlwaysPays())
 
     def answer(self, requests: list[GenerateRequest]) -> list[list[int]]:
         """The output tokens of requests that arrive together.

@@ -24,6 +24,8 @@ TOKEN_LIMIT_S = 0.01
 """Processor time on the engine's loop that one token of an answer may take."""
 MAX_REPLAYED_TOKENS = 8192
 """Tokens of an answer that are followed again on the engine's loop, at some microseconds each."""
+DRAFT_LIMIT_S = 0.002
+"""Time on the engine's loop that looking at one draft may take."""
 _SUSPECT_S = TOKEN_LIMIT_S / 20
 """Seconds of a token from which on a grammar is watched: the clock of processor time is a system call, which takes
 longer than most tokens."""
@@ -202,13 +204,36 @@ class Constraint:
         bits = self._in_room(lambda: self._matcher.compute_bitmask())
         if self._clock.is_over_limit or self._matcher.is_error():
             return None
-        mask = self._vocabulary.fitted(bits)
-        if not held_back:
-            return mask
-        rest = bytearray(mask)
-        for token_id in held_back:
-            rest[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
-        return mask if rest.count(0) == len(rest) else bytes(rest)
+        return _without(self._vocabulary.fitted(bits), held_back)
+
+    def num_allowed(self, draft: Sequence[int], *, forces: bool) -> int:
+        """How many leading tokens of a draft the grammar allows without ending the answer; with `forces`, those in
+        front of the first behind which a token is certain, which is then appended without being sampled.
+
+        Looks no further once that has taken `DRAFT_LIMIT_S`.
+        """
+        matcher, began = self._matcher.deep_copy(), time.perf_counter()
+        for count, token_id in enumerate(draft):
+            if token_id in self.eos_token_ids or not matcher.consume_token(token_id):
+                return count
+            if forces and (matcher.is_stopped() or matcher.compute_ff_tokens()):
+                return count
+            if time.perf_counter() - began > DRAFT_LIMIT_S:
+                return count + 1
+        return len(draft)
+
+    def masks_behind(self, draft: Sequence[int], held_back: Sequence[Sequence[int]]) -> list[bytes]:
+        """Masks as of `mask` behind each token of a draft that is allowed, with tokens that each leaves out; fewer
+        where the grammar takes too much work."""
+        matcher, masks = self._matcher.deep_copy(), list[bytes]()
+        for token_id, without in zip(draft, held_back, strict=True):
+            if not matcher.consume_token(token_id):
+                break
+            bits = matcher.compute_bitmask()
+            if matcher.is_error():
+                break
+            masks.append(_without(self._vocabulary.fitted(bits), without))
+        return masks
 
     def _has_found_room(self) -> bool:
         """True if the place ran out of lexer states, and is where it was with another table of them: that of later
@@ -232,3 +257,13 @@ class Constraint:
                 break
             result = self._clock.timed(work)
         return result
+
+
+def _without(mask: bytes, held_back: Sequence[int]) -> bytes:
+    """The mask less some tokens, unless nothing else may come."""
+    if not held_back:
+        return mask
+    rest = bytearray(mask)
+    for token_id in held_back:
+        rest[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
+    return mask if rest.count(0) == len(rest) else bytes(rest)

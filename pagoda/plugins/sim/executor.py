@@ -383,7 +383,10 @@ class SimWorker:
                 if slot.sampling.max_tokens == 0:
                     continue
                 vocab_size, certain = self._config.vocab_size, masks.tokens.get(slot_id)
-                said = slot.say(vocab_size, masks.masks.get(slot_id), certain)
+                wanted = [masks.masks.get(slot_id), *masks.draft_masks.get(slot_id, [])]
+                if slot_id not in plan.masked_slots:
+                    wanted += [None] * len(slot.draft)
+                said = slot.say(vocab_size, wanted, certain)
                 sampled.append(slot_id)
                 token_ids.append(said)
                 if (num_top := slot.sampling.logprobs) is not None:
@@ -574,12 +577,13 @@ class _SimSlot:
         self.draft = draft
         self.token_ids += draft
 
-    def say(self, vocab_size: int, mask: bytes | None, certain: int | None) -> list[int]:
-        """Appends the next token in place of the drafts, and further ones as long as these are right."""
+    def say(self, vocab_size: int, masks: Sequence[bytes | None], certain: int | None) -> list[int]:
+        """Appends the next token in place of the drafts, and further ones as long as these are right and there are
+        masks."""
         draft, self.draft = self.draft, []
         begin = len(self.token_ids) - len(draft)
         del self.token_ids[begin:]
-        for guess in [*draft, None]:
+        for guess, mask in zip([*draft, None], masks, strict=False):
             self.token_ids.append(self.choose(vocab_size, mask) if certain is None else certain)
             if self.token_ids[-1] != guess:
                 break

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What proposes drafts, and what a proposal is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from pagoda.engine.request import Request
+
+
+class Proposal(NamedTuple):
+    """Tokens that may follow all that are known of a request."""
+
+    token_ids: list[int]
+    length: int
+    """Tokens of the match that the first draft comes from; every further draft is one behind a longer match."""
+    shares: list[float]
+    """For each draft, the share of such matches that go on with it."""
+
+
+NOTHING = Proposal([], 0, [])
+
+
+class Drafter(Protocol):
+    """Proposes drafts. Its work for a step is bounded, however many requests there are."""
+
+    def begin_step(self, requests: Sequence[Request]) -> None:
+        """The step to come may ask for these, some of whose prompts are not computed yet."""
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        """At most so many tokens behind those that are known of a request."""
+
+    def finished(self, request: Request) -> None:
+        """The request has ended."""
