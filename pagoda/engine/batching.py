@@ -137,6 +137,8 @@ class Batcher:
         self._running = queue.running
         self._quarantine = quarantine
         self.speculator: Speculator | None = None
+        self._ahead = 0
+        """Drafts that the worker is to propose behind the next step, at most."""
         self._has_states = any(group.kind is KVKind.STATE for group in kv.groups)
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
@@ -159,10 +161,13 @@ class Batcher:
             min(self._limits.max_num_batched_tokens, self._queue.num_pending_tokens),
         )
         if self.in_flight and self._limits.num_stages == 1:
-            return any(step.drafts for step in self.in_flight) or speculator.holds_back(
-                self._running, room, num_tokens
-            )
-        speculator.draft(self._running, room, num_tokens)
+            if any(step.drafts or step.wanted_drafts for step in self.in_flight):
+                return True
+            if speculator.holds_back(self._running, room, num_tokens):
+                return True
+        else:
+            speculator.draft(self._running, room, num_tokens)
+        self._ahead = speculator.num_ahead(self._running, room, num_tokens)
         return False
 
     def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
@@ -182,8 +187,12 @@ class Batcher:
                 self._slow_masks_s = turns.slow_masks_s
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
+                if self._ahead and self.speculator is not None:
+                    plan.wanted_drafts = self.speculator.wanted(plan.scheduled, self._ahead)
                 self.next_step += 1
-                step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes, plan.drafts)
+                step = InFlightStep(
+                    plan.step, plan.scheduled, plan.has_decodes, plan.drafts, plan.wanted_drafts
+                )
                 self.in_flight.append(step)
                 self._precedence.count_overtaking(plan)
                 if plan.masked_slots:
@@ -289,9 +298,11 @@ class Batcher:
         num_tokens = request.num_scheduled_tokens + count
         drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
         num_wanted = num_tokens + len(drafts) if drafts else num_tokens
+        if self._ahead and available == 1:
+            num_wanted = min(num_wanted + self._ahead, max(num_wanted, request.max_total_tokens))
         if not self._kv.has_room_for(request.table, num_wanted):
             new_blocks = self._kv.grow(request.table, num_wanted)
-            if new_blocks is None and drafts:  # for which nobody makes way
+            if new_blocks is None and num_wanted > num_tokens:  # nobody makes way for drafts
                 drafts, new_blocks = [], self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
                 if not self.candidates.hooks.make_room():

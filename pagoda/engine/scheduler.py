@@ -215,7 +215,8 @@ class Scheduler:
             return f"a result got lost or came twice, as step {result.step} did not come in turn"
         scheduled = self.in_flight[0].scheduled
         requests, drafts = {part.slot: part.request for part in scheduled}, self.in_flight[0].drafts
-        if not result_fits(result, requests, vocab_size, drafts):
+        wanted = self.in_flight[0].wanted_drafts
+        if not result_fits(result, requests, vocab_size, drafts, wanted):
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
         lacking = due.difference(result.slots, result.embeddings, result.errors)
@@ -292,6 +293,8 @@ class Scheduler:
                     if is_current and chunk.finish_reason is None:
                         request.num_scheduled_tokens -= len(draft) - num_more
                         self._confirm(request, num_more)
+                if slot in result.drafts and self.batcher.speculator is not None:
+                    self.batcher.speculator.take(request, result.drafts[slot])
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
                 chunks.append(chunk)

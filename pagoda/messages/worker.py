@@ -206,6 +206,9 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     `new_tokens`."""
     drafts: list[tuple[int, list[int]]] = []
     """(slot, token ids) that may follow all tokens of a slot; the last of its `num_tokens`."""
+    wanted_drafts: list[tuple[int, int]] = []
+    """(slot, most) of slots that sample, for which the worker's drafter proposes so many tokens at most behind what
+    the step samples. The slot is in no other plan until the engine knows them."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
 
@@ -235,6 +238,10 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens of each of `slots`, at least one; they follow one another."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Parallel to the slot's `token_ids`, of slots that report them."""
+    drafts: dict[int, Annotated[list[TokenId], msgspec.Meta(max_length=MAX_ITEMS)]] = {}
+    """Tokens that may follow those of `token_ids`, by slots of `wanted_drafts`."""
+    draft_time_s: Seconds = 0.0
+    """Seconds of the drafter, which are not in `step_time_s`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     embeddings: dict[int, bytes] = {}
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""

@@ -7,6 +7,7 @@ from pagoda.engine.drafting.matching import MatchingDrafter, MatchRules
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.drafting.token_index import MAX_MATCH
+from pagoda.engine.drafting.worker_drafts import WorkerDrafts
 from pagoda.messages.speculation import SpeculativeConfig
 
 _DEFAULT_LOOKUP = 5
@@ -15,6 +16,9 @@ _DEFAULT_LOOKUP = 5
 
 def build_speculator(config: SpeculativeConfig) -> Speculator | None:
     """None if there is nothing that drafts."""
+    if config.drafter is not None:
+        found = WorkerDrafts()
+        return Speculator(found, config.num_speculative_tokens, StepCosts(), found)
     if config.method not in ("auto", "suffix", "ngram"):
         return None
     rules = _ngram_rules(config) if config.method == "ngram" else _suffix_rules(config)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pagoda.engine.drafting.acceptance import MatchRates, OwnRate
 from pagoda.engine.drafting.drafter import NOTHING, Drafter, Proposal
 from pagoda.engine.drafting.step_costs import StepCosts
+from pagoda.engine.drafting.worker_drafts import MATCH, WorkerDrafts
 from pagoda.engine.grammar_turns import SLOW_MASK_S
-from pagoda.engine.plans import InFlightStep
-from pagoda.engine.request import Request
+from pagoda.engine.plans import InFlightStep, Scheduled
+from pagoda.engine.request import Request, RequestState
 from pagoda.messages.worker import StepResult
 
 MAX_ASKED = 64
@@ -40,10 +41,18 @@ class _Course:
 class Speculator:
     """Sets `Request.drafts` before plans are made, and learns from what became of them."""
 
-    def __init__(self, drafter: Drafter, most: int, costs: StepCosts) -> None:
-        """`most` drafts of a request in a step."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        costs: StepCosts,
+        worker_drafts: WorkerDrafts | None = None,
+    ) -> None:
+        """`most` drafts of a request in a step. `worker_drafts` is the drafter, where it gives what the worker
+        proposes."""
         self.costs = costs
         self._drafter = drafter
+        self._worker_drafts = worker_drafts
         self._most = most
         self._rates = MatchRates()
         self._courses: dict[Request, _Course] = {}
@@ -91,6 +100,38 @@ class Speculator:
         self.costs.observe(num_tokens, result.step_time_s)
         if step.drafts:
             self.costs.observe_gap(result.idle_time_s)
+        if step.wanted_drafts and self._worker_drafts is not None:
+            self._worker_drafts.observe(max(step.wanted_drafts.values()), result.draft_time_s)
+
+    def num_ahead(self, running: Sequence[Request], room: int, num_tokens: int) -> int:
+        """How many drafts of each request the worker is to propose behind the next step; the arguments are as for
+        `draft`."""
+        found = self._worker_drafts
+        asked = [] if found is None else [it for it in running if it.message.speculates]
+        if found is None or not asked:
+            return 0
+        rate = self._rates.rate(MATCH)
+        chances = [self._course(request).own.chance(rate) for request in asked]
+        most = min(self._most, room // len(asked))
+        return found.num_ahead(chances, most, max(num_tokens, len(asked)), self.costs)
+
+    def wanted(self, scheduled: Sequence[Scheduled], ahead: int) -> dict[int, int]:
+        """Drafts that the worker is to propose behind a step, by slot; `ahead` of each request at most."""
+        wanted: dict[int, int] = {}
+        for part in scheduled:
+            request = part.request
+            if part.samples and request.generates and _is_willing(request):
+                # Behind the token that is sampled, and in front of the last one.
+                left = request.max_total_tokens - request.num_tokens - 1
+                count = min(ahead, left - request.num_pending_samples)
+                if count > 0:
+                    wanted[part.slot] = count
+        return wanted
+
+    def take(self, request: Request, token_ids: list[int]) -> None:
+        """The worker has proposed these behind all that is known of the request."""
+        if self._worker_drafts is not None and request.state is not RequestState.FINISHED:
+            self._worker_drafts.take(request, token_ids)
 
     def finished(self, request: Request) -> None:
         self._courses.pop(request, None)
@@ -112,9 +153,7 @@ class Speculator:
     def _chances(self, request: Request, num_unknown: int) -> list[float]:
         """For each draft behind `num_unknown` tokens that the step under way gives, the probability that it is
         right, with all before it."""
-        course = self._courses.get(request)
-        if course is None:
-            course = self._courses[request] = _Course()
+        course = self._course(request)
         self._judge(request, course)
         wanted = num_unknown + self._most
         num_left = len(course.proposal.token_ids) - course.num_judged
@@ -130,6 +169,12 @@ class Speculator:
                 break
             chances.append(chance)
         return chances[num_unknown:]
+
+    def _course(self, request: Request) -> _Course:
+        course = self._courses.get(request)
+        if course is None:
+            course = self._courses[request] = _Course()
+        return course
 
     def _expected(self, proposal: Proposal, place: int) -> float:
         """The probability that a draft of any request is right, if all before it are."""
@@ -152,6 +197,11 @@ class Speculator:
 
 def _may_draft(request: Request) -> bool:
     """False of requests whose next step computes more than their last token, and of slow grammars."""
-    if request.num_scheduled_tokens < request.num_tokens - 1:
+    return request.num_scheduled_tokens >= request.num_tokens - 1 and _is_willing(request)
+
+
+def _is_willing(request: Request) -> bool:
+    """False of requests that want no drafts, and of slow grammars."""
+    if not request.message.speculates:
         return False
     return request.constraint is None or request.constraint.cost_s <= SLOW_MASK_S

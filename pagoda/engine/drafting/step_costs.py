@@ -109,6 +109,27 @@ class StepCosts:
                 best, best_rate = count, rate
         return best
 
+    def best_ahead(
+        self, num_tokens: int, chances: Sequence[float], most: int, pass_s: float
+    ) -> int:
+        """How many drafts of each request, at most `most`, are best proposed by a model that takes `pass_s` for one
+        of each.
+
+        Each draft of a request is right with the request's one of `chances`, if all before it are.
+        """
+        plain, count = self.seconds(num_tokens), len(chances)
+        if plain <= 0.0 or pass_s <= 0.0:
+            return 0
+        best, best_rate, expected = 0, LEAST_GAIN * count / plain, float(count)
+        all_right = [1.0] * count
+        for ahead in range(1, most + 1):
+            all_right = [one * chance for one, chance in zip(all_right, chances, strict=True)]
+            expected += sum(all_right)
+            seconds = self.seconds(num_tokens + ahead * count) + self._gap_s + ahead * pass_s
+            if expected / seconds > best_rate:
+                best, best_rate = ahead, expected / seconds
+        return best
+
 
 def _size_class(num_tokens: int) -> int:
     """Numbers to 16 each by themselves, then eighths of powers of two; classes rise with the numbers."""

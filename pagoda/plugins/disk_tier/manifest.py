@@ -8,7 +8,7 @@ from pathlib import Path
 from pagoda.backend.kv_store import KVStore, layout_of
 from pagoda.plugins.disk_tier.objects import Manifest
 from pagoda.worker.kv.manifest import agreed_groups, model_digest, quantization_name
-from pagoda.worker.loading import WorkerMemoryPlan
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def make_manifest(plan: WorkerMemoryPlan, store: KVStore, arithmetic: str) -> Manifest:

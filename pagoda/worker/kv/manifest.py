@@ -10,7 +10,7 @@ import msgspec
 from pagoda.backend.kv_store import KVStore
 from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.messages.kv_groups import KVGroup
-from pagoda.worker.loading import WorkerMemoryPlan
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def kv_digest(plan: WorkerMemoryPlan, store: KVStore) -> str:
