@@ -207,8 +207,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     drafts: list[tuple[int, list[int]]] = []
     """(slot, token ids) that may follow all tokens of a slot; the last of its `num_tokens`."""
     wanted_drafts: list[tuple[int, int]] = []
-    """(slot, most) of slots that sample, for which the worker's drafter proposes so many tokens at most behind what
-    the step samples. The slot is in no other plan until the engine knows them."""
+    """(slot, most) of slots that sample, for which the worker's drafter proposes so many tokens at most behind
+    what the step samples. The slot is in no other plan until the engine knows them."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
 

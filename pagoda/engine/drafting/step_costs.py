@@ -112,8 +112,8 @@ class StepCosts:
     def best_ahead(
         self, num_tokens: int, chances: Sequence[float], most: int, pass_s: float
     ) -> int:
-        """How many drafts of each request, at most `most`, are best proposed by a model that takes `pass_s` for one
-        of each.
+        """How many drafts of each request, at most `most`, are best proposed by a model that takes `pass_s` for
+        one of each.
 
         Each draft of a request is right with the request's one of `chances`, if all before it are.
         """

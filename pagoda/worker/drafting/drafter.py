@@ -131,7 +131,7 @@ class Drafter:
         return range(self._computed[text.slot], max(end, self._computed[text.slot]))
 
     def _count(self, text: SlotText, room: Sequence[int], wanted: Mapping[int, int]) -> int:
-        """Drafts that are sought of a slot: the last one is not computed, all others have a place in its blocks."""
+        """Drafts that are sought of a slot: all but the last one are computed, and need a place."""
         places = min(room[text.place], self._limits.max_len)
         return max(0, min(wanted.get(text.slot, 0), places - text.num_known + 1))
 
