@@ -56,6 +56,8 @@ class ApiConfig:
     """Certificates by which other servers are asked; None asks them by plain HTTP."""
     always_usage: bool = False
     """Events of streams have their usage so far if the client has no `stream_options`, and streams end with it."""
+    tells_drafts: bool = False
+    """Answers tell what became of their drafts."""
     tokens_as_ids: bool = False
     """Tokens of log-probabilities are written as `token_id:7` unless the client says otherwise."""
     vllm_metrics: bool = False

@@ -7,6 +7,7 @@ A command's module is imported when the command is called or asked for its help,
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -161,7 +162,11 @@ def read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     for key in values:
         if _spelling(key) not in names - {_spelling(_FLAG)}:
             raise ConfigError(f"{path}: {key} is not a flag of 'pagoda {' '.join(commands)}'.")
-    given = {key: value for key, value in values.items() if value is not None}
+    given = {
+        key: json.dumps(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
     source = Dict(given, source=str(path), use_commands_as_keys=False)
     source(app, commands, arguments)
 

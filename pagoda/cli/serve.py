@@ -130,6 +130,8 @@ class ServerOptions:
     """End every stream with its usage, and give it in each event where there are no stream_options."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
+    per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
+    """Tell what became of drafts in each answer, as metrics.speculative_decoding; in streams where their usage is."""
     vllm_metrics: bool = False
     """Give figures under vLLM's names at /metrics too, for what reads them there."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = _RESPONSE_STORE
@@ -196,6 +198,7 @@ class ServerOptions:
             ignored_names=IgnoredNames(takes_unknown=self.unknown_fields == "warn"),
             client_tls=None if tls is None else client_context(tls_files(self)),
             always_usage=self.enable_force_include_usage,
+            tells_drafts=self.per_request_spec_decode_metrics == "summary",
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
             response_store_bytes=_memory_of("--response-store-bytes", self.response_store_bytes),

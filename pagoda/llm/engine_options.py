@@ -31,6 +31,7 @@ from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.plugin import KVTierPlugin, tier_plugins
 from pagoda.kv.publishing import find_publisher
 from pagoda.llm.option_fields import checked, flag_of, given_fields, require, shared
+from pagoda.llm.speculation import read_speculative_config, speculation_of
 from pagoda.messages.engine_config import (
     EngineConfig,
     HandoffConfig,
@@ -124,6 +125,9 @@ class _NearOptions:
     """The share of free memory that the KV cache may take when nothing else is said."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
+    speculative_config: Annotated[str | None, Parameter(metavar="JSON", show_default=False)] = None
+    """Draft tokens, so that a step says several, such as '{"method": "ngram"}'; no answer depends on it. Methods are
+    auto, suffix, ngram and off, keys are vLLM's; the default is auto."""
     kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
     """Publish which blocks the KV cache gains and loses at tcp://HOST:PORT, for vLLM's subscribers; replays at the
     next port."""
@@ -200,8 +204,10 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             )
         if options.kv_events is not None:
             find_publisher().check(options.kv_events, 1)
+        speculation = read_speculative_config(options.speculative_config)
         return EngineConfig(
             **shared(options, EngineConfig),
+            speculation=speculation_of(speculation, model, options.load_format),
             worker=WorkerConfig(**worker),
             kv_tiers=tiers if tiers.host_bytes or tiers.further else None,
             handoff=None if handoff is None else handoff.engine,
@@ -402,6 +408,7 @@ class ExecutorOptions:
             raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
         checked(self)
         checked(engine)
+        read_speculative_config(engine.speculative_config)
         if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
             engine.check_calibrates_alone("several devices or replicas")
         for name in (*given_fields(engine), *given_fields(parallel)):

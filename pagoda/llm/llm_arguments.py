@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
@@ -76,7 +77,11 @@ def _known_names() -> dict[str, str]:
 
 def _made(options: type[T], given: Mapping[str, Any]) -> T:
     names = get_type_hints(options)
-    return options(**{name: value for name, value in given.items() if name in names})
+    values = {name: value for name, value in given.items() if name in names}
+    for name, value in values.items():
+        if isinstance(value, Mapping):  # of a flag that takes JSON
+            values[name] = json.dumps(value)
+    return options(**values)
 
 
 def _check_neutral(name: str, value: object, model: str | None) -> None:

@@ -20,6 +20,7 @@ from pagoda.errors import (
     refuse,
 )
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.telemetry.speculation import SpeculationCounts
 
 REFUSED = "refused"
 """The finish reason of an answer that no engine accepted."""
@@ -88,6 +89,7 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     ended_ns: int | None = None
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    speculation: SpeculationCounts = msgspec.field(default_factory=SpeculationCounts)
     finish_reason: str = ""
     """`stop`, `length`, `abort`, `error`, `timeout` or `refused`; empty while the answer runs."""
     error: str = ""
@@ -282,6 +284,8 @@ class RequestTracker:
         if not chunk.token_ids and chunk.finish_reason is None:
             return
         record.num_cached_tokens = chunk.num_cached_tokens
+        if chunk.num_drafted:
+            record.speculation.count(chunk.num_drafted, chunk.num_accepted)
         if num_tokens:
             self.add_tokens(record, num_tokens, chunk.received_ns)
 

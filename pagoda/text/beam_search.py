@@ -191,6 +191,7 @@ async def _next_token(
         prompt_token_ids=[*value.prompt_token_ids, *beam.token_ids],
         work=msgspec.structs.replace(value.work, sampling=sampling, eos_token_ids=()),
         returns=bool(beam.token_ids),
+        speculates=False,
     )
     chunks = cast(AsyncGenerator[TokenChunk, None], generator.endpoint.generate(one))
     async with aclosing(chunks):

@@ -34,6 +34,7 @@ class Draft:
     """An answer that would not fit into the context is shortened instead of refused."""
     priority: int = 0
     cache_salt: str | None = None
+    speculates: bool = True
     session: str | None = None
     holds_kv: bool = False
     kv_source: KVSource | None = None

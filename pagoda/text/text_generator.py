@@ -330,6 +330,7 @@ class TextGenerator:
                     weight=client_request.weight,
                     body=client_request.body_id,
                     cache_salt=draft.cache_salt,
+                    speculates=draft.speculates,
                     session=draft.session,
                     data_parallel_rank=client_request.data_parallel_rank,
                     holds_kv=draft.holds_kv,

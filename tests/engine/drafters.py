@@ -30,7 +30,7 @@ class FunctionDrafter:
 class AlwaysPays(StepCosts):
     """Every draft is worth its time."""
 
-    def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
+    def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
         return len(gains)
 
     def best_ahead(

@@ -109,6 +109,7 @@ class Harness:
         max_num_waiting_tokens: int | None = None,
         prefix_caching: bool = True,
         num_stages: int = 1,
+        per_token_s: float = 0.001,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
         clock: VirtualClock | None = None,
         handoff: HandoffConfig | None = None,
@@ -130,7 +131,7 @@ class Harness:
         directories = () if disk is None else (TierPlace("disk", "/nowhere", 1),)
         sim = SimConfig(
             base_s=0.01,
-            per_token_s=0.001,
+            per_token_s=per_token_s,
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,

@@ -27,7 +27,7 @@ class SomethingPays(StepCosts):
         super().__init__()
         self._seed = seed
 
-    def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
+    def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
         self._seed = (self._seed * 1103515245 + 12345) % 2**31
         return (self._seed >> 8) % (len(gains) + 1)
 

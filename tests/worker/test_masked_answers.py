@@ -11,6 +11,7 @@ import pytest
 from in_process import engine
 from tiny_models import make_model
 
+from pagoda.engine.request import Request
 from pagoda.engine.structured_output.vocabulary import TokenTextsOrder
 from pagoda.messages.frontend import GenerateRequest, Grammar, Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -92,3 +93,24 @@ def test_others_answer_as_if_there_were_no_grammars(directory: Path, backend: st
     free = [request for request in requests() if request.grammar is None]
     alone = engine(directory, backend).answer(free)
     assert engine(directory, backend, token_texts=TEXTS).answer(requests())[-len(free) :] == alone
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_drafts_change_no_answer_in_a_grammar(
+    directory: Path, backend: str, tp: int, pp: int
+) -> None:
+    plain = engine(directory, backend, tp, pp, token_texts=TEXTS)
+    expected = plain.answer(requests())
+    answers = dict(zip((it.request_id for it in requests()), expected, strict=True))
+
+    def draft(request: Request) -> list[int]:
+        """Seven tokens, of which one in six is wrong."""
+        answer, begin = answers[request.request_id], request.num_output_tokens
+        return [(it + ((it + begin) % 6 == 0)) % 330 for it in answer[begin : begin + 7]]
+
+    drafting = engine(directory, backend, tp, pp, token_texts=TEXTS)
+    drafting.draft_with(draft)
+    assert drafting.answer(requests()) == expected
+    assert drafting.load().num_accepted_tokens > 100
+    if pp == 1:
+        assert drafting.load().num_steps < plain.load().num_steps

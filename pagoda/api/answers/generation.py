@@ -26,6 +26,8 @@ from pagoda.api.http.sse import EventStream
 from pagoda.concurrency.async_utils import gather_all
 from pagoda.errors import refuse
 from pagoda.messages.frontend import KVSource
+from pagoda.telemetry.request_tracker import RequestStatistics
+from pagoda.telemetry.speculation import SpeculationCounts
 from pagoda.text.beam_search import BeamSearchParams, beam_search
 from pagoda.text.draft import Draft
 from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest
@@ -106,6 +108,8 @@ class Generation:
         self.kv_source: KVSource | None = None
         """The place of a prompt's KV that is held for another engine, once it is there."""
         self._cached_by_answer: dict[int, int] = {}
+        self._records: dict[int, RequestStatistics] = {}
+        """Statistics of answers that have begun."""
         self._num_kept = sum(map(_num_prompt_logprobs, requests))
         """Log-probabilities that a response in one piece has so far."""
 
@@ -133,6 +137,13 @@ class Generation:
         """Tokens and log-probabilities of a response in one piece, each of which takes about as long as a
         character, and what its answers take beside them."""
         return self.usage.num_completion_tokens + self._num_kept + ANSWER_CHARS * len(self.requests)
+
+    def speculation(self) -> SpeculationCounts:
+        """What has become of the drafts of all answers so far."""
+        whole = SpeculationCounts()
+        for record in self._records.values():
+            whole.add(record.speculation)
+        return whole
 
     async def _search(
         self, first: int, answers: Sequence[AnswerShape], beams: BeamSearchParams
@@ -199,6 +210,10 @@ class Generation:
         if delta.error is not None:
             request_id = self.requests[index].request.request_id
             raise GenerationError(f"{request_id}: {delta.error}")
+        if index not in self._records:
+            record = self.generator.tracker.running.get(self.requests[index].request.request_id)
+            if record is not None:
+                self._records[index] = record
         self.kv_source = delta.kv_source or self.kv_source
         usage = self.usage
         usage.num_completion_tokens += len(delta.token_ids)
@@ -246,6 +261,7 @@ async def prepare(
         draft,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        speculates=body.speculation != "off",
         session=session_of(body, caller.session),
         holds_kv=handoff.holds_kv,
         kv_source=handoff.kv_source,

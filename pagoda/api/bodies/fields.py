@@ -121,6 +121,8 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     prompt_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    speculation: Literal["auto", "off"] | None = None
+    """`off` says that nothing is drafted for the answer, which is the same either way."""
     id_slot: int | None = None
     """llama.cpp's place for a request; all requests share one cache here."""
     add_special_tokens: bool | None = None

@@ -22,6 +22,8 @@ class AnswerTimes:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def times_of(generation: Generation, index: int) -> AnswerTimes:
@@ -46,14 +48,21 @@ def times_of(generation: Generation, index: int) -> AnswerTimes:
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=record.num_cached_tokens,
         num_output_tokens=record.num_output_tokens,
+        num_draft_tokens=record.speculation.num_draft_tokens,
+        num_accepted_tokens=record.speculation.num_accepted_tokens,
     )
 
 
 def timings(times: AnswerTimes) -> dict[str, float]:
-    """Times of an answer so far by llama.cpp's names, in ms. The first token belongs to the prompt's time."""
+    """Times of an answer so far by llama.cpp's names, in ms, and its drafts, if there were any. The first token
+    belongs to the prompt's time."""
     num_prompt = times.num_prompt_tokens - times.num_cached_tokens
     num_steps = max(times.num_output_tokens - 1, 0)
     prompt_ms, predicted_ms = times.prompt_ns / 1e6, times.decode_ns / 1e6
+    drafts = {}
+    if times.num_draft_tokens:
+        drafts["draft_n"] = times.num_draft_tokens
+        drafts["draft_n_accepted"] = times.num_accepted_tokens
     return {
         "cache_n": times.num_cached_tokens,
         "prompt_n": num_prompt,
@@ -64,6 +73,7 @@ def timings(times: AnswerTimes) -> dict[str, float]:
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": predicted_ms / num_steps if num_steps else 0.0,
         "predicted_per_second": 1e3 * num_steps / predicted_ms if predicted_ms else 0.0,
+        **drafts,
     }
 
 

@@ -68,6 +68,7 @@ async def begin_chat(
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=caller.service.config.always_usage,
+        tells_drafts=caller.service.config.tells_drafts,
         tokens_as_ids=caller.service.config.tokens_as_ids,
     )
     answers = [

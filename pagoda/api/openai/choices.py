@@ -39,9 +39,10 @@ class Envelope:
         kind: str,
         always_usage: bool = False,
         tokens_as_ids: bool = False,
+        tells_drafts: bool = False,
     ) -> None:
         """`kind` is the `object` of the response or of its events; `always_usage` gives every stream its usage;
-        `tokens_as_ids` is for bodies that do not say how tokens are written."""
+        `tokens_as_ids` is for bodies that do not say how tokens are written; `tells_drafts` adds `metrics`."""
         self.return_token_ids = bool(body.return_token_ids)
         as_ids = body.return_tokens_as_token_ids
         self.tokens_as_ids = tokens_as_ids if as_ids is None else as_ids
@@ -54,6 +55,7 @@ class Envelope:
         self.timings: dict[str, float] | None = None
         """Times of the answer that has told its own last, for the end of a stream."""
         self._generation = generation
+        self._tells_drafts = tells_drafts
         self._fields = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -84,7 +86,13 @@ class Envelope:
     def whole(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """The response in one piece."""
         fields |= self._generation.transfer_fields(self._generation.kv_source)
-        return self._around(choices, usage=self.usage(), **fields)
+        return self._around(choices, usage=self.usage(), **fields, **self._metrics())
+
+    def _metrics(self) -> dict[str, Any]:
+        """vLLM's field with the drafts of all answers, if it is wanted."""
+        if not self._tells_drafts:
+            return {}
+        return {"metrics": {"speculative_decoding": self._generation.speculation().fields()}}
 
     def event(self, choice: dict[str, Any], delta: TextDelta | None = None, **fields: Any) -> bytes:
         """An event with one choice. With a `delta`, usage and transfer parameters go with it."""
@@ -113,7 +121,7 @@ class Envelope:
         if not self._sends_usage:
             return DONE
         timings = {} if self.timings is None else {"timings": self.timings}
-        return event(self._around([], usage=self.usage(), **timings)) + DONE
+        return event(self._around([], usage=self.usage(), **timings, **self._metrics())) + DONE
 
     def _around(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         return {**self._fields, "choices": choices, **fields}

@@ -72,6 +72,7 @@ async def begin_completion(
         id_prefix="cmpl",
         kind="text_completion",
         always_usage=caller.service.config.always_usage,
+        tells_drafts=caller.service.config.tells_drafts,
         tokens_as_ids=caller.service.config.tokens_as_ids,
     )
     answers: list[_CompletionAnswer] = []

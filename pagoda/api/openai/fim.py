@@ -29,6 +29,7 @@ async def fim_completions(context: RequestContext) -> web.StreamResponse:
         id_prefix="fim",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=context.service.config.always_usage,
+        tells_drafts=context.service.config.tells_drafts,
     )
     answers = [_FimAnswer(envelope, index) for index in range(len(generation.requests))]
     return await generation.respond(context, Choices(envelope, answers), streams=bool(body.stream))

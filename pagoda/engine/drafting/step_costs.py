@@ -74,6 +74,8 @@ class StepCosts:
         were seen; 0 before any was."""
         size = _size_class(num_tokens)
         place = bisect_left(self._sizes, size)
+        if size in self._seen and self._seen[size].num_tokens < num_tokens:
+            place += 1
         above = self._fresh(self._sizes[place:])
         below = self._fresh(self._sizes[:place][::-1])
         if above is None:

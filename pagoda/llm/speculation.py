@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--speculative-config`: what it may say, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.resolve import load_model_config
+from pagoda.errors import ConfigError
+from pagoda.messages.speculation import OFF, Method, SpeculativeConfig
+
+FLAG = "--speculative-config"
+_WITH_WEIGHTS = ("draft_model", "mtp", "eagle3")
+_KEYS_OF = {
+    "prompt_lookup_min": "ngram",
+    "prompt_lookup_max": "ngram",
+    "suffix_decoding_max_tree_depth": "suffix",
+    "suffix_decoding_max_cached_requests": "suffix",
+    "suffix_decoding_max_spec_factor": "suffix",
+    "suffix_decoding_min_token_prob": "suffix",
+}
+"""The method that each key is for; `auto` may become `suffix`."""
+
+
+def read_speculative_config(text: str | None) -> SpeculativeConfig:
+    """The configuration that a JSON object says; without one, the default.
+
+    Raises ConfigError: it is none, has an unknown method or key, or a key that its method has no use for.
+    """
+    if text is None:
+        return SpeculativeConfig()
+    try:
+        config = msgspec.json.decode(text, type=SpeculativeConfig)
+        given = msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        raise ConfigError(
+            f'{FLAG} takes a JSON object such as \'{{"method": "suffix"}}\', got {text[:80]!r}.'
+        ) from None
+    if config.method in _WITH_WEIGHTS:
+        raise ConfigError(
+            f"{FLAG}: the method {config.method} is not there yet; suffix and ngram need no weights."
+        )
+    if config.model is not None:
+        raise ConfigError(
+            f"{FLAG}: model has no use with the method {config.method}, which has no weights."
+        )
+    for key, method in _KEYS_OF.items():
+        if key in given and config.method not in (method, "auto" if method == "suffix" else method):
+            raise ConfigError(f"{FLAG}: {key} needs the method {method}, not {config.method}.")
+    least, longest = config.prompt_lookup_min, config.prompt_lookup_max
+    if least is not None and longest is not None and least > longest:
+        raise ConfigError(
+            f"{FLAG}: prompt_lookup_min must be at most prompt_lookup_max ({longest}), got {least}."
+        )
+    return config
+
+
+def _sentence(error: str) -> str:
+    """What msgspec says of a value, with the key by its name."""
+    rule, _, place = error.replace("`", "").partition(" - at $.")
+    if rule.startswith("Object contains unknown field "):
+        known = ", ".join(SpeculativeConfig.__struct_fields__)
+        return f"there is no key {rule.rpartition(' ')[2]}; there are {known}."
+    if place == "method":
+        return (
+            f"method must be one of {', '.join(get_args(Method))}, got {rule.rpartition(' ')[2]}."
+        )
+    rule = rule.removeprefix("Expected ").replace(" | null", "")
+    return f"{place} must be {rule}." if place else f"must be {rule}."
+
+
+def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> SpeculativeConfig:
+    """What is left of a configuration with this model: `auto` does without what cannot be.
+
+    Raises ConfigError: the model cannot speculate, and a method is asked for by its name.
+    """
+    if config.method == "off":
+        return OFF
+    try:
+        spec = load_model_config(model, load_format)
+    except ConfigError:
+        return config  # the worker says what is wrong with the model
+    problem = _problem(spec)
+    if not problem:
+        return config
+    if config.method == "auto":
+        return OFF
+    raise ConfigError(f'{FLAG}: {model} {problem}; leave it out, or say \'{{"method": "off"}}\'.')
+
+
+def _problem(spec: ModelSpec) -> str:
+    if any(layer.state is not None for layer in spec.layers):
+        return "has layers with a state, which would have moved on behind drafts that are wrong"
+    if any(layer.kv_kind == "step" for layer in spec.layers):
+        return "is an encoder, which says no tokens"
+    return ""
