@@ -238,10 +238,6 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens of each of `slots`, at least one; they follow one another."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Parallel to the slot's `token_ids`, of slots that report them."""
-    drafts: dict[int, Annotated[list[TokenId], msgspec.Meta(max_length=MAX_ITEMS)]] = {}
-    """Tokens that may follow those of `token_ids`, by slots of `wanted_drafts`."""
-    draft_time_s: Seconds = 0.0
-    """Seconds of the drafter, which are not in `step_time_s`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     embeddings: dict[int, bytes] = {}
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
@@ -260,6 +256,10 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Seconds since the last step for which the sampling worker had no plan, or awaited the stage before."""
     expert_tokens: Annotated[list[Count], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
+    drafts: dict[int, Annotated[list[TokenId], msgspec.Meta(max_length=MAX_ITEMS)]] = {}
+    """Tokens that may follow those of `token_ids`, by slots of `wanted_drafts`."""
+    draft_time_s: Seconds = 0.0
+    """Seconds of the drafter, which are not in `step_time_s`."""
 
 
 WorkerOrder = (

@@ -327,8 +327,7 @@ class InputBatch:
         """The next `num_tokens[i]` tokens of each slot, which from now on count as computed.
 
         The last ones of slots with `drafts` are these; `settle` says how many of them are right. With `samples`, a
-        token is counted that each slot samples which has all its tokens computed. Block tables reach `ahead` tokens
-        further.
+        token is counted that each slot samples which has all its tokens computed. Tables reach `ahead` further.
         """
         if not self._slots.issuperset(slots):
             self._refuse(slots, num_tokens, drafts)

@@ -110,8 +110,8 @@ class Driver:
         drafts: dict[int, list[int]] | None = None,
         wanted: dict[int, int] | None = None,
     ) -> StepResult:
-        """Computes `shares[slot]` tokens of each slot, the last of which are its `drafts`; the worker is to propose
-        `wanted[slot]` behind."""
+        """Computes `shares[slot]` tokens of each slot, the last of which are its `drafts`;
+        `wanted[slot]` are to be proposed behind."""
         drafts = drafts or {}
         new_blocks = []
         for slot, count in shares.items():

@@ -253,17 +253,17 @@ def test_drafters_that_do_not_fit_are_refused_before_loading(
 ) -> None:
     qwen, llama = models["qwen3"], models["llama"]
     larger = _with_config(tmp_path / "larger", llama, vocab_size=400)
-    with pytest.raises(ConfigError, match="another vocabulary than .*: 400 tokens, not 320"):
+    with pytest.raises(ConfigError, match=r"another vocabulary than .*: 400 tokens, not 320"):
         plan_worker(_config(qwen, larger))
     one = _with_tokenizer(tmp_path / "one", qwen, ["a", "b", "c"])
     same = _with_tokenizer(tmp_path / "same", larger, ["a", "b", "c"])
     other = _with_tokenizer(tmp_path / "other", llama, ["a", "x", "c"])
     assert plan_worker(_config(one, same)).drafter is not None
-    with pytest.raises(ConfigError, match="another vocabulary than .*: token 1 is 'x', not 'b'"):
+    with pytest.raises(ConfigError, match=r"another vocabulary than .*: token 1 is 'x', not 'b'"):
         plan_worker(_config(one, other))
     odd = _with_config(tmp_path / "odd", llama, num_attention_heads=1, num_key_value_heads=1)
     parallel = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 .* heads of the draft model"):
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2 .* heads of the draft model"):
         plan_worker(_config(qwen, odd, parallel=parallel))
     with pytest.raises(ConfigError, match="draft_model needs a model with a layer that sees all"):
         plan_worker(_config(models["mistral"], llama))

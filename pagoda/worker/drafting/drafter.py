@@ -104,8 +104,8 @@ class Drafter:
                 for it in going
                 for place in (it.num_known + len(drafts[it.slot]) - 1,)
             ]
-            ids = torch.tensor([drafts[it.slot][-1] for it in going])
-            more = self._pass(parts, ids, tables, {it.slot for it in going})
+            last_ids = torch.tensor([drafts[it.slot][-1] for it in going])
+            more = self._pass(parts, last_ids, tables, {it.slot for it in going})
             for it in going:
                 self._fed.setdefault(it.slot, []).append(drafts[it.slot][-1])
             going = [it for it in going if more[it.slot]]

@@ -13,7 +13,7 @@ from pagoda.checkpoints.same_vocabulary import vocabulary_problem
 from pagoda.checkpoints.topology import check_shares
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_groups import full_group
-from pagoda.messages.worker_config import DrafterConfig
+from pagoda.messages.speculation import DrafterConfig
 from pagoda.model.sharding import Shard, check_quantized_parts
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.worker.backends import check_model

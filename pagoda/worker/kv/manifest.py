@@ -48,6 +48,16 @@ def model_digest(plan: WorkerMemoryPlan) -> str:
     return hashlib.sha256(f"{digest} long".encode()).hexdigest()
 
 
+def blocks_digest(plan: WorkerMemoryPlan) -> str:
+    """Digest of all weights that a block has KV of, those of a drafter too, in hex."""
+    own = model_digest(plan)
+    if plan.drafter is None:
+        return own
+    drafter = plan.drafter.config
+    drafted = weights_digest(drafter.model, drafter.load_format, drafter.seed)
+    return hashlib.sha256(f"{own} {drafted} {plan.drafter.dtype_name}".encode()).hexdigest()
+
+
 def quantization_name(plan: WorkerMemoryPlan) -> str:
     """Name of the rounding of weights; `none` without it."""
     return "none" if plan.quantization is None else plan.quantization.summary
