@@ -121,6 +121,7 @@ screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 docs: $(VENV)/.installed
 	$(BIN)/python -m tools.metrics_page
 	$(BIN)/python -m tools.models_page
+	$(BIN)/python -m tools.combinations_page
 
 $(CHROMIUM):
 	@test "$$(id -u)" = 0 -a -x /usr/bin/apt-get || \

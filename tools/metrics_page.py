@@ -25,6 +25,7 @@ def snapshot_of_everything() -> Snapshot:
         tiers=(TierLoad(name="host", num_total_blocks=1),),
         expert_tokens=[1],
         expert_rank_tokens=[1],
+        accepted_per_position=[1],
     )
     replica = ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=report)
     requests = RequestMetrics()

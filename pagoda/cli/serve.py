@@ -131,7 +131,7 @@ class ServerOptions:
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
     per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
-    """Tell what became of drafts in each answer, as metrics.speculative_decoding; in streams where their usage is."""
+    """Tell what became of drafts in each answer, as metrics.speculative_decoding; streams tell it with usage."""
     vllm_metrics: bool = False
     """Give figures under vLLM's names at /metrics too, for what reads them there."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = _RESPONSE_STORE

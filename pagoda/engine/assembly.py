@@ -17,6 +17,7 @@ from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.structured_output.grammar_compiler import compile_grammar
 from pagoda.engine.structured_output.grammars import Grammars
 from pagoda.engine.structured_output.vocabulary import TokenTextsOrder, load_token_texts
+from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
@@ -76,6 +77,16 @@ def open_grammars(config: EngineConfig, vocab_size: int, faults: Faults | None =
     return Grammars(partial(load_token_texts, order), vocab_size, compile_with=compile_with)
 
 
+def _may_speculate(config: EngineConfig, limits: SchedulerLimits, kv: KVManager) -> bool:
+    """Raises ConfigError: a method is asked for by its name, and the backend cannot do it."""
+    if not limits.mixed_steps and config.speculation.method not in ("auto", "off"):
+        raise ConfigError(
+            f"--speculative-config: the method {config.speculation.method} needs a backend that computes single "
+            "tokens and chunks in one step; choose another --backend."
+        )
+    return limits.mixed_steps and not any(group.kind is KVKind.STATE for group in kv.groups)
+
+
 def build_parts(
     config: EngineConfig,
     worker: WorkerReady,
@@ -99,8 +110,8 @@ def build_parts(
         recorder=recorder,
     )
     scheduler = Scheduler(limits, kv, clock)
-    if limits.mixed_steps and not any(group.kind is KVKind.STATE for group in kv.groups):
-        scheduler.batcher.speculator = build_speculator(config.speculation)
+    if _may_speculate(config, limits, kv):
+        scheduler.batcher.speculator = build_speculator(config.speculation, worker.max_proposals)
     if config.kv_tiers is not None or links is not None:
         attach_hooks(scheduler, config, worker, clock, links, build_tiers, recorder)
     return EngineParts(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagoda.engine.candidates import Candidates
-from pagoda.engine.drafting.speculator import Speculator
+from pagoda.engine.drafting.speculator import Speculator, StepSize
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.in_flight_prefixes import InFlightPrefixes
@@ -137,8 +137,6 @@ class Batcher:
         self._running = queue.running
         self._quarantine = quarantine
         self.speculator: Speculator | None = None
-        self._ahead = 0
-        """Drafts that the worker is to propose behind the next step, at most."""
         self._has_states = any(group.kind is KVKind.STATE for group in kv.groups)
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
@@ -156,18 +154,17 @@ class Batcher:
 
     def _is_held_back(self, speculator: Speculator) -> bool:
         """True if the next step awaits the end of the one before, because drafts pay or are under way."""
-        room, num_tokens = (
-            self._draft_room(),
-            min(self._limits.max_num_batched_tokens, self._queue.num_pending_tokens),
+        room, num_stages = self._draft_room(), self._limits.num_stages
+        # Several stages have a part of the requests each.
+        num_tokens = -(-self._queue.num_pending_tokens // num_stages)
+        speculator.size = StepSize(
+            min(self._limits.max_num_batched_tokens, num_tokens),
+            -(-len(self._running) // num_stages),
         )
-        if self.in_flight and self._limits.num_stages == 1:
-            if any(step.drafts or step.wanted_drafts for step in self.in_flight):
-                return True
-            if speculator.holds_back(self._running, room, num_tokens):
-                return True
-        else:
-            speculator.draft(self._running, room, num_tokens)
-        self._ahead = speculator.num_ahead(self._running, room, num_tokens)
+        if self.in_flight and num_stages == 1:
+            are_drafted = any(step.drafts for step in self.in_flight)
+            return are_drafted or speculator.holds_back(self._running, room)
+        speculator.draft(self._running, room)
         return False
 
     def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
@@ -187,11 +184,11 @@ class Batcher:
                 self._slow_masks_s = turns.slow_masks_s
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
-                if self._ahead and self.speculator is not None:
-                    plan.wanted_drafts = self.speculator.wanted(plan.scheduled, self._ahead)
                 self.next_step += 1
+                if self.speculator is not None:
+                    plan.proposals = self.speculator.ask(plan.scheduled)
                 step = InFlightStep(
-                    plan.step, plan.scheduled, plan.has_decodes, plan.drafts, plan.wanted_drafts
+                    plan.step, plan.scheduled, plan.has_decodes, plan.drafts, plan.proposals
                 )
                 self.in_flight.append(step)
                 self._precedence.count_overtaking(plan)
@@ -298,8 +295,9 @@ class Batcher:
         num_tokens = request.num_scheduled_tokens + count
         drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
         num_wanted = num_tokens + len(drafts) if drafts else num_tokens
-        if self._ahead and available == 1:
-            num_wanted = min(num_wanted + self._ahead, max(num_wanted, request.max_total_tokens))
+        if self.speculator is not None and self.speculator.num_ahead and available == 1:
+            num_ahead = min(self.speculator.num_ahead, request.max_total_tokens - num_wanted)
+            num_wanted += max(0, num_ahead)
         if not self._kv.has_room_for(request.table, num_wanted):
             new_blocks = self._kv.grow(request.table, num_wanted)
             if new_blocks is None and num_wanted > num_tokens:  # nobody makes way for drafts

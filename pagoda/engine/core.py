@@ -529,7 +529,9 @@ class EngineCore:
         if self.parts is None:
             return LoadReport(is_worker_ready=False)
         scheduler = self.parts.scheduler
+        speculator = scheduler.batcher.speculator
         return LoadReport(
+            draft_index_bytes=0 if speculator is None else speculator.num_bytes,
             **dataclasses.asdict(scheduler.counters),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + self.parts.grammars.num_compiling,

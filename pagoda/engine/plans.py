@@ -38,8 +38,8 @@ class InFlightStep(NamedTuple):
     """True if the step computes single tokens of decoding requests."""
     drafts: dict[int, list[int]]
     """Tokens by slot that the step computes besides, and behind each of which the slot samples too."""
-    wanted_drafts: dict[int, int]
-    """The most drafts, by slot, that the worker's drafter proposes behind the step."""
+    proposals: dict[int, int]
+    """The most tokens by slot that the worker may propose."""
 
 
 class DemandBehind(NamedTuple):
@@ -115,7 +115,7 @@ class PlanBuilder:
         self.drafts: dict[int, list[int]] = {}
         self.num_drafts = 0
         """Tokens of these."""
-        self.wanted_drafts: dict[int, int] = {}
+        self.proposals: dict[int, int] = {}
         self.masked_slots: list[int] = []
         self.turns = turns
         self.first: Request | None = None
@@ -188,6 +188,6 @@ class PlanBuilder:
             self.new_tokens,
             self.forced_tokens,
             list(self.drafts.items()),
-            list(self.wanted_drafts.items()),
+            list(self.proposals.items()),
             self.masked_slots,
         )

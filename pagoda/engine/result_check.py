@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType
 
 from pagoda.engine.request import Request, RequestState
 from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.messages.worker import StepResult, WorkerReady
-
-_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 def result_fits(
@@ -20,7 +17,6 @@ def result_fits(
     requests: Mapping[int, Request],
     vocab_size: int,
     drafted: Container[int] = (),
-    wanted_drafts: Mapping[int, int] = _NONE,
 ) -> bool:
     """True if the result can be of these requests, by slot, some of which have `drafted`. Costs a glance at each
     token."""
@@ -29,9 +25,7 @@ def result_fits(
         return False
     if not requests.keys() >= set(slots) or not all(token_ids):
         return False
-    if max(chain.from_iterable([*token_ids, *result.drafts.values()]), default=0) >= vocab_size:
-        return False
-    if any(len(it) > wanted_drafts.get(slot, 0) for slot, it in result.drafts.items()):
+    if max(chain.from_iterable(token_ids), default=0) >= vocab_size:
         return False
     return all(
         request.state is RequestState.FINISHED

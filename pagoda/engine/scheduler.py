@@ -215,10 +215,15 @@ class Scheduler:
             return f"a result got lost or came twice, as step {result.step} did not come in turn"
         scheduled = self.in_flight[0].scheduled
         requests, drafts = {part.slot: part.request for part in scheduled}, self.in_flight[0].drafts
-        wanted = self.in_flight[0].wanted_drafts
-        if not result_fits(result, requests, vocab_size, drafts, wanted):
+        if not result_fits(result, requests, vocab_size, drafts):
             return f"the result of step {result.step} is not of its requests"
         due = {part.slot for part in scheduled if part.samples and _is_due(part.request)}
+        asked = self.in_flight[0].proposals
+        if any(
+            len(token_ids) > asked.get(slot, 0) or max(token_ids, default=0) >= vocab_size
+            for slot, token_ids in result.proposals.items()
+        ):
+            return f"the result of step {result.step} proposes what it was not asked for"
         lacking = due.difference(result.slots, result.embeddings, result.errors)
         if drafts:
             for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
@@ -237,8 +242,6 @@ class Scheduler:
             )
         step = self.in_flight.popleft()
         self.counters.num_steps += 1
-        if self.batcher.speculator is not None:
-            self.batcher.speculator.observe(step, result)
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
         chunks: list[TokenChunk] = []
@@ -293,8 +296,6 @@ class Scheduler:
                     if is_current and chunk.finish_reason is None:
                         request.num_scheduled_tokens -= len(draft) - num_more
                         self._confirm(request, num_more)
-                if slot in result.drafts and self.batcher.speculator is not None:
-                    self.batcher.speculator.take(request, result.drafts[slot])
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
                 chunks.append(chunk)
@@ -306,6 +307,8 @@ class Scheduler:
                     prompt_logprobs=scores,
                 )
                 chunks.append(_with_queue_time(chunk, request))
+        if self.batcher.speculator is not None:
+            self.batcher.speculator.observe(step, result)
         return chunks
 
     def _confirm(self, request: Request, num_tokens: int) -> None:

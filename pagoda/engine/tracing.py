@@ -129,7 +129,9 @@ class EngineTracing:
         now = self.tracer.clock_ns()
         self.tracer.span("submit", began, {"step": plan.step}, ended=now)
         rows, tokens = self._requests.of_slots(plan.slots, plan.num_tokens)
-        args = {"step": plan.step, "rows": rows, "tokens": tokens}
+        args: dict[str, Any] = {"step": plan.step, "rows": rows, "tokens": tokens}
+        if plan.drafts:
+            args["drafts"] = sum(len(token_ids) for _, token_ids in plan.drafts)
         self._steps[plan.step] = (now, args)
 
     def updated(self, began: int, result: StepResult) -> None:
@@ -139,6 +141,8 @@ class EngineTracing:
         if step is None:
             return
         handed_over, args = step
+        if "drafts" in args:
+            args["accepted"] = sum(map(len, result.token_ids)) - len(result.token_ids)
         if result.forward_time_s:
             args |= {
                 "prepare_ms": result.prepare_time_s * 1e3,

@@ -126,8 +126,8 @@ class _NearOptions:
     enable_prefix_caching: bool = True
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
     speculative_config: Annotated[str | None, Parameter(metavar="JSON", show_default=False)] = None
-    """Draft tokens, so that a step says several, such as '{"method": "ngram"}'; no answer depends on it. Methods are
-    auto, suffix, ngram and off, keys are vLLM's; the default is auto."""
+    """Draft tokens, so that a step says several, such as '{"method": "ngram"}'; no answer depends on it. There are
+    auto, suffix, ngram and off, with vLLM's keys; the default is auto."""
     kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
     """Publish which blocks the KV cache gains and loses at tcp://HOST:PORT, for vLLM's subscribers; replays at the
     next port."""

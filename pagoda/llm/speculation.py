@@ -72,7 +72,7 @@ def _sentence(error: str) -> str:
             f"method must be one of {', '.join(get_args(Method))}, got {rule.rpartition(' ')[2]}."
         )
     rule = rule.removeprefix("Expected ").replace(" | null", "")
-    return f"{place} must be {rule}." if place else f"must be {rule}."
+    return f"{place} must be {rule}."
 
 
 def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> SpeculativeConfig:

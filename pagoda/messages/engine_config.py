@@ -52,6 +52,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_groups: tuple[KVGroup, ...] = ()
     """KV groups of the model; empty for one that keeps all."""
     kv_host_slots: int = 0
+    max_proposals: int = 0
+    """The most tokens that its drafter proposes, of which each is right with probability `proposal_share`."""
+    proposal_share: float = 0.8
     kv_places: tuple[TierPlace, ...] = ()
 
 

@@ -134,6 +134,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
             "Memory that the workers' weights took, and that the largest step, KV and other tables take at most.",
         ),
     ] = 0
+    draft_index_bytes: Annotated[
+        Count,
+        gauge(
+            "spec_decode_index_bytes",
+            "Memory of the engine at most in which drafts are looked up (ngram, suffix).",
+        ),
+    ] = 0
     num_cached_blocks: Annotated[Count, gauge()] = 0
     """Free blocks that a later request may find."""
     num_leases: Annotated[

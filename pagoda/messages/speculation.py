@@ -28,7 +28,7 @@ class SpeculativeConfig(
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
     """Tokens of a match that are compared (`ngram`)."""
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=64)] = 24
-    """Tokens of a match and its drafts together (`suffix`)."""
+    """Tokens of a match that are compared (`suffix`)."""
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 10_000
     """Recent answers that are kept of a tenant, as far as there is room; 0 for none (`suffix`)."""
     suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0

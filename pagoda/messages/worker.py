@@ -121,6 +121,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Memory that the worker reckoned to take, before it took any; of several workers, all together."""
     taken_memory_bytes: Count = 0
     """Memory that weights took, and that the largest step and all that is allocated will have taken."""
+    max_proposals: Place = 0
+    """The most tokens of a slot that the worker's drafter proposes in a step; 0 of a worker without one."""
     kv_digest: Sentence = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
 
@@ -206,9 +208,9 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     `new_tokens`."""
     drafts: list[tuple[int, list[int]]] = []
     """(slot, token ids) that may follow all tokens of a slot; the last of its `num_tokens`."""
-    wanted_drafts: list[tuple[int, int]] = []
-    """(slot, most) of slots that sample, for which the worker's drafter proposes so many tokens at most behind
-    what the step samples. The slot is in no other plan until the engine knows them."""
+    proposals: list[tuple[int, int]] = []
+    """(slot, number): how many tokens the worker's drafter is asked to propose behind those that the slot samples;
+    only where `WorkerReady.max_proposals` allows as many."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
 
@@ -245,6 +247,10 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Errors of single requests by slot; `slots` lacks these."""
     blamed_slots: list[int] = []
     """Slots of `errors` whose requests are at fault, by their sampling parameters."""
+    proposals: dict[int, list[TokenId]] = {}
+    """Tokens that may follow `token_ids` of slots, at most as many as the plan asks for. They promise nothing."""
+    propose_time_s: Seconds = 0.0
+    """Seconds that these took, beside `step_time_s`."""
     step_time_s: Seconds = 0.0
     """Seconds of computing; the times of several stages are added up."""
     prepare_time_s: Seconds = 0.0
@@ -256,10 +262,6 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Seconds since the last step for which the sampling worker had no plan, or awaited the stage before."""
     expert_tokens: Annotated[list[Count], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
-    drafts: dict[int, Annotated[list[TokenId], msgspec.Meta(max_length=MAX_ITEMS)]] = {}
-    """Tokens that may follow those of `token_ids`, by slots of `wanted_drafts`."""
-    draft_time_s: Seconds = 0.0
-    """Seconds of the drafter, which are not in `step_time_s`."""
 
 
 WorkerOrder = (

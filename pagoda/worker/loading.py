@@ -31,6 +31,7 @@ from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
+from pagoda.messages.speculation import MAX_DRAFT_TOKENS
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.caches import allocate_cache
@@ -195,6 +196,7 @@ def load_runner(
         gives_logits=shard.config.gives_logits,
         arithmetic=_arithmetic(backend.arithmetic, config),
         kv_groups=plan.kv_groups,
+        max_proposals=MAX_DRAFT_TOKENS if config.drafter is not None else 0,
         planned_memory_bytes=plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks),
         taken_memory_bytes=plan.total_bytes(weight_bytes, step_bytes, num_blocks),
     )

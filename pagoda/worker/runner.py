@@ -363,8 +363,8 @@ class Runner:
         self.failed |= here
         self._remember(launched, sampled, further)
         began = self._tracer.clock_ns()
-        drafts = self._propose(launched, sampled, further)
-        draft_time_s = (self._tracer.clock_ns() - began) / 1e9
+        proposals = self._propose(launched, sampled, further)
+        propose_time_s = (self._tracer.clock_ns() - began) / 1e9
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
         launched.clock.ended("forward" if self._sampler.overlaps else "sample")
         times = launched.clock.times.behind(ready.times)
@@ -383,8 +383,8 @@ class Runner:
             slots=drawn,
             token_ids=list(token_ids.values()),
             logprobs=logprobs,
-            drafts=drafts,
-            draft_time_s=draft_time_s if plan.wanted_drafts else 0.0,
+            proposals=proposals,
+            propose_time_s=propose_time_s if plan.proposals else 0.0,
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
             errors=errors,
@@ -529,12 +529,12 @@ class Runner:
             draft = tokens.drafts.get(slot)
             end = first + count - (0 if draft is None else len(draft.token_ids) - num_right)
             texts.append(SlotText(slot, place, first, end, end + (slot in sampled.token_ids)))
-        return self._drafter.propose(tokens, texts, dict(launched.ready.plan.wanted_drafts))
+        return self._drafter.propose(tokens, texts, dict(launched.ready.plan.proposals))
 
 
 def _ahead(plan: StepPlan) -> int:
     """Tokens behind those of a step that the drafter may compute."""
-    return max((count for _, count in plan.wanted_drafts), default=0)
+    return max((count for _, count in plan.proposals), default=0)
 
 
 def _finite(values: Mapping[int, T | None]) -> dict[int, T]:

@@ -13,8 +13,14 @@ from pagoda.engine.request import Request
 class FunctionDrafter:
     """Proposes what a function says."""
 
+    num_asked = num_bytes = 0
+    prior = (0.9,) * 7
+
     def __init__(self, function: Callable[[Request], list[int]]) -> None:
         self._function = function
+
+    def take(self, request: Request, token_ids: list[int]) -> None:
+        raise AssertionError(f"Nobody has asked for {token_ids} behind {request}.")
 
     def begin_step(self, requests: Sequence[Request]) -> None:
         pass
@@ -33,7 +39,5 @@ class AlwaysPays(StepCosts):
     def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
         return len(gains)
 
-    def best_ahead(
-        self, num_tokens: int, chances: Sequence[float], most: int, pass_s: float
-    ) -> int:
-        return most
+    def most_worth_asking(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
+        return len(gains)

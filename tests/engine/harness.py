@@ -33,6 +33,7 @@ from pagoda.messages.engine_config import (
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import TierPlace, Transfer
 from pagoda.messages.worker_config import WorkerConfig
@@ -110,6 +111,8 @@ class Harness:
         prefix_caching: bool = True,
         num_stages: int = 1,
         per_token_s: float = 0.001,
+        max_proposals: int = 0,
+        speculation: SpeculativeConfig = OFF,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
         clock: VirtualClock | None = None,
         handoff: HandoffConfig | None = None,
@@ -139,6 +142,7 @@ class Harness:
             per_transferred_block_s=0.002,
             kv_groups=kv_groups,
             kv_host_slots=kv_host_slots,
+            max_proposals=max_proposals,
             kv_places=directories,
         )
         executor: Executor = SimExecutor(
@@ -168,6 +172,7 @@ class Harness:
             handoff=handoff,
             fail_on_load_failure=fails,
             trace=trace,
+            speculation=speculation,
         )
         self.tracer = Tracer("engine dp0", clock_ns=self._clock_ns)
         disk = self.disk or SimDisk()

@@ -37,15 +37,16 @@ class SpeculatingMachine(SchedulerMachine):
         lambda self: hasattr(self, "scheduler") and self.scheduler.batcher.speculator is None
     )
     @rule(
-        quality=st.sampled_from([0, 7, 9, 10, "ngram", "suffix"]),
+        quality=st.sampled_from([0, 7, 9, 10, "ngram", "suffix", "worker"]),
         seed=st.integers(0, 2**20),
         most=st.integers(1, 9),
     )
     def choose_drafter(self, quality: int | str, seed: int, most: int) -> None:
         batcher = self.scheduler.batcher
         if isinstance(quality, str):
-            config = SpeculativeConfig(method=quality, prompt_lookup_min=1)  # type: ignore[arg-type]
-            batcher.speculator = build_speculator(config)
+            method = "auto" if quality == "worker" else quality
+            config = SpeculativeConfig(method=method, prompt_lookup_min=1)  # type: ignore[arg-type]
+            batcher.speculator = build_speculator(config, max_proposals=most)
             assert batcher.speculator is not None
             batcher.speculator.costs = SomethingPays(seed)
             return

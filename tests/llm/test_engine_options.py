@@ -20,6 +20,7 @@ from pagoda.llm.engine_options import (
     ParallelOptions,
 )
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
+from pagoda.messages.speculation import SpeculativeConfig
 from pagoda.messages.worker_config import KVTierConfig, Role, WorkerConfig
 from pagoda.plugins.disaggregation.options import HandoffOptions
 from pagoda.plugins.kv_events.address import KVEventsAddress
@@ -54,7 +55,7 @@ def refused(sentence: str) -> Any:
 
 
 def test_defaults_are_those_of_the_engine() -> None:
-    expected = EngineConfig(worker=WorkerConfig(model="dir"))
+    expected = EngineConfig(worker=WorkerConfig(model="dir"), speculation=SpeculativeConfig())
     assert EngineOptions().engine_config("dir") == configured(model="dir") == expected
 
 
@@ -76,11 +77,19 @@ def test_every_flag_reaches_the_engine() -> None:
         "long_prefill_token_threshold": 40,
         "enable_prefix_caching": False,
     }
+    speculation = '{"method": "ngram", "prompt_lookup_max": 4}'
     given = EngineOptions(
-        num_kv_blocks=7, threads=2, step_timeout=1.5, **both, **worker, **engine
+        speculative_config=speculation,
+        num_kv_blocks=7,
+        threads=2,
+        step_timeout=1.5,
+        **both,
+        **worker,
+        **engine,
     ).engine_config("m")
     assert given == EngineConfig(
         worker=WorkerConfig(model="m", num_blocks=7, num_threads=2, **both, **worker),
+        speculation=SpeculativeConfig(method="ngram", prompt_lookup_max=4),
         step_timeout_s=1.5,
         **both,
         **engine,

@@ -14,6 +14,7 @@ from pagoda.checkpoints.resolve import load_model_config
 from pagoda.errors import ConfigError
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions
 from pagoda.llm.llm_arguments import configure
+from pagoda.messages.speculation import SpeculativeConfig
 from pagoda.parallel.config import ParallelConfig
 
 DUMMY = {"load_format": "dummy"}
@@ -48,6 +49,7 @@ def test_every_flag_is_an_argument(field: str, tmp_path: Path) -> None:
         "backend": "reference",
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
+        "speculative_config": '{"method": "suffix", "num_speculative_tokens": 5}',
         "enable_prefix_caching": False,
         "kv_events": "tcp://127.0.0.1:5557",
         "kv_host_bytes": "2GiB",
@@ -88,6 +90,16 @@ def test_names_of_vllm(theirs: str, ours: str, value: Any) -> None:
     assert configure("qwen3-0.6b", {**DUMMY, theirs: value}) == configure(
         "qwen3-0.6b", {**DUMMY, ours: value}
     )
+
+
+def test_json_of_a_flag_may_be_a_mapping() -> None:
+    config: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 4}
+    _, engine, _ = configure("qwen3-0.6b", {**DUMMY, "speculative_config": config})
+    assert engine.speculation == SpeculativeConfig(**config)
+    with pytest.raises(
+        ConfigError, match=r"^--speculative-config: there is no key models; there are method,"
+    ):
+        configure("qwen3-0.6b", {**DUMMY, "speculative_config": {"models": "a"}})
 
 
 def test_parallel_sizes_are_arguments() -> None:

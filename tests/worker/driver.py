@@ -131,7 +131,7 @@ class Driver:
             new_blocks,
             self._freed,
             drafts=list(drafts.items()),
-            wanted_drafts=list((wanted or {}).items()),
+            proposals=list((wanted or {}).items()),
         )
         self._starts, self._freed = [], []
         self._step += 1

@@ -135,7 +135,7 @@ class _Drafting(Driver):
         for _ in range(steps):
             share = self.share(slot, 10_000)
             result = self.step({slot: share}, wanted={slot: most})
-            found.append((list(self.tokens[slot]), result.drafts.get(slot, [])))
+            found.append((list(self.tokens[slot]), result.proposals.get(slot, [])))
         return found
 
 
@@ -182,7 +182,7 @@ def test_what_is_proposed_does_not_depend_on_how_one_got_there(
                 drafted, shares[0] = {0: draft}, 1 + len(draft)
             wanted = {0: most} if most and shares[0] >= behind else {}
             result = driver.step(shares, drafted, wanted)
-            for slot, draft in result.drafts.items():
+            for slot, draft in result.proposals.items():
                 assert draft == continuation(oracle, driver.tokens[slot], len(draft))
             if data.draw(st.integers(0, 9)) == 0 and 1 in driver.tokens:
                 driver.free(1)

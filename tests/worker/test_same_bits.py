@@ -19,6 +19,8 @@ from pagoda.worker.runner import Runner
 
 LENGTH = 24
 BATCH = 32
+Answer = tuple[list[int], list[list[TokenLogprobs]]]
+"""Tokens, and what each step reports of them."""
 
 
 def _requests() -> list[tuple[list[int], SamplingParams]]:
@@ -49,7 +51,7 @@ def _requests() -> list[tuple[list[int], SamplingParams]]:
 
 def _answer(
     runner: Runner, chosen: list[int], chunk: int, preempt_at: int | None = None
-) -> dict[int, tuple[list[int], list[TokenLogprobs]]]:
+) -> dict[int, Answer]:
     requests, driver = _requests(), Driver(runner)
     for slot in chosen:
         driver.start(slot, *requests[slot])
@@ -123,14 +125,44 @@ def test_quantized_checkpoints(name: str, backend: str, tmp_path: Path) -> None:
     _check(load(tmp_path, backend=backend, num_threads=2))
 
 
+def _drafted(runner: Runner, answers: dict[int, Answer]) -> dict[int, Answer]:
+    """Answers of steps that sample behind up to four drafts of each slot, of which the last is wrong."""
+    requests, driver = _requests(), Driver(runner)
+    for slot in answers:
+        driver.start(slot, *requests[slot])
+    while any(len(driver.output(slot)) < LENGTH for slot in answers):
+        shares, drafts = {}, dict[int, list[int]]()
+        for slot, (tokens, _) in answers.items():
+            begin, shares[slot] = len(driver.output(slot)), driver.share(slot, 100)
+            draft = tokens[begin : begin + (slot + begin) % 5]
+            if draft and shares[slot] == 1:
+                draft[-1] = (draft[-1] + 1) % 320
+                drafts[slot] = draft
+                shares[slot] += len(draft)
+        driver.step(shares, drafts)
+    found = {
+        slot: (
+            driver.output(slot)[:LENGTH],
+            [[one] for it in driver.results for one in it.logprobs.get(slot, ())][:LENGTH],
+        )
+        for slot in answers
+    }
+    for slot in answers:
+        driver.free(slot)
+    driver.step({})
+    return found
+
+
 def _check(runner: Runner) -> None:
-    """All requests together give what some of them give alone, in chunks, and after preemption."""
+    """All requests together give what some of them give alone, in chunks, after preemption, and behind drafts."""
     together = _answer(runner, list(range(BATCH)), 10_000)
     assert len({tuple(tokens) for tokens, _ in together.values()}) > BATCH * 3 // 4
     for slot in (0, 1, 5, 13, 31):
         assert _answer(runner, [slot], 10_000)[slot] == together[slot]
     shuffled = random.Random(1).sample(range(BATCH), 11)
     assert _answer(runner, shuffled, 7) == {slot: together[slot] for slot in shuffled}
+    some = {slot: together[slot] for slot in shuffled}
+    assert _drafted(runner, some) == some
     assert _answer(runner, shuffled[:4], 7, preempt_at=10) == {
         slot: together[slot] for slot in shuffled[:4]
     }

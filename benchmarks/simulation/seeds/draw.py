@@ -103,6 +103,8 @@ class EnginePlan:
     base_s: float
     per_token_s: float
     per_block_s: float
+    drafts: str = "off"
+    """`off`, `suffix`, or `worker` for a drafter of the worker."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +195,10 @@ def draw(seed: int) -> Plan:
     span_s = rng.choice([0.02, 0.1, 0.5])
     asks = _draw_asks(rng, engine, num_routers, num_hosts, num_asks, span_s)
     asks = _with_shares(random.Random(f"{seed} shares"), asks)
+    drafts = random.Random(f"{seed} drafts").choice(["off", "suffix", "worker"])
     return Plan(
         seed=seed,
-        engine=engine,
+        engine=replace(engine, drafts=drafts),
         hosts=hosts,
         num_routers=num_routers,
         policy=rng.choice(sorted(POLICIES)),

@@ -25,6 +25,7 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
+from pagoda.messages.speculation import SpeculativeConfig
 from pagoda.messages.transfers import TierPlace
 from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -73,6 +74,7 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
         vocab_size=VOCAB_SIZE,
         kv_groups=plan.groups,
         kv_host_slots=plan.host_slots,
+        max_proposals=4 if plan.drafts == "worker" else 0,
         kv_places=(TierPlace("disk", "/nowhere", 1),) if plan.has_disk else (),
     )
     return EngineConfig(
@@ -85,6 +87,7 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
         enable_prefix_caching=plan.prefix_caching,
         kv_tiers=tiers,
         handoff=handoff,
+        speculation=SpeculativeConfig(method="off" if plan.drafts == "off" else "auto"),
         fail_on_load_failure=plan.fails_on_load_failure,
     )
 

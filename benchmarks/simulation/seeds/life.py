@@ -441,6 +441,8 @@ class Life:
                     counters = engine.core.scheduler.counters
                     met["preemptions"] += counters.num_preemptions
                     met["steps"] += counters.num_steps
+                    met["drafts"] += counters.num_draft_tokens
+                    met["right drafts"] += counters.num_accepted_tokens
                 met["turns"] += engine.num_turns
 
 

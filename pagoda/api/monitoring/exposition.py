@@ -298,7 +298,17 @@ def _engine_aliases(
     for field, figures in figures_of(LoadReport).items():
         for figure in figures:
             for name in figure.vllm:
-                aliases[name].append((field, figure.is_counter))
+                if figure.label:
+                    counts = {
+                        (model, engine, str(place)): count
+                        for engine, report in reports.items()
+                        for place, count in enumerate(getattr(report, field))
+                    }
+                    yield _counter(
+                        f"vllm:{name}", _VLLM_HELP, [*_VLLM_ENGINE, figure.label], counts
+                    )
+                else:
+                    aliases[name].append((field, figure.is_counter))
     for name, fields in aliases.items():
         values = {
             (model, engine): sum(getattr(report, field) for field, _ in fields)

@@ -7,8 +7,8 @@ step, and a request whose drafts have become good is noticed at once.
 
 from __future__ import annotations
 
-_PRIOR = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
-"""Share of right drafts behind matches of 1, 2 to 3, 4 to 7 tokens and so on, before any was judged."""
+from collections.abc import Sequence
+
 _PRIOR_WEIGHT = 8.0
 _MOST_WEIGHT = 512.0
 """Drafts that an estimate remembers."""
@@ -20,17 +20,18 @@ _MOST = 0.98
 class MatchRates:
     """Shares of right drafts by the length of the match in front of them, over all requests."""
 
-    def __init__(self) -> None:
-        self._right = [_PRIOR_WEIGHT * share for share in _PRIOR]
-        self._judged = [_PRIOR_WEIGHT] * len(_PRIOR)
+    def __init__(self, prior: Sequence[float]) -> None:
+        """`prior` are the shares behind matches of 1, 2 to 3, 4 to 7 tokens and so on, before any was judged."""
+        self._right = [_PRIOR_WEIGHT * share for share in prior]
+        self._judged = [_PRIOR_WEIGHT] * len(prior)
 
     def rate(self, length: int) -> float:
         """The share of right drafts behind a match of so many tokens, at least 1."""
-        place = min(length.bit_length(), len(_PRIOR)) - 1
+        place = min(length.bit_length(), len(self._right)) - 1
         return self._right[place] / self._judged[place]
 
     def judge(self, length: int, *, is_right: bool) -> None:
-        place = min(length.bit_length(), len(_PRIOR)) - 1
+        place = min(length.bit_length(), len(self._right)) - 1
         self._right[place] += is_right
         self._judged[place] += 1
         if self._judged[place] > _MOST_WEIGHT:

@@ -3,39 +3,39 @@
 
 from __future__ import annotations
 
+from pagoda.engine.drafting.drafter import Drafter
 from pagoda.engine.drafting.matching import MatchingDrafter, MatchRules
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
-from pagoda.engine.drafting.token_index import MAX_MATCH
-from pagoda.engine.drafting.worker_drafts import WorkerDrafts
+from pagoda.engine.drafting.worker_drafts import WorkerDrafter
 from pagoda.messages.speculation import SpeculativeConfig
 
 _DEFAULT_LOOKUP = 5
 """Both bounds of a match, as in vLLM, if neither is given."""
 
 
-def build_speculator(config: SpeculativeConfig) -> Speculator | None:
-    """None if there is nothing that drafts."""
-    if config.drafter is not None:
-        found = WorkerDrafts()
-        return Speculator(found, config.num_speculative_tokens, StepCosts(), found)
-    if config.method not in ("auto", "suffix", "ngram"):
+def build_speculator(config: SpeculativeConfig, max_proposals: int = 0) -> Speculator | None:
+    """None if there is nothing that drafts. `max_proposals` is `WorkerReady.max_proposals`."""
+    drafter: Drafter
+    if config.method == "off":
         return None
-    rules = _ngram_rules(config) if config.method == "ngram" else _suffix_rules(config)
-    return Speculator(MatchingDrafter(rules), config.num_speculative_tokens, StepCosts())
+    if max_proposals and config.method not in ("suffix", "ngram"):
+        drafter = WorkerDrafter(max_proposals)
+    else:
+        drafter = MatchingDrafter(match_rules(config))
+    return Speculator(drafter, config.num_speculative_tokens, StepCosts())
 
 
-def _ngram_rules(config: SpeculativeConfig) -> MatchRules:
+def match_rules(config: SpeculativeConfig) -> MatchRules:
+    """The rules of `ngram`, or else of `suffix`."""
+    if config.method != "ngram":
+        return MatchRules(
+            least=2,
+            longest=config.suffix_decoding_max_tree_depth,
+            factor=config.suffix_decoding_max_spec_factor,
+            least_share=config.suffix_decoding_min_token_prob,
+            num_pooled=config.suffix_decoding_max_cached_requests,
+        )
     given = [it for it in (config.prompt_lookup_min, config.prompt_lookup_max) if it is not None]
     least, longest = (given[0], given[-1]) if given else (_DEFAULT_LOOKUP, _DEFAULT_LOOKUP)
     return MatchRules(least, longest, float("inf"), 0.0, num_pooled=0)
-
-
-def _suffix_rules(config: SpeculativeConfig) -> MatchRules:
-    return MatchRules(
-        least=2,
-        longest=MAX_MATCH,
-        factor=config.suffix_decoding_max_spec_factor,
-        least_share=config.suffix_decoding_min_token_prob,
-        num_pooled=config.suffix_decoding_max_cached_requests,
-    )

@@ -25,6 +25,18 @@ NOTHING = Proposal([], 0, [])
 class Drafter(Protocol):
     """Proposes drafts. Its work for a step is bounded, however many requests there are."""
 
+    prior: Sequence[float]
+    """Shares of its drafts that are right, as of `MatchRates`, before any was judged."""
+    num_asked: int
+    """The most tokens of a request that plans ask the worker to propose; 0 of a drafter of the engine."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in which drafts are looked up, at most."""
+
+    def take(self, request: Request, token_ids: list[int]) -> None:
+        """The worker proposes what may follow all known tokens of a request."""
+
     def begin_step(self, requests: Sequence[Request]) -> None:
         """The step to come may ask for these, some of whose prompts are not computed yet."""
 

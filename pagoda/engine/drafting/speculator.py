@@ -10,19 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagoda.engine.drafting.acceptance import MatchRates, OwnRate
 from pagoda.engine.drafting.drafter import NOTHING, Drafter, Proposal
 from pagoda.engine.drafting.step_costs import StepCosts
-from pagoda.engine.drafting.worker_drafts import MATCH, WorkerDrafts
 from pagoda.engine.grammar_turns import SLOW_MASK_S
 from pagoda.engine.plans import InFlightStep, Scheduled
-from pagoda.engine.request import Request, RequestState
+from pagoda.engine.request import Request
 from pagoda.messages.worker import StepResult
 
-MAX_ASKED = 64
+MAX_ASKED = 32
 """Requests for which drafts are sought in one step; with more, they take turns."""
-_LEAST_CHANCE = 0.02
+PROBE_STEPS = 64
+"""Steps of a request after which its worker is asked again whether its drafts have become better."""
+_PROBE = 4
+"""Drafts that are asked for then."""
+_LEAST_CHANCE = 0.05
 """Drafts behind those that are less likely are not looked at."""
 
 
@@ -36,44 +40,48 @@ class _Course:
     """Tokens of the request when it was sought."""
     num_judged: int = 0
     """Leading drafts of it that are known to be right."""
+    num_unasked: int = 0
+    """Steps since the worker was asked to propose."""
+
+
+class StepSize(NamedTuple):
+    """What a step computes."""
+
+    num_tokens: int
+    num_requests: int
 
 
 class Speculator:
     """Sets `Request.drafts` before plans are made, and learns from what became of them."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        most: int,
-        costs: StepCosts,
-        worker_drafts: WorkerDrafts | None = None,
-    ) -> None:
-        """`most` drafts of a request in a step. `worker_drafts` is the drafter, where it gives what the worker
-        proposes."""
+    def __init__(self, drafter: Drafter, most: int, costs: StepCosts) -> None:
+        """`most` drafts of a request in a step."""
         self.costs = costs
+        self.size = StepSize(1, 1)
+        """The step that is planned next, without drafts."""
         self._drafter = drafter
-        self._worker_drafts = worker_drafts
         self._most = most
-        self._rates = MatchRates()
+        self._rates = MatchRates(drafter.prior)
         self._courses: dict[Request, _Course] = {}
         self._drafted: list[Request] = []
         """Requests that were given drafts for the last plan, some of which may have them still."""
         self._turn = 0
+        self._awaits = False
+        """True while a step is under way whose proposals are awaited."""
 
-    def holds_back(self, running: Sequence[Request], room: int, num_tokens: int) -> bool:
-        """True if the next step is better planned with drafts, once the step under way has ended.
+    @property
+    def num_bytes(self) -> int:
+        """Memory in which drafts are looked up, at most."""
+        return self._drafter.num_bytes
 
-        `room` and `num_tokens` are as for `draft`.
-        """
+    def holds_back(self, running: Sequence[Request], room: int) -> bool:
+        """True if the next step is better planned with some of `room` drafts, once that under way has ended."""
         chances = (self._chances(request, num_unknown=1) for request in self._asked(running, room))
         gains = sorted((it for gains in chances for it in gains), reverse=True)[: max(0, room)]
-        return self.costs.most_worthwhile(num_tokens, len(running), gains) > 0
+        return self._awaits or self.costs.most_worthwhile(*self.size, gains) > 0
 
-    def draft(self, running: Sequence[Request], room: int, num_tokens: int) -> None:
-        """Gives requests drafts for the plan that is made next, all together at most `room`.
-
-        The step has `num_tokens` tokens besides.
-        """
+    def draft(self, running: Sequence[Request], room: int) -> None:
+        """Gives requests drafts for the plan that is made next, all together at most `room`."""
         for request in self._drafted:
             request.drafts = []
         self._drafted = []
@@ -85,7 +93,7 @@ class Speculator:
             return
         gains.sort(key=lambda it: it[0], reverse=True)
         del gains[room:]
-        count = self.costs.most_worthwhile(num_tokens, len(running), [gain for gain, _ in gains])
+        count = self.costs.most_worthwhile(*self.size, [gain for gain, _ in gains])
         for _, request in gains[:count]:
             course = self._courses[request]
             begin = request.num_tokens - course.begin
@@ -93,45 +101,51 @@ class Speculator:
                 self._drafted.append(request)
             request.drafts.append(course.proposal.token_ids[begin + len(request.drafts)])
 
+    def ask(self, scheduled: Sequence[Scheduled]) -> dict[int, int]:
+        """How many tokens the worker is to propose behind what a step samples, by slot."""
+        if not self._drafter.num_asked:
+            return {}
+        asked: dict[int, int] = {}
+        self._awaits = False
+        for part in scheduled:
+            request = part.request
+            if part.samples and request.generates and request.message.speculates:
+                course = self._course(request)
+                course.num_unasked += 1
+                count = self._num_paying(course)
+                self._awaits |= count > 0
+                if count or course.num_unasked >= PROBE_STEPS:
+                    course.num_unasked = 0
+                    asked[part.slot] = count or self.num_ahead
+        return asked
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens behind those of a step for which the worker wants blocks, so that it can propose."""
+        return min(_PROBE, self._most, self._drafter.num_asked)
+
+    def _num_paying(self, course: _Course) -> int:
+        """How many drafts of the worker are worth their time, as far as is known before there are any."""
+        chance, gains = 1.0, list[float]()
+        for place in range(min(self._most, self._drafter.num_asked)):
+            chance *= course.own.chance(self._rates.rate(1 + place))
+            gains.append(chance)
+        return self.costs.most_worth_asking(*self.size, gains)
+
     def observe(self, step: InFlightStep, result: StepResult) -> None:
-        """Learns what a step took."""
+        """Learns what a step took, whose result has been applied, and what it proposes."""
         num_tokens = sum(part.num_tokens for part in step.scheduled)
         num_tokens += sum(map(len, step.drafts.values()))
         self.costs.observe(num_tokens, result.step_time_s)
         if step.drafts:
             self.costs.observe_gap(result.idle_time_s)
-        if step.wanted_drafts and self._worker_drafts is not None:
-            self._worker_drafts.observe(max(step.wanted_drafts.values()), result.draft_time_s)
-
-    def num_ahead(self, running: Sequence[Request], room: int, num_tokens: int) -> int:
-        """How many drafts of each request the worker is to propose behind the next step; the arguments are as for
-        `draft`."""
-        found = self._worker_drafts
-        asked = [] if found is None else [it for it in running if it.message.speculates]
-        if found is None or not asked:
-            return 0
-        rate = self._rates.rate(MATCH)
-        chances = [self._course(request).own.chance(rate) for request in asked]
-        most = min(self._most, room // len(asked))
-        return found.num_ahead(chances, most, max(num_tokens, len(asked)), self.costs)
-
-    def wanted(self, scheduled: Sequence[Scheduled], ahead: int) -> dict[int, int]:
-        """Drafts that the worker is to propose behind a step, by slot; `ahead` of each request at most."""
-        wanted: dict[int, int] = {}
-        for part in scheduled:
-            request = part.request
-            if part.samples and request.generates and _is_willing(request):
-                # Behind the token that is sampled, and in front of the last one.
-                left = request.max_total_tokens - request.num_tokens - 1
-                count = min(ahead, left - request.num_pending_samples)
-                if count > 0:
-                    wanted[part.slot] = count
-        return wanted
-
-    def take(self, request: Request, token_ids: list[int]) -> None:
-        """The worker has proposed these behind all that is known of the request."""
-        if self._worker_drafts is not None and request.state is not RequestState.FINISHED:
-            self._worker_drafts.take(request, token_ids)
+        if step.proposals:
+            self.costs.observe_proposals(max(step.proposals.values()), result.propose_time_s)
+            self._awaits = False
+            for part in step.scheduled:
+                proposed = result.proposals.get(part.slot)
+                if proposed and part.request in self._courses:
+                    self._drafter.take(part.request, proposed)
 
     def finished(self, request: Request) -> None:
         self._courses.pop(request, None)
@@ -149,6 +163,12 @@ class Speculator:
         turns = [request for request in turns if request.message.speculates]
         self._drafter.begin_step(turns)
         return list(filter(_may_draft, turns))
+
+    def _course(self, request: Request) -> _Course:
+        course = self._courses.get(request)
+        if course is None:
+            course = self._courses[request] = _Course()
+        return course
 
     def _chances(self, request: Request, num_unknown: int) -> list[float]:
         """For each draft behind `num_unknown` tokens that the step under way gives, the probability that it is
@@ -169,12 +189,6 @@ class Speculator:
                 break
             chances.append(chance)
         return chances[num_unknown:]
-
-    def _course(self, request: Request) -> _Course:
-        course = self._courses.get(request)
-        if course is None:
-            course = self._courses[request] = _Course()
-        return course
 
     def _expected(self, proposal: Proposal, place: int) -> float:
         """The probability that a draft of any request is right, if all before it are."""
@@ -197,11 +211,6 @@ class Speculator:
 
 def _may_draft(request: Request) -> bool:
     """False of requests whose next step computes more than their last token, and of slow grammars."""
-    return request.num_scheduled_tokens >= request.num_tokens - 1 and _is_willing(request)
-
-
-def _is_willing(request: Request) -> bool:
-    """False of requests that want no drafts, and of slow grammars."""
-    if not request.message.speculates:
+    if request.num_scheduled_tokens < request.num_tokens - 1:
         return False
     return request.constraint is None or request.constraint.cost_s <= SLOW_MASK_S

@@ -17,7 +17,7 @@ _MOST_FACTOR = 3.0
 """A step that takes longer than this many times the average was held up by something else."""
 _UNSEEN_SLOPE = 0.02
 """Part of a step by which a token more is thought to lengthen it, where no larger step was seen yet: little, so
-that it is tried."""
+that it is tried; no more than in proportion to the tokens."""
 FRESH_STEPS = 1024
 """Steps after which a time counts as unknown."""
 LEAST_GAIN = 1.02
@@ -43,6 +43,7 @@ class StepCosts:
         """The classes, in order."""
         self._num_steps = 0
         self._gap_s = 0.0
+        self._draft_s = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` took so many seconds."""
@@ -64,6 +65,27 @@ class StepCosts:
             seconds = min(seconds, _MOST_FACTOR * self._gap_s)
         self._gap_s += _WEIGHT * (seconds - self._gap_s)
 
+    def observe_proposals(self, count: int, seconds: float) -> None:
+        """The worker took so many seconds to propose `count` tokens of some requests, all at once."""
+        seconds /= count
+        if self._draft_s:
+            seconds = min(seconds, _MOST_FACTOR * self._draft_s)
+        self._draft_s += (_WEIGHT if self._draft_s else 1.0) * (seconds - self._draft_s)
+
+    def most_worth_asking(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
+        """How many drafts of one request the worker is best asked to propose, with as many of all others.
+
+        The arguments are as for `most_worthwhile`."""
+        most = self.most_worthwhile(num_tokens, num_requests, gains)
+        plain, share = self.seconds(num_tokens), self._draft_s / max(1, num_requests)
+        best, best_rate, expected = 0, LEAST_GAIN * num_requests, float(num_requests)
+        for count, gain in enumerate(gains[:most], start=1):
+            expected += gain
+            seconds = self.seconds(num_tokens + count) + self._gap_s + count * share
+            if expected * plain / seconds > best_rate:
+                best, best_rate = count, expected * plain / seconds
+        return best
+
     def knows(self, num_tokens: int) -> bool:
         """True if a step of about this size was seen of late."""
         seen = self._seen.get(_size_class(num_tokens))
@@ -81,7 +103,8 @@ class StepCosts:
         if above is None:
             if below is None:
                 return 0.0
-            return below.seconds * (1 + _UNSEEN_SLOPE * max(0.0, num_tokens - below.num_tokens))
+            slope = min(_UNSEEN_SLOPE, 1 / below.num_tokens)
+            return below.seconds * (1 + slope * max(0.0, num_tokens - below.num_tokens))
         if below is None or above.num_tokens <= below.num_tokens:
             return above.seconds
         share = (num_tokens - below.num_tokens) / (above.num_tokens - below.num_tokens)
@@ -106,30 +129,11 @@ class StepCosts:
         best, best_rate, expected = 0, LEAST_GAIN * num_requests / plain, float(num_requests)
         for count, gain in enumerate(gains, start=1):
             expected += gain
+            if count > 16 and count % 8:  # times in between lie in between
+                continue
             rate = expected / (self.seconds(num_tokens + count) + self._gap_s)
             if rate > best_rate:
                 best, best_rate = count, rate
-        return best
-
-    def best_ahead(
-        self, num_tokens: int, chances: Sequence[float], most: int, pass_s: float
-    ) -> int:
-        """How many drafts of each request, at most `most`, are best proposed by a model that takes `pass_s` for
-        one of each.
-
-        Each draft of a request is right with the request's one of `chances`, if all before it are.
-        """
-        plain, count = self.seconds(num_tokens), len(chances)
-        if plain <= 0.0 or pass_s <= 0.0:
-            return 0
-        best, best_rate, expected = 0, LEAST_GAIN * count / plain, float(count)
-        all_right = [1.0] * count
-        for ahead in range(1, most + 1):
-            all_right = [one * chance for one, chance in zip(all_right, chances, strict=True)]
-            expected += sum(all_right)
-            seconds = self.seconds(num_tokens + ahead * count) + self._gap_s + ahead * pass_s
-            if expected / seconds > best_rate:
-                best, best_rate = ahead, expected / seconds
         return best
 
 

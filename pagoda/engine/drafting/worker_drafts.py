@@ -1,66 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that the worker's drafter proposed behind the last step, and what proposing takes."""
+"""Drafts of a worker that has a drafter with weights: a smaller model, or heads of the model itself.
+
+A plan asks for them (`StepPlan.proposals`), and the result brings what may follow the tokens that it says
+(`StepResult.proposals`). All else is as with drafters of the engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pagoda.engine.drafting.drafter import NOTHING, Proposal
-from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.request import Request
 
-MATCH = 64
-"""`Proposal.length` of all that models propose: they are judged together."""
-_FIRST = 4
-"""Drafts that are asked for while nobody knows what they take."""
-_TRIAL_STEPS = 64
-"""Steps after which drafts are asked for although they did not pay: they may by now."""
-_WEIGHT = 0.125
 
+class WorkerDrafter:
+    """Keeps what the last result proposed of each request."""
 
-class WorkerDrafts:
-    """Gives what came with a request's last tokens, and decides how many drafts to ask for."""
+    num_bytes = 0
+    prior = (0.7, 0.6, 0.5, 0.5, 0.5, 0.5)
+    """By the place of the draft: 1, 2 to 3, 4 to 7 and so on."""
 
-    def __init__(self) -> None:
-        self._found: dict[Request, tuple[int, list[int]]] = {}
-        """Tokens of the request when its drafts came, and the drafts."""
-        self._pass_s = 0.0
-        """Seconds of a draft of all requests; 0 before one was seen."""
-        self._num_idle = 0
-        """Steps since drafts were asked for."""
-
-    def begin_step(self, requests: Sequence[Request]) -> None:
-        """Everything is there already."""
-
-    def propose(self, request: Request, most: int) -> Proposal:
-        begin, token_ids = self._found.get(request, (-1, []))
-        if begin != request.num_tokens:
-            return NOTHING
-        return Proposal(token_ids[:most], MATCH, [1.0] * len(token_ids))
+    def __init__(self, most: int) -> None:
+        self.num_asked = most
+        self._proposals: dict[Request, tuple[int, list[int]]] = {}
+        """Tokens of the request at the time, and what may follow."""
 
     def take(self, request: Request, token_ids: list[int]) -> None:
-        """Drafts behind all that is known of the request."""
-        self._found[request] = request.num_tokens, token_ids
+        """A result proposes what may follow all tokens that are known of a request."""
+        self._proposals[request] = request.num_tokens, token_ids
+
+    def begin_step(self, requests: Sequence[Request]) -> None:
+        """Nothing is to be done: the worker has done it."""
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        num_tokens, token_ids = self._proposals.get(request, (-1, []))
+        if num_tokens != request.num_tokens:
+            return NOTHING
+        token_ids = token_ids[:most]
+        return Proposal(token_ids, 1, [1.0] * len(token_ids))
 
     def finished(self, request: Request) -> None:
-        self._found.pop(request, None)
-
-    def observe(self, num_passes: int, seconds: float) -> None:
-        """Proposing `num_passes` drafts of each request took so many seconds."""
-        seconds /= num_passes
-        self._pass_s += (_WEIGHT if self._pass_s else 1.0) * (seconds - self._pass_s)
-
-    def num_ahead(
-        self, chances: Sequence[float], most: int, num_tokens: int, costs: StepCosts
-    ) -> int:
-        """How many drafts of each request are best proposed behind the next step, at most `most`, where each is
-        right with the request's one of `chances`. The step has `num_tokens` tokens without drafts."""
-        self._num_idle += 1
-        if not chances or most < 1:
-            return 0
-        ahead = costs.best_ahead(num_tokens, chances, most, self._pass_s)
-        if not ahead and (not self._pass_s or self._num_idle >= _TRIAL_STEPS):
-            ahead = min(most, _FIRST)
-        if ahead:
-            self._num_idle = 0
-        return ahead
+        self._proposals.pop(request, None)

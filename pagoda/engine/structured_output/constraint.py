@@ -24,8 +24,8 @@ TOKEN_LIMIT_S = 0.01
 """Processor time on the engine's loop that one token of an answer may take."""
 MAX_REPLAYED_TOKENS = 8192
 """Tokens of an answer that are followed again on the engine's loop, at some microseconds each."""
-DRAFT_LIMIT_S = 0.002
-"""Time on the engine's loop that looking at one draft may take."""
+MAX_DRAFT_TOKENS = 8
+"""Tokens of a draft that are followed through a grammar."""
 _SUSPECT_S = TOKEN_LIMIT_S / 20
 """Seconds of a token from which on a grammar is watched: the clock of processor time is a system call, which takes
 longer than most tokens."""
@@ -210,17 +210,15 @@ class Constraint:
         """How many leading tokens of a draft the grammar allows without ending the answer; with `forces`, those in
         front of the first behind which a token is certain, which is then appended without being sampled.
 
-        Looks no further once that has taken `DRAFT_LIMIT_S`.
+        At most `MAX_DRAFT_TOKENS` are looked at.
         """
-        matcher, began = self._matcher.deep_copy(), time.perf_counter()
-        for count, token_id in enumerate(draft):
+        matcher = self._matcher.deep_copy()
+        for count, token_id in enumerate(draft[:MAX_DRAFT_TOKENS]):
             if token_id in self.eos_token_ids or not matcher.consume_token(token_id):
                 return count
             if forces and (matcher.is_stopped() or matcher.compute_ff_tokens()):
                 return count
-            if time.perf_counter() - began > DRAFT_LIMIT_S:
-                return count + 1
-        return len(draft)
+        return min(len(draft), MAX_DRAFT_TOKENS)
 
     def masks_behind(self, draft: Sequence[int], held_back: Sequence[Sequence[int]]) -> list[bytes]:
         """Masks as of `mask` behind each token of a draft that is allowed, with tokens that each leaves out; fewer

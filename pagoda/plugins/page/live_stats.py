@@ -231,6 +231,8 @@ class _Feed:
         self._last = now, num_tokens
         num_prompt_tokens = sum(one.num_prompt_tokens for one in self._growths)
         num_hits = sum(one.num_prefix_hit_tokens for one in self._growths)
+        num_drafts = sum(one.num_drafts for one in self._growths)
+        num_accepted = sum(one.num_accepted_tokens for one in self._growths)
         ttft, itl = self._latencies.next_window()
         steps = self._drain_steps()
         snapshot = {
@@ -244,6 +246,7 @@ class _Feed:
             "prefix_hit_rate": (
                 round(min(num_hits / num_prompt_tokens, 1.0), 4) if num_prompt_tokens else None
             ),
+            "draft_length": round(1 + num_accepted / num_drafts, 2) if num_drafts else None,
             "num_preemptions": self._progress.num_preemptions,
             "num_restarts": self._progress.num_restarts,
             "tiers": _tiers(report),
@@ -348,7 +351,14 @@ def percentiles(windows: Iterable[Histogram]) -> LivePercentiles | None:
     return LivePercentiles(p50, p90, p99, count)
 
 
-_COUNTERS = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_worker_restarts")
+_COUNTERS = (
+    "num_prompt_tokens",
+    "num_prefix_hit_tokens",
+    "num_preemptions",
+    "num_worker_restarts",
+    "num_drafts",
+    "num_accepted_tokens",
+)
 
 
 class Growth(NamedTuple):
@@ -357,6 +367,8 @@ class Growth(NamedTuple):
     num_prompt_tokens: int
     num_prefix_hit_tokens: int
     prompt_tokens_per_s: float
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Progress:
@@ -393,4 +405,10 @@ class Progress:
             if seen_at is not None and seen_at >= since:
                 grown.update(more)
                 rate += more["num_prompt_tokens"] / max(now - seen_at, 1e-3)
-        return Growth(grown["num_prompt_tokens"], grown["num_prefix_hit_tokens"], rate)
+        return Growth(
+            grown["num_prompt_tokens"],
+            grown["num_prefix_hit_tokens"],
+            rate,
+            grown["num_drafts"],
+            grown["num_accepted_tokens"],
+        )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import zlib
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +159,7 @@ class SimExecutor:
             self._neighbours[self._name] = self.worker
             descriptors = {_NEIGHBOUR: self._name}
         ready = WorkerReady(
+            max_proposals=config.max_proposals,
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
                 max_batch_tokens=2**31 - 1,
@@ -355,6 +357,7 @@ class SimWorker:
         for slot_id, draft in plan.drafts:
             self.slots[slot_id].take_draft(draft)
         masks = self._masks.pop(plan.step, TokenMasks(plan.step))
+        asked, proposals = dict(plan.proposals), dict[int, list[int]]()
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
@@ -389,6 +392,8 @@ class SimWorker:
                 said = slot.say(vocab_size, wanted, certain)
                 sampled.append(slot_id)
                 token_ids.append(said)
+                if slot_id in asked:
+                    proposals[slot_id] = slot.propose(self._config, asked[slot_id])
                 if (num_top := slot.sampling.logprobs) is not None:
                     logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
@@ -398,6 +403,7 @@ class SimWorker:
             logprobs,
             prompt_logprobs,
             embeddings,
+            proposals=proposals,
             step_time_s=cost_s,
         )
 
@@ -589,6 +595,18 @@ class _SimSlot:
                 break
         self.num_computed_tokens = len(self.token_ids) - 1
         return self.token_ids[begin:]
+
+    def propose(self, config: SimConfig, most: int) -> list[int]:
+        """What the model will say next, each token with a probability."""
+        num_tokens, vocab_size = len(self.token_ids), config.vocab_size
+        for _ in range(most):
+            self.token_ids.append(self.choose(vocab_size, None))
+            hashed = zlib.crc32(b"%d %d" % (len(self.token_ids), self.token_ids[-1]))
+            if hashed % 1000 >= 1000 * config.proposal_share:
+                self.token_ids[-1] = (self.token_ids[-1] + 1) % vocab_size
+        proposed = self.token_ids[num_tokens:]
+        del self.token_ids[num_tokens:]
+        return proposed
 
     def choose(self, vocab_size: int, mask: bytes | None) -> int:
         """The next token; `mask` says which may be chosen."""

@@ -14,6 +14,7 @@ from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.request import Request
 from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.speculation import SpeculativeConfig
 
 LENGTH = 400
 
@@ -119,3 +120,26 @@ def test_a_request_may_do_without() -> None:
     while harness.tick():
         pass
     assert harness.core.load().num_drafts == 0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_worker_proposes_what_it_is_asked_for(stages: int) -> None:
+    """A drafter that is right in four of five tokens, at no cost, in front of whole answers."""
+    plain, _ = seconds(2, None, stages=stages, per_token_s=0.0005)
+    harness = Harness(
+        num_blocks=1024,
+        max_model_len=1024,
+        num_stages=stages,
+        per_token_s=0.0005,
+        max_proposals=4,
+        speculation=SpeculativeConfig(method="auto"),
+    )
+    for request in requests(2):
+        harness.add(request)
+    while harness.tick():
+        pass
+    for request in requests(2):
+        assert harness.tokens[request.request_id] == expected_tokens(request)
+    load = harness.core.load()
+    assert load.num_accepted_tokens > 0.5 * load.num_draft_tokens > 0.5 * LENGTH
+    assert plain > 1.7 * harness.clock.now()

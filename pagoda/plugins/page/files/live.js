@@ -47,6 +47,7 @@ const TILES = [
   ["Running", (s) => count(s.num_running), ""],
   ["Waiting", (s) => count(s.num_waiting + s.num_awaiting_kv), ""],
   ["Prefix hits", (s) => percent(s.prefix_hit_rate), ""],
+  ["Draft steps", (s) => s.draft_length?.toFixed(1) ?? "–", "tokens"],
   ["Preemptions", (s) => count(s.num_preemptions), ""],
   ["Restarts", (s) => count(s.num_restarts), ""],
 ];

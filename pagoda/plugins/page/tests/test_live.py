@@ -83,7 +83,9 @@ async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
         "num_restarts": 1,
         "num_replicas": 3,
         # Nothing came before.
-        **dict.fromkeys(("prompt_tokens_per_s", "output_tokens_per_s", "prefix_hit_rate")),
+        **dict.fromkeys(
+            ("prompt_tokens_per_s", "output_tokens_per_s", "prefix_hit_rate", "draft_length")
+        ),
         **dict.fromkeys(("ttft_ms", "itl_ms")),
     }
     assert {name: told[name] for name in expected} == expected

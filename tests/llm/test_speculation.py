@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from pagoda.errors import ConfigError
+from pagoda.llm.engine_options import EngineOptions
+from pagoda.llm.speculation import read_speculative_config
+from pagoda.messages.speculation import SpeculativeConfig
+
+MISTAKES = {
+    '{"method": "foo"}': "method must be one of auto, off, ngram, suffix, draft_model, mtp, eagle3, got 'foo'.",
+    '{"metod": "ngram"}': "there is no key metod; there are method, model, num_speculative_tokens,",
+    '{"method": "ngram", "num_speculative_tokens": 0}': "num_speculative_tokens must be int >= 1.",
+    '{"method": "ngram", "num_speculative_tokens": 99}': "num_speculative_tokens must be int <= 32.",
+    '{"prompt_lookup_max": "4"}': "prompt_lookup_max must be int, got str.",
+    '{"method": "suffix", "prompt_lookup_min": 2}': "prompt_lookup_min needs the method ngram, not suffix.",
+    '{"method": "ngram", "suffix_decoding_max_spec_factor": 2}': (
+        "suffix_decoding_max_spec_factor needs the method suffix, not ngram."
+    ),
+    '{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}': (
+        "prompt_lookup_min must be at most prompt_lookup_max (3), got 5."
+    ),
+    '{"method": "eagle3", "model": "head"}': "the method eagle3 is not there yet; suffix and ngram",
+    '{"method": "suffix", "model": "small"}': "model has no use with the method suffix, which has no weights.",
+    "[1]": "takes a JSON object such as",
+    "ngram": "takes a JSON object such as",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_a_sentence(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(speculative_config=text).engine_config("model")
+    assert str(caught.value).startswith("--speculative-config")
+    assert MISTAKES[text] in str(caught.value)
+
+
+def test_keys_of_vllm() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
+    assert read_speculative_config(text) == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4
+    )
+    assert read_speculative_config('{"suffix_decoding_max_cached_requests": 0}').method == "auto"
+    assert read_speculative_config(None) == SpeculativeConfig()

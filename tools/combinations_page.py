@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/combinations.md, what goes together and which test shows it: `make docs`.
+
+A pair is exact, and names a test, or is refused, and names the module whose sentence says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "combinations.md"
+_ENGINES = "tests/worker/test_speculated_engines.py"
+_CASES = f"{_ENGINES}::test_drafts_change_nothing"
+_MACHINE = "tests/engine/test_speculating_machine.py::SpeculatingMachine"
+_BITS = "tests/worker/test_same_bits.py"
+_ROWS = "tests/worker/test_drafts.py::test_rows_of_a_slot_are_sampled_as_if_each_were_alone"
+_TOPOLOGIES = "tests/worker/test_drafts.py::test_drafts_change_no_answer"
+_FLAG = "pagoda/llm/speculation.py"
+
+
+class Pair(NamedTuple):
+    """Two features, and how they go together."""
+
+    one: str
+    other: str
+    proof: str
+    """A test, `FILE::NAME`, or `FILE::NAME[CASE]`; of a refused pair the module that refuses."""
+    sentence: str = ""
+    """What is said where the pair is refused; empty of a pair that is exact."""
+
+
+def _with_speculation(proof: str, *others: str) -> list[Pair]:
+    return [Pair("speculation", other, proof) for other in others]
+
+
+PAIRS: list[Pair] = [
+    *_with_speculation(_ROWS, "greedy and sampled", "penalties", "`min_tokens`"),
+    *_with_speculation(_ROWS, "`allowed_token_ids`", "log-probabilities"),
+    *_with_speculation(
+        "tests/worker/test_masked_answers.py::test_drafts_change_no_answer_in_a_grammar",
+        "grammars",
+        "grammars, tensor and pipeline parallelism",
+    ),
+    *_with_speculation(_MACHINE, "forced tokens of grammars", "stop tokens", "priorities"),
+    *_with_speculation(_MACHINE, "scores and vectors of prompts beside", "deaths of workers"),
+    *_with_speculation(
+        "tests/sim/test_seeds.py::test_seeds",
+        "tiers",
+        "prefill and decode apart",
+        "deaths of engines and hosts",
+        "adapters, routers, replicas",
+    ),
+    *(
+        Pair("speculation", case, f"{_CASES}[{case}]")
+        for case in (
+            *("bfloat16", "int8", "int4", "int8 KV", "windows", "windows of some layers"),
+            *("chunked attention", "sinks", "latent attention", "experts", "chunks of prompts"),
+            *("preemption", "tensor parallelism", "pipeline parallelism", "expert parallelism"),
+            "tensor and pipeline parallelism",
+        )
+    ),
+    *_with_speculation(f"{_ENGINES}::test_prefix_cache", "prefix cache"),
+    *_with_speculation(f"{_ENGINES}::test_adapters", "adapters"),
+    *_with_speculation(_TOPOLOGIES, "few blocks, chunks, topologies"),
+    *_with_speculation(f"{_BITS}::test_gguf_files", "GGUF files"),
+    *_with_speculation(f"{_BITS}::test_quantized_checkpoints", "quantized checkpoints"),
+    Pair(
+        "speculation",
+        "layers with a state",
+        _FLAG,
+        "has layers with a state, which would have moved on behind drafts that are wrong",
+    ),
+    Pair("speculation", "encoders", _FLAG, "is an encoder, which says no tokens"),
+    Pair(
+        "speculation",
+        "backends without mixed steps",
+        "pagoda/engine/assembly.py",
+        "tokens and chunks in one step; choose another --backend.",
+    ),
+    *(
+        Pair(f"speculation ({method})", "any model", _FLAG, "is not there yet")
+        for method in ("draft_model", "mtp", "eagle3")
+    ),
+]
+
+_HEAD = """# Combinations
+
+What goes together, and what shows it. *Exact*: the answers are those of a server without the feature, in every bit
+of tokens and log-probabilities; the test compares them. *Refused*: a sentence says so before anything is loaded.
+Written by `make docs` from `tools/combinations_page.py`; a test looks for every test and every sentence.
+
+| | with | | |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of docs/combinations.md."""
+    rows = (
+        f"| {one} | {other} | {'refused' if sentence else 'exact'} | "
+        + (f"“{sentence}” (`{proof}`)" if sentence else f"`{proof}`")
+        + " |"
+        for one, other, proof, sentence in PAIRS
+    )
+    return _HEAD + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
