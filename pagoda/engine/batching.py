@@ -295,9 +295,12 @@ class Batcher:
         num_tokens = request.num_scheduled_tokens + count
         drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
         num_wanted = num_tokens + len(drafts) if drafts else num_tokens
+        if self.speculator is not None and self.speculator.num_ahead and available == 1:
+            num_ahead = min(self.speculator.num_ahead, request.max_total_tokens - num_wanted)
+            num_wanted += max(0, num_ahead)
         if not self._kv.has_room_for(request.table, num_wanted):
             new_blocks = self._kv.grow(request.table, num_wanted)
-            if new_blocks is None and drafts:  # for which nobody makes way
+            if new_blocks is None and num_wanted > num_tokens:  # nobody makes way for drafts
                 drafts, new_blocks = [], self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
                 if not self.candidates.hooks.make_room():

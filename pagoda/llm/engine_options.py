@@ -204,10 +204,12 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             )
         if options.kv_events is not None:
             find_publisher().check(options.kv_events, 1)
-        speculation = read_speculative_config(options.speculative_config)
+        asked = read_speculative_config(options.speculative_config)
+        speculation = speculation_of(asked, model, options.load_format)
+        worker["drafter"] = speculation.drafter
         return EngineConfig(
             **shared(options, EngineConfig),
-            speculation=speculation_of(speculation, model, options.load_format),
+            speculation=speculation,
             worker=WorkerConfig(**worker),
             kv_tiers=tiers if tiers.host_bytes or tiers.further else None,
             handoff=None if handoff is None else handoff.engine,

@@ -8,12 +8,13 @@ from typing import get_args
 import msgspec
 
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.resolve import load_model_config
+from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.errors import ConfigError
 from pagoda.messages.speculation import OFF, Method, SpeculativeConfig
 
 FLAG = "--speculative-config"
-_WITH_WEIGHTS = ("draft_model", "mtp", "eagle3")
+_WITH_FILES = ("draft_model", "eagle3")
+"""Methods whose weights lie in files of their own."""
 _KEYS_OF = {
     "prompt_lookup_min": "ngram",
     "prompt_lookup_max": "ngram",
@@ -42,13 +43,13 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
         config = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
-    if config.method in _WITH_WEIGHTS:
+    if config.model is not None and config.method == "auto":
+        config = msgspec.structs.replace(config, method="draft_model")
+    if (config.model is None) == (config.method in _WITH_FILES):
         raise ConfigError(
-            f"{FLAG}: the method {config.method} is not there yet; suffix and ngram need no weights."
-        )
-    if config.model is not None:
-        raise ConfigError(
-            f"{FLAG}: model has no use with the method {config.method}, which has no weights."
+            f"{FLAG}: {config.method} needs model, the files of its weights."
+            if config.model is None
+            else f"{FLAG}: model has no use with the method {config.method}, which has no files of its own."
         )
     for key, method in _KEYS_OF.items():
         if key in given and config.method not in (method, "auto" if method == "suffix" else method):
@@ -88,7 +89,10 @@ def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> S
         return config  # the worker says what is wrong with the model
     problem = _problem(spec)
     if not problem:
-        return config
+        if config.model is None:
+            return config
+        files = resolve_model(config.model, load_format=load_format)
+        return msgspec.structs.replace(config, model=files.model)
     if config.method == "auto":
         return OFF
     raise ConfigError(f'{FLAG}: {model} {problem}; leave it out, or say \'{{"method": "off"}}\'.')

@@ -36,5 +36,20 @@ class SpeculativeConfig(
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Share of the matches that must go on with a draft (`suffix`)."""
 
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """The worker's part; None where nothing with weights drafts."""
+        if self.method in ("draft_model", "mtp", "eagle3"):
+            return DrafterConfig(method=self.method, model=self.model or "")
+        return None
+
+
+class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter with weights, which runs in the worker."""
+
+    method: Literal["draft_model", "mtp", "eagle3"]
+    model: str = ""
+    """As `WorkerConfig.model`; empty where the weights lie in the model's own files."""
+
 
 OFF = SpeculativeConfig(method="off")

@@ -9,6 +9,7 @@ import msgspec
 
 from pagoda.faults.injector import FaultPlan
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.speculation import DrafterConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceSession
 
@@ -112,6 +113,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of all sockets, where these are on TCP."""
     bind_host: str = ""
     """Address of this host for its peers; empty when all are on one host."""
+    drafter: DrafterConfig | None = None
     kv_host_bytes: int = 0
     """Host memory of this worker for blocks that leave the device."""
     kv_tiers: dict[str, KVTierConfig] = {}

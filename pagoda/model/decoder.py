@@ -232,6 +232,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         return [_PLAN, *recorded] if recorded else ()
 
     @property
+    def vocab_size(self) -> int:
+        return self._shard.config.vocab_size
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 for a model that has none."""
         return len(self._expert_counts)

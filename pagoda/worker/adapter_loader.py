@@ -16,7 +16,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import Adapters, adapter_bytes
 
 if TYPE_CHECKING:
-    from pagoda.worker.loading import WorkerMemoryPlan
+    from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class StepTokens:
     """[n] int64, of the token ids in the flat table of all slots."""
     ends: list[int]
     """Places of the tokens behind those that are known, in the same table."""
+    room: list[int]
+    """Tokens for which the slots have blocks."""
     drafts: dict[int, Draft] = field(default_factory=dict)
     """Drafts by slot; a slot without samples behind its last row alone."""
     writes: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -98,6 +100,7 @@ class StepTokens:
             ),
             places=self.places[rows],
             ends=list(compress(self.ends, chosen)),
+            room=list(compress(self.room, chosen)),
             drafts=self.drafts,
         )
 
@@ -331,11 +334,12 @@ class InputBatch:
         *,
         samples: bool = True,
         drafts: Mapping[int, list[int]] = _NO_DRAFTS,
+        ahead: int = 0,
     ) -> StepTokens:
         """The next `num_tokens[i]` tokens of each slot, which from now on count as computed.
 
         The last ones of slots with `drafts` are these; `settle` says how many of them are right. With `samples`, a
-        token is counted that each slot samples which has all its tokens computed.
+        token is counted that each slot samples which has all its tokens computed. Tables reach `ahead` further.
         """
         if not self._slots.issuperset(slots):
             self._refuse(slots, num_tokens, drafts)
@@ -357,7 +361,7 @@ class InputBatch:
                 self._num_tokens[slot] += 1
         writes, self._writes = self._writes, []
         turn, self._turn = self._turn, (self._turn + 1) % MAX_STEPS
-        longest = max(ends, default=0)
+        longest = min(max(ends, default=0) + ahead, self._stride - 1)
         tables = tuple(table.of(turn, slots, longest) for table in self._tables)
         stride = self._stride
         places = [slot * stride + first for slot, first in zip(slots, firsts, strict=True)]
@@ -403,6 +407,7 @@ class InputBatch:
             batch=batch,
             places=token_places,
             ends=behind,
+            room=room,
             drafts=drafted,
             writes=writes,
         )
@@ -493,6 +498,11 @@ class InputBatch:
         for place, token_ids in tokens.writes:
             self._token_ids[place : place + len(token_ids)] = token_ids
         tokens.batch.token_ids.copy_(self._token_ids.index_select(0, tokens.places))
+
+    def known(self, slot: int, first: int, end: int) -> Tensor:
+        """Ids [end - first] int32 of tokens of a slot, which have been written."""
+        begin = slot * self._stride
+        return self._token_ids[begin + first : begin + end]
 
     def write(self, places: list[int], token_ids: list[int]) -> None:
         """Puts sampled tokens behind those that were computed (`StepTokens.ends`)."""

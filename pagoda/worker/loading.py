@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,36 +15,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, KVCache, LatentCache
+from pagoda.backend.base import Backend
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
 from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
-from pagoda.checkpoints.adapters import AdapterFiles
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization
 from pagoda.checkpoints.resolve import load_model_config
-from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
+from pagoda.checkpoints.weight_formats import DenseFormat
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
-from pagoda.messages.worker import Capabilities, WorkerReady, most_sampled
+from pagoda.messages.speculation import MAX_DRAFT_TOKENS
+from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.adapters import adapter_bytes
 from pagoda.model.caches import allocate_cache
 from pagoda.model.calibration import CalibratedWeights, calibrate
-from pagoda.model.decoder import Decoder, LayerCache
+from pagoda.model.decoder import Decoder
 from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.gptq import LoadedGrids
 from pagoda.model.loader import WeightLoader
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import (
-    Shard,
     check_quantized_parts,
     least_block_size,
     shard_of,
@@ -56,15 +54,17 @@ from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
+from pagoda.worker.drafting.drafter import Drafter, DraftLimits
+from pagoda.worker.drafting.planning import plan_drafter
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
-from pagoda.worker.input_batch import InputBatch, input_batch_bytes
+from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv.sizing import allocate_kv, measured_blocks, planned_blocks, share_of
-from pagoda.worker.memory import check_arena, sampling_bytes, tokens_held
+from pagoda.worker.memory import check_arena, tokens_held
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 from pagoda.worker.number_formats import (
     choose_dtype,
     choose_kv_dtype,
     choose_quantization,
-    torch_dtype,
 )
 from pagoda.worker.profiling import profile_steps
 from pagoda.worker.progress import loading_weights
@@ -73,140 +73,6 @@ from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 
 _log = logging.getLogger("pagoda.worker")
-
-
-class LayerPlace(NamedTuple):
-    """The KV of a layer: that of its group, in the blocks of the group."""
-
-    group: int
-    place: int
-    """Number of the layer in the group; layers of several groups with one place share its tensors."""
-
-
-@dataclass(frozen=True)
-class WorkerMemoryPlan:
-    """Plan of what a worker will load, made before it takes any memory."""
-
-    config: WorkerConfig
-    shard: Shard
-    quantization: Quantization | None
-    dtype_name: str
-    kv_dtype_name: str
-    kv_groups: tuple[KVGroup, ...]
-    max_model_len: int
-    backend: Backend[Any, Any]
-    """Backend that the model will be loaded with, once."""
-    backend_summary: str
-    """Line about the backend for the operator."""
-    available_bytes: int
-    """Memory that this worker might take before it took any."""
-    taken_bytes: int
-    """Memory that its process had taken by then."""
-    num_blocks: int = 0
-    """Blocks of the largest KV cache that would fit into memory, if all takes what is planned."""
-    adapters: tuple[AdapterFiles, ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype_name)
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return torch_dtype(self.kv_dtype_name)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the model's weights, and of adapters that are loaded with it."""
-        own = self.shard.weight_bytes(self.quantization, self.dtype.itemsize)
-        return own + sum(adapter_bytes(files, self.shard, self.dtype) for files in self.adapters)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of the largest step."""
-        config, most = self.config, self.backend.capabilities.max_batch_tokens
-        tokens = min(config.max_num_batched_tokens, config.max_num_seqs * self.max_model_len)
-        if self.computes_whole_prompts:
-            tokens = max(tokens, self.max_model_len)
-        return min(tokens, most)
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of the activations of the largest step, about: in each layer all outputs, of all rows twice on the
-        last stage, which selects them."""
-        rows = self.step_tokens * (1 + self.shard.is_last)
-        return rows * self.shard.activation_width() * torch.float32.itemsize
-
-    @property
-    def computes_whole_prompts(self) -> bool:
-        """True of encoders, in which nothing goes on from step to step."""
-        return any(group.kind is KVKind.STEP for group in self.kv_groups)
-
-    def total_bytes(self, weight_bytes: int, step_bytes: int, num_blocks: int) -> int:
-        """Bytes that the worker takes in all, with so many for its weights and its largest step."""
-        config = self.config
-        batch = input_batch_bytes(config.max_num_seqs, self.max_model_len, self.block_sizes)
-        kv = num_blocks * self.bytes_per_block + config.kv_host_bytes
-        return weight_bytes + step_bytes + self.sampling_bytes + batch + kv
-
-    @property
-    def block_sizes(self) -> list[int]:
-        """Tokens of a block of each KV group."""
-        return [group.block_size for group in self.kv_groups]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block, in the group where they are fewest."""
-        return min(group.block_size for group in self.kv_groups)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that a token takes in all layers of the shard that see it."""
-        layers = (self.shard.config.layers[layer] for layer in self.shard.layers)
-        return sum(layer.state is None for layer in layers) * self._layer_bytes
-
-    @property
-    def layer_places(self) -> list[LayerPlace]:
-        """Place of each of the shard's layers."""
-        found: dict[int, LayerPlace] = {}
-        for number, group in enumerate(self.kv_groups):
-            held = [layer for layer in group.layers if layer in self.shard.layers]
-            passing = group.kind is KVKind.STEP  # each layer writes what it reads
-            places = [0] * len(held) if passing else range(len(held))
-            found |= {layer: LayerPlace(number, at) for at, layer in zip(places, held, strict=True)}
-        return [found[layer] for layer in self.shard.layers]
-
-    def layer_caches(self, caches: Sequence[KVCache | LatentCache]) -> list[LayerCache]:
-        """The cache of each of the shard's layers, from those of all places."""
-        return [
-            LayerCache(group, caches[place], self.kv_groups[group].block_size)
-            for group, place in self.layer_places
-        ]
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block of the pool: that of the group with the most layers on this stage."""
-        return max(map(self._bytes_in_block, self.kv_groups))
-
-    def _bytes_in_block(self, group: KVGroup) -> int:
-        held = len(set(group.layers).intersection(self.shard.layers))
-        if group.kind is KVKind.STEP:
-            held = min(held, 1)
-        return held * self.block_size * self._layer_bytes
-
-    @property
-    def _layer_bytes(self) -> int:
-        """Bytes that one layer keeps of a token."""
-        vectors, numbers = self.shard.kv_vectors
-        return vectors * KV_FORMATS[self.kv_dtype_name].vector_bytes(numbers)
-
-    @property
-    def sampling_bytes(self) -> int:
-        """Bytes that sampling takes at most, on each rank of the last stage: all of them gather logits."""
-        if not (self.shard.is_last and self.shard.config.gives_logits):
-            return 0
-        vocab_size, ranks = self.shard.config.vocab_size, self.config.parallel.tensor_parallel_size
-        rows = most_sampled(self.config.max_num_seqs)
-        return sampling_bytes(rows, vocab_size, ranks, torch.get_num_threads())
 
 
 def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemoryPlan:
@@ -243,6 +109,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
         taken_bytes=backend.memory.taken_bytes(),
         adapters=tuple(adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
+    plan = replace(plan, drafter=plan_drafter(plan))
     check_arena(config, plan.bytes_per_block)
     return replace(plan, num_blocks=planned_blocks(plan))
 
@@ -281,23 +148,12 @@ def load_runner(
     backend, group = plan.backend, group or Alone()
     if group.size > 1:
         backend.join(group)
-    one_block = allocate_cache(backend, shard, 1, plan.block_size, plan.dtype, plan.kv_dtype)
-    with (
-        loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
-        _weights(plan) as source,
-    ):
-        if config.dequantizes:
-            source = DequantizedWeights(source)
-        on_load = plan.quantization if isinstance(plan.quantization, QuantizationOnLoad) else None
-        if on_load is not None and config.calibration_windows:
-            source, on_load = _calibrated(plan, on_load, source, backend, on_progress), None
-        loader = WeightLoader(shard, backend, source, on_load, plan.dtype, tracer, on_loaded)
-        model = Decoder(
-            loader,
-            backend,
-            plan.layer_caches([one_block] * len(shard.layers)),
-            has_adapters=config.has_adapters,
-            batch_invariant=config.batch_invariant,
+    with loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded:
+        model = _load_model(plan, tracer, on_loaded, on_progress)
+        own = (
+            None
+            if plan.drafter is None
+            else _load_model(plan.drafter, tracer, on_loaded, on_progress)
         )
     adapter = None
     if model.adapters is not None:
@@ -314,13 +170,21 @@ def load_runner(
         whole_prompts=plan.computes_whole_prompts,
         adapter=adapter,
     )
+    if plan.drafter is not None and own is not None:
+        step_bytes += profile_steps(
+            own,
+            num_tokens=plan.drafter.step_tokens,
+            max_model_len=plan.drafter.max_model_len,
+            block_sizes=plan.drafter.block_sizes,
+            whole_prompts=False,
+        )
     tracer.span("profile", began)
     weight_bytes = backend.memory.taken_bytes() - plan.taken_bytes
     num_blocks = agree_on_kv(measured_blocks(plan, weight_bytes, step_bytes))
     began = tracer.e2e()
     caches, store = allocate_kv(plan, num_blocks)
     tracer.span("allocate kv cache", began)
-    model.use_caches(plan.layer_caches(caches))
+    model.use_caches(plan.layer_caches(caches[: plan.num_places]))
     ready = WorkerReady(
         capabilities=backend.capabilities,
         num_blocks=num_blocks,
@@ -332,6 +196,7 @@ def load_runner(
         gives_logits=shard.config.gives_logits,
         arithmetic=_arithmetic(backend.arithmetic, config),
         kv_groups=plan.kv_groups,
+        max_proposals=MAX_DRAFT_TOKENS if config.drafter is not None else 0,
         planned_memory_bytes=plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks),
         taken_memory_bytes=plan.total_bytes(weight_bytes, step_bytes, num_blocks),
     )
@@ -343,6 +208,12 @@ def load_runner(
         None if model.adapters is None else model.adapters.number,
         embeds_spans=shard.is_first,
     )
+    drafter = None
+    if plan.drafter is not None and own is not None:
+        own.use_caches(plan.drafter.layer_caches(caches[plan.num_places :]))
+        vocab_size = min(shard.config.vocab_size, own.vocab_size)
+        limits = DraftLimits(vocab_size, plan.drafter.max_model_len, plan.drafter.step_tokens)
+        drafter = Drafter(own, batch, limits)
     runner: Runner | StageRunner
     if shard.is_last:
         sampler = GroupSampler(
@@ -364,12 +235,37 @@ def load_runner(
             *(model, batch, sampler, prompts, tracer),
             alone=alone,
             has_states=has_states,
+            drafter=drafter,
             faults=faults,
         )
     else:
         runner = StageRunner(model, batch, tracer)
     adapters = AdapterLoader(plan, model.adapters)
     return LoadedWorker(runner, ready, store, description, adapters)
+
+
+def _load_model(
+    plan: WorkerMemoryPlan,
+    tracer: Tracer,
+    on_loaded: Callable[[int], None],
+    on_progress: Callable[[], None],
+) -> Decoder[Any, Any]:
+    """The model of a plan, over caches of one block."""
+    config, shard, backend = plan.config, plan.shard, plan.backend
+    one_block = allocate_cache(backend, shard, 1, plan.block_size, plan.dtype, plan.kv_dtype)
+    with _weights(plan) as source:
+        if config.dequantizes:
+            source = DequantizedWeights(source)
+        on_load = plan.quantization if isinstance(plan.quantization, QuantizationOnLoad) else None
+        if on_load is not None and config.calibration_windows:
+            source, on_load = _calibrated(plan, on_load, source, backend, on_progress), None
+        return Decoder(
+            WeightLoader(shard, backend, source, on_load, plan.dtype, tracer, on_loaded),
+            backend,
+            plan.layer_caches([one_block] * len(shard.layers)),
+            has_adapters=config.has_adapters,
+            batch_invariant=config.batch_invariant,
+        )
 
 
 def _calibrated(

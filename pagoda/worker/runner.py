@@ -30,6 +30,7 @@ from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.model.decoder import Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
@@ -211,6 +212,7 @@ class Runner:
         *,
         alone: bool = True,
         has_states: bool = False,
+        drafter: Drafter | None = None,
         faults: Faults | None = None,
     ) -> None:
         """`alone`: no other rank takes part in a step, so that it may be launched ahead, and tried again in parts.
@@ -227,6 +229,7 @@ class Runner:
         self._tracer = tracer
         self._alone = alone
         self._has_states = has_states
+        self._drafter = drafter
         self._launched: deque[_Launched] = deque()
         """Steps whose results have not been read."""
         self._request_ids: dict[int, str] = {}
@@ -245,7 +248,9 @@ class Runner:
         errors: dict[int, str] = {}
         drafts = dict(plan.drafts)
         try:
-            tokens = self.batch.prepare(plan.slots, plan.num_tokens, drafts=drafts)
+            tokens = self.batch.prepare(
+                plan.slots, plan.num_tokens, drafts=drafts, ahead=_ahead(plan)
+            )
         except ValueError:
             if not self._alone:
                 raise
@@ -257,7 +262,9 @@ class Runner:
             errors = dict.fromkeys(unfit, BROKE_A_STEP)
             fitting = {slot: n for slot, n in parts if slot not in errors}
             drafts = {slot: drafts[slot] for slot in fitting.keys() & drafts.keys()}
-            tokens = self.batch.prepare(list(fitting), list(fitting.values()), drafts=drafts)
+            tokens = self.batch.prepare(
+                list(fitting), list(fitting.values()), drafts=drafts, ahead=_ahead(plan)
+            )
         planned = None
         try:
             planned = self.model.plan(tokens.batch) if tokens.slots else None
@@ -355,6 +362,9 @@ class Runner:
         here = {slot: error for slot, error in sampled.errors.items() if slot not in launched.freed}
         self.failed |= here
         self._remember(launched, sampled, further)
+        began = self._tracer.clock_ns()
+        proposals = self._propose(launched, sampled, further)
+        propose_time_s = (self._tracer.clock_ns() - began) / 1e9
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
         launched.clock.ended("forward" if self._sampler.overlaps else "sample")
         times = launched.clock.times.behind(ready.times)
@@ -373,6 +383,8 @@ class Runner:
             slots=drawn,
             token_ids=list(token_ids.values()),
             logprobs=logprobs,
+            proposals=proposals,
+            propose_time_s=propose_time_s if plan.proposals else 0.0,
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
             errors=errors,
@@ -391,10 +403,14 @@ class Runner:
             self._sampler.free(slot)
             self._prompts.free(slot)
             self.failed.pop(slot, None)
+            if self._drafter is not None:
+                self._drafter.free(slot)
         for start in plan.starts:
             self._request_ids[start.slot] = start.request_id
             self._sampler.start(start)
             self._prompts.start(start)
+            if self._drafter is not None:
+                self._drafter.start(start.slot, start.num_computed_tokens)
         for slot, token_ids in plan.forced_tokens:
             for token_id in token_ids:
                 self._sampler.append({slot: token_id})
@@ -496,6 +512,29 @@ class Runner:
                 for place, token_id in enumerate(right.token_ids, start=places[slot] + 1):
                     self.batch.write([place], [token_id])
                     self._sampler.append({slot: token_id})
+
+    def _propose(
+        self, launched: _Launched, sampled: Sampled, further: Mapping[int, Right]
+    ) -> dict[int, list[int]]:
+        """What the drafter proposes behind a step."""
+        if self._drafter is None:
+            return {}
+        tokens, texts = launched.tokens, list[SlotText]()
+        for place, (slot, first, count) in enumerate(
+            zip(tokens.slots, tokens.firsts, tokens.counts, strict=True)
+        ):
+            if slot in launched.freed or slot in self.failed:
+                continue
+            num_right = len(further[slot].token_ids) if slot in further else 0
+            draft = tokens.drafts.get(slot)
+            end = first + count - (0 if draft is None else len(draft.token_ids) - num_right)
+            texts.append(SlotText(slot, place, first, end, end + (slot in sampled.token_ids)))
+        return self._drafter.propose(tokens, texts, dict(launched.ready.plan.proposals))
+
+
+def _ahead(plan: StepPlan) -> int:
+    """Tokens behind those of a step that the drafter may compute."""
+    return max((count for _, count in plan.proposals), default=0)
 
 
 def _finite(values: Mapping[int, T | None]) -> dict[int, T]:

@@ -38,3 +38,6 @@ class AlwaysPays(StepCosts):
 
     def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
         return len(gains)
+
+    def most_worth_asking(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
+        return len(gains)

@@ -107,9 +107,13 @@ class Driver:
         return self.tokens[slot][self.num_prompt_tokens[slot] :]
 
     def step(
-        self, shares: dict[int, int], drafts: dict[int, list[int]] | None = None
+        self,
+        shares: dict[int, int],
+        drafts: dict[int, list[int]] | None = None,
+        wanted: dict[int, int] | None = None,
     ) -> StepResult:
-        """Computes `shares[slot]` tokens of each slot, the last of which are its `drafts`."""
+        """Computes `shares[slot]` tokens of each slot, the last of which are its `drafts`;
+        `wanted[slot]` are to be proposed behind."""
         drafts = drafts or {}
         new_blocks = []
         for slot, count in shares.items():
@@ -129,6 +133,7 @@ class Driver:
             new_blocks,
             self._freed,
             drafts=list(drafts.items()),
+            proposals=list((wanted or {}).items()),
         )
         self._starts, self._freed = [], []
         self._step += 1

@@ -28,6 +28,7 @@ from pagoda.messages.frontend import GenerateRequest, TokenChunk, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.messages.worker import StepPlan, TokenMasks
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -151,16 +152,20 @@ class InProcessEngine:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = False,
         token_texts: TokenTexts | None = None,
+        speculation: SpeculativeConfig = OFF,
         **options: Any,
     ) -> None:
-        """`options` are fields of `WorkerConfig`; grammars are over `token_texts`."""
+        """`options` are fields of `WorkerConfig`; grammars are over `token_texts`. All drafts of `speculation` are
+        computed."""
         sizes = {"num_blocks": 512, "block_size": 16, "max_num_seqs": 16, "num_threads": 1}
-        worker = WorkerConfig(model=str(directory), **sizes | options)
+        drafter = speculation.drafter
+        worker = WorkerConfig(model=str(directory), drafter=drafter, **sizes | options)
         config = EngineConfig(
             worker=worker,
             max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            speculation=speculation,
         )
         self._core = EngineCore(
             config,
@@ -171,6 +176,10 @@ class InProcessEngine:
             ),
         )
         self._core.step()
+        assert self._core.scheduler is not None
+        speculator = self._core.scheduler.batcher.speculator
+        if speculator is not None:
+            speculator.costs = AlwaysPays()
 
     def draft_with(self, drafter: Callable[[Request], list[int]]) -> None:
         """Asks before each plan what may follow the tokens of requests; all of it is computed."""

@@ -31,7 +31,8 @@ from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVAllocation, shares_kv
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, plan_worker
+from pagoda.worker.loading import LoadedWorker, plan_worker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 NUM_BLOCKS = 12
 SECRET = b"a secret of the cluster"

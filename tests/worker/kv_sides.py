@@ -19,7 +19,8 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disaggregation.worker.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, plan_worker
+from pagoda.worker.loading import LoadedWorker, plan_worker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def handoff_plan(

@@ -29,7 +29,8 @@ from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
-from pagoda.worker.loading import WorkerMemoryPlan, load_runner, plan_worker
+from pagoda.worker.loading import load_runner, plan_worker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 from pagoda.worker.runner import Runner
 
 LENGTH = 20

@@ -20,7 +20,8 @@ from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.disaggregation.worker.plan import find_runs, make_spans, own_parts, plan_slices
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, load_runner, plan_worker
+from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 from pagoda.worker.runner import Runner
 
 NUM_BLOCKS = 128

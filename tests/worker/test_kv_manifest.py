@@ -19,7 +19,8 @@ from pagoda.plugins.disk_tier.objects import Manifest
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv.manifest import kv_digest
 from pagoda.worker.kv.store import HostKVStore
-from pagoda.worker.loading import WorkerMemoryPlan, plan_worker
+from pagoda.worker.loading import plan_worker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def _plan(model: Path | str, **options: Any) -> tuple[WorkerMemoryPlan, list[KVCache]]:

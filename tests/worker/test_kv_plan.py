@@ -27,7 +27,7 @@ from pagoda.plugins.disaggregation.worker.plan import (
     plan_slices,
 )
 from pagoda.worker.kv.store import HostKVStore
-from pagoda.worker.loading import LayerPlace
+from pagoda.worker.memory_plan import LayerPlace
 
 NUM_BLOCKS = 9
 LATENT_MODEL = {

@@ -18,7 +18,8 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
 from pagoda.worker.kv.sizing import measured_blocks, planned_blocks, share_of
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan, load_runner, plan_worker
+from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 class _Device(HostMemory):

@@ -24,6 +24,8 @@ MAX_ASKED = 24
 """Requests for which drafts are sought in one step; with more, they take turns."""
 PROBE_STEPS = 64
 """Steps of a request after which its worker is asked again whether its drafts have become better."""
+_PROBE = 4
+"""Drafts that are asked for then."""
 _LEAST_CHANCE = 0.05
 """Drafts behind those that are less likely are not looked at."""
 
@@ -110,20 +112,25 @@ class Speculator:
             if part.samples and request.generates and request.message.speculates:
                 course = self._course(request)
                 course.num_unasked += 1
-                pays = self._pays(course)
-                if pays or course.num_unasked >= PROBE_STEPS:
+                count = self._num_paying(course)
+                self._awaits |= count > 0
+                if count or course.num_unasked >= PROBE_STEPS:
                     course.num_unasked = 0
-                    asked[part.slot] = min(self._most, self._drafter.num_asked)
-                    self._awaits |= pays
+                    asked[part.slot] = count or self.num_ahead
         return asked
 
-    def _pays(self, course: _Course) -> bool:
-        """True if drafts of the worker are worth their time, as far as is known before there are any."""
+    @property
+    def num_ahead(self) -> int:
+        """Tokens behind those of a step for which the worker wants blocks, so that it can propose."""
+        return min(_PROBE, self._most, self._drafter.num_asked)
+
+    def _num_paying(self, course: _Course) -> int:
+        """How many drafts of the worker are worth their time, as far as is known before there are any."""
         chance, gains = 1.0, list[float]()
-        for place in range(self._most):
+        for place in range(min(self._most, self._drafter.num_asked)):
             chance *= course.own.chance(self._rates.rate(1 + place))
             gains.append(chance)
-        return self.costs.most_worthwhile(*self.size, gains) > 0
+        return self.costs.most_worth_asking(*self.size, gains)
 
     def observe(self, step: InFlightStep, result: StepResult) -> None:
         """Learns what a step took, whose result has been applied, and what it proposes."""
@@ -131,8 +138,9 @@ class Speculator:
         num_tokens += sum(map(len, step.drafts.values()))
         self.costs.observe(num_tokens, result.step_time_s)
         if step.drafts:
-            self.costs.observe_gap(result.idle_time_s + result.propose_time_s)
+            self.costs.observe_gap(result.idle_time_s)
         if step.proposals:
+            self.costs.observe_proposals(max(step.proposals.values()), result.propose_time_s)
             self._awaits = False
             for part in step.scheduled:
                 proposed = result.proposals.get(part.slot)

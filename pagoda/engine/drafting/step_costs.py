@@ -43,6 +43,7 @@ class StepCosts:
         """The classes, in order."""
         self._num_steps = 0
         self._gap_s = 0.0
+        self._draft_s = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` took so many seconds."""
@@ -63,6 +64,27 @@ class StepCosts:
         if self._gap_s:
             seconds = min(seconds, _MOST_FACTOR * self._gap_s)
         self._gap_s += _WEIGHT * (seconds - self._gap_s)
+
+    def observe_proposals(self, count: int, seconds: float) -> None:
+        """The worker took so many seconds to propose `count` tokens of some requests, all at once."""
+        seconds /= count
+        if self._draft_s:
+            seconds = min(seconds, _MOST_FACTOR * self._draft_s)
+        self._draft_s += (_WEIGHT if self._draft_s else 1.0) * (seconds - self._draft_s)
+
+    def most_worth_asking(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
+        """How many drafts of one request the worker is best asked to propose, with as many of all others.
+
+        The arguments are as for `most_worthwhile`."""
+        most = self.most_worthwhile(num_tokens, num_requests, gains)
+        plain, share = self.seconds(num_tokens), self._draft_s / max(1, num_requests)
+        best, best_rate, expected = 0, LEAST_GAIN * num_requests, float(num_requests)
+        for count, gain in enumerate(gains[:most], start=1):
+            expected += gain
+            seconds = self.seconds(num_tokens + count) + self._gap_s + count * share
+            if expected * plain / seconds > best_rate:
+                best, best_rate = count, expected * plain / seconds
+        return best
 
     def knows(self, num_tokens: int) -> bool:
         """True if a step of about this size was seen of late."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pagoda.backend.kv_store import KVStore, layout_of
 from pagoda.plugins.disk_tier.objects import Manifest
-from pagoda.worker.kv.manifest import agreed_groups, model_digest, quantization_name
-from pagoda.worker.loading import WorkerMemoryPlan
+from pagoda.worker.kv.manifest import agreed_groups, blocks_digest, quantization_name
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def make_manifest(plan: WorkerMemoryPlan, store: KVStore, arithmetic: str) -> Manifest:
@@ -16,7 +16,7 @@ def make_manifest(plan: WorkerMemoryPlan, store: KVStore, arithmetic: str) -> Ma
     config, parallel, place = plan.config, plan.config.parallel, plan.config.place
     return Manifest(
         model=Path(config.model).name,
-        model_digest=model_digest(plan),
+        model_digest=blocks_digest(plan),
         dtype=plan.dtype_name,
         kv_dtype=plan.kv_dtype_name,
         quantization=quantization_name(plan),

@@ -29,7 +29,8 @@ from pagoda.worker.kv.jobs import FIRST, LATER, CopyError, GivenUpError, Job, Jo
 from pagoda.worker.kv.memory import HostArena, copy_bytes
 from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.kv.transfers import not_here
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
+from pagoda.worker.loading import LoadedWorker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 NUM_READERS = 2
 NUM_WRITERS = 2

@@ -10,7 +10,7 @@ import msgspec
 from pagoda.backend.kv_store import KVStore
 from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.messages.kv_groups import KVGroup
-from pagoda.worker.loading import WorkerMemoryPlan
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def kv_digest(plan: WorkerMemoryPlan, store: KVStore) -> str:
@@ -46,6 +46,16 @@ def model_digest(plan: WorkerMemoryPlan) -> str:
     if plan.shard.config.short_context is None:
         return digest
     return hashlib.sha256(f"{digest} long".encode()).hexdigest()
+
+
+def blocks_digest(plan: WorkerMemoryPlan) -> str:
+    """Digest of all weights that a block has KV of, those of a drafter too, in hex."""
+    own = model_digest(plan)
+    if plan.drafter is None:
+        return own
+    drafter = plan.drafter.config
+    drafted = weights_digest(drafter.model, drafter.load_format, drafter.seed)
+    return hashlib.sha256(f"{own} {drafted} {plan.drafter.dtype_name}".encode()).hexdigest()
 
 
 def quantization_name(plan: WorkerMemoryPlan) -> str:

@@ -10,7 +10,8 @@ from pagoda.faults.injector import Faults
 from pagoda.messages.transfers import KVPeer, RemoteBlocks, Transfer
 from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.jobs import Jobs
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
+from pagoda.worker.loading import LoadedWorker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 class Fetcher(Protocol):

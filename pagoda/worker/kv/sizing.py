@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagoda.backend.base import KVCache, LatentCache, Memory, NewTensor
     from pagoda.backend.kv_store import KVStore
     from pagoda.messages.worker_config import WorkerConfig
-    from pagoda.worker.loading import WorkerMemoryPlan
+    from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 _TENSORS_PER_LAYER = 4
 """Tensors of a layer's KV cache, at most."""
@@ -62,12 +62,18 @@ def measured_blocks(plan: WorkerMemoryPlan, taken_bytes: int, step_bytes: int) -
 def allocate_kv(
     plan: WorkerMemoryPlan, num_blocks: int
 ) -> tuple[Sequence[KVCache | LatentCache], KVStore]:
-    """The caches of all places, and their store."""
-    num_places = 1 + max(place for _, place in plan.layer_places)
+    """The caches of all places, then those of a drafter's layers, and the store of all."""
+    plans = [plan] if plan.drafter is None else [plan, plan.drafter]
+    num_places = sum(it.num_places for it in plans)
 
     def allocate(new: NewTensor) -> list[KVCache | LatentCache]:
-        shape = plan.shard, num_blocks, plan.block_size, plan.dtype, plan.kv_dtype
-        return [allocate_cache(plan.backend, *shape, new) for _ in range(num_places)]
+        return [
+            allocate_cache(
+                it.backend, it.shard, num_blocks, it.block_size, it.dtype, it.kv_dtype, new
+            )
+            for it in plans
+            for _ in range(it.num_places)
+        ]
 
     def open_allocation() -> KVAllocation:
         num_bytes = num_blocks * plan.bytes_per_block

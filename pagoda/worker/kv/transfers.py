@@ -32,7 +32,8 @@ from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.remote import RemoteMemory
 from pagoda.worker.kv.tier import WorkerTier
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
+from pagoda.worker.loading import LoadedWorker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 _Task = tuple[Job, range]
 """Some blocks of a job, by their indices there."""

@@ -28,7 +28,8 @@ from pagoda.plugins.disaggregation.worker.landing import DeviceLanding, DirectLa
 from pagoda.plugins.disaggregation.worker.plan import own_parts
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.manifest import kv_digest
-from pagoda.worker.loading import LoadedWorker, WorkerMemoryPlan
+from pagoda.worker.loading import LoadedWorker
+from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 _log = logging.getLogger(__name__)
 

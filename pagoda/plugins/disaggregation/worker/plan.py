@@ -22,7 +22,7 @@ from pagoda.kv.memory import Extent
 from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
 from pagoda.plugins.disaggregation.transport.base import MemorySpan
-from pagoda.worker.loading import LayerPlace
+from pagoda.worker.memory_plan import LayerPlace
 
 
 class PlanError(PagodaError):
