@@ -151,20 +151,20 @@ def test_sums_of_bytes_wrap_around(name: str, rows: int, words: int, seed: int) 
     assert torch.equal(sums.long(), wrapped)
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_the_emulation_is_the_processor_in_every_bit(special: bool, seed: int) -> None:
+def test_the_emulation_is_the_processor_in_every_bit() -> None:
     if "amx" not in TILES:
         pytest.skip(f"no AMX to compare with: {native.load_native().amx_obstacle()}")
-    rows, words = 1 + 7 * seed % 32, 1 + 5 * seed % 16
-    a, b = _words(rows, words, seed, special), _words(words, 32, seed + 1, special)
-    before = random_tensor(rows, 32, seed=seed)
-    for bf16 in (True, False):
-        start = before if bf16 else before.view(torch.int32)
-        own, other = (_multiply(name, bf16, a, b, start) for name in TILES)
-        numbers = ~own.isnan()
-        assert torch.equal(numbers, ~other.isnan())
-        assert torch.equal(own.view(torch.int32)[numbers], other.view(torch.int32)[numbers])
+    for seed in range(64):
+        rows, words, special = 1 + 7 * seed % 32, 1 + 5 * seed % 16, seed % 2 == 1
+        a, b = _words(rows, words, seed, special), _words(words, 32, seed + 1, special)
+        before = random_tensor(rows, 32, seed=seed)
+        for bf16 in (True, False):
+            start = before if bf16 else before.view(torch.int32)
+            own, other = (_multiply(name, bf16, a, b, start) for name in TILES)
+            numbers = ~own.isnan() if bf16 else torch.ones_like(own, dtype=torch.bool)
+            if bf16:
+                assert torch.equal(numbers, ~other.isnan())
+            assert torch.equal(own.view(torch.int32)[numbers], other.view(torch.int32)[numbers])
 
 
 def _rows(rows: int, inputs: int) -> Tensor:

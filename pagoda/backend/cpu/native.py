@@ -34,7 +34,7 @@ def emulated_instruction_sets() -> list[str]:
 
 
 def unused_amx() -> str | None:
-    """Why a processor's AMX is not used, None where it is or there is none.
+    """Reason why a processor's AMX is not used; None where it is, or there is none.
     Raises BackendUnavailableError: the kernels are not installed."""
     native = load_native()
     return (native.amx_obstacle() or None) if native.has_amx() else None
