@@ -14,15 +14,17 @@
 
 namespace pagoda {
 
-std::string amx_obstacle() {
-#ifndef __x86_64__
-    return "this processor has no AMX";
-#elif defined(PAGODA_AMX)
+#ifdef __x86_64__
+
+bool has_amx() {
     constexpr uint32_t kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
     uint32_t a = 0, b = 0, c = 0, d = 0;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kAll) != kAll) {
-        return "this processor has no AMX with bf16 and int8";
-    }
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAll) == kAll;
+}
+
+std::string amx_obstacle() {
+    if (!has_amx()) return "this processor has no AMX with bf16 and int8";
+#ifdef PAGODA_AMX
     constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
     constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) {
@@ -33,5 +35,13 @@ std::string amx_obstacle() {
     return "Pagoda was built without AMX, which its C++ compiler did not know";
 #endif
 }
+
+#else
+
+bool has_amx() { return false; }
+
+std::string amx_obstacle() { return "this processor has no AMX"; }
+
+#endif
 
 }  // namespace pagoda

@@ -269,6 +269,7 @@ NB_MODULE(_native, m) {
     m.attr("DELTA_KEY_MULTIPLE") = kDeltaKeyMultiple;
     m.attr("EMULATED_AMX") = kEmulatedAmx;
     m.def("instruction_sets", &available_instruction_sets);
+    m.def("has_amx", &has_amx);
     m.def("amx_obstacle", &amx_obstacle);
     m.def("multiply_tiles", &multiply_tiles);
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {

@@ -33,6 +33,9 @@ struct TileKernels {
 extern const TileKernels kAmx;          // only in a build whose compiler knows AMX
 extern const TileKernels kAmxEmulated;  // of AVX-512 instructions, for tests
 
+// Whether the processor has tiles, for bf16 and bytes.
+bool has_amx();
+
 // Asks the kernel for the use of tiles by this process. Returns why it may not use them, empty if it may.
 std::string amx_obstacle();
 

@@ -15,6 +15,9 @@ EMULATED_AMX: str
 def instruction_sets() -> list[str]:
     """Instruction sets of this CPU that kernels exist for, from the lowest to the highest."""
 
+def has_amx() -> bool:
+    """Whether the processor has AMX for bf16 and int8, used or not."""
+
 def amx_obstacle() -> str:
     """Why this process has no use of AMX; empty if it has."""
 

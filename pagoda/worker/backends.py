@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pagoda.backend.base import Backend, UnsupportedError, check_operations
+from pagoda.backend.cpu.native import unused_amx
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.devices import (
     AUTO,
@@ -123,7 +124,9 @@ def _planned(model: str, load_format: str, dtype: str, quantization: str) -> str
 
 def _described(name: str) -> str:
     try:
-        return choose_backend(name)[1]
+        line = choose_backend(name)[1]
+        obstacle = unused_amx() if name == "cpu" else None
+        return line if obstacle is None else f"{line} (without AMX: {obstacle})"
     except ConfigError as error:
         return str(error).removesuffix(".")
     except Exception as error:  # of a package that is not Pagoda's

@@ -23,7 +23,7 @@ from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.errors import ConfigError
 from pagoda.model import decoder
 from pagoda.model.needed_operations import needed_operations
-from pagoda.worker.backends import check_model, choose_backend
+from pagoda.worker.backends import check_model, choose_backend, main
 
 
 def test_auto_takes_the_kernels(backend: str) -> None:
@@ -189,3 +189,17 @@ def test_doctor_is_told_of_a_model_that_is_too_large(tmp_path: Path, backend: st
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert re.fullmatch("cpu .* computes at most 1024 experts .* the model has 1025; .*", line)
+
+
+def test_doctor_hears_why_amx_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    if backend != "cpu":
+        pytest.skip("needs the kernels")
+    module = native.load_native()
+    monkeypatch.setattr(module, "has_amx", lambda: True)
+    for obstacle in ("the kernel refuses AMX's tiles", ""):
+        monkeypatch.setattr(module, "amx_obstacle", lambda obstacle=obstacle: obstacle)
+        main([])
+        line = next(it for it in capsys.readouterr().out.splitlines() if it.startswith("cpu: "))
+        assert line.endswith(f" (without AMX: {obstacle})") == bool(obstacle)

@@ -12,8 +12,8 @@ from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 
 INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
-"""Environment variable that forces an instruction set of `available_instruction_sets`, such as `avx2`; or
-`amx_emulated`, to test the kernels for AMX elsewhere."""
+"""Environment variable that forces an instruction set: `avx2`, `avx512`, `avx512_vnni`, `avx512_bf16`, `amx`, or
+`amx_emulated` to test the kernels of `amx` elsewhere."""
 
 
 def available_instruction_sets() -> list[str]:
@@ -31,6 +31,13 @@ def emulated_instruction_sets() -> list[str]:
     Raises BackendUnavailableError: the kernels are not installed."""
     native = load_native()
     return [native.EMULATED_AMX] if "avx512_bf16" in native.instruction_sets() else []
+
+
+def unused_amx() -> str | None:
+    """Reason why a processor's AMX is not used; None where it is, or there is none.
+    Raises BackendUnavailableError: the kernels are not installed."""
+    native = load_native()
+    return (native.amx_obstacle() or None) if native.has_amx() else None
 
 
 def choose_instruction_set() -> str:
