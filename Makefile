@@ -7,7 +7,7 @@
 # make test    set up with the test tools, then linters, types, import contracts and the tests, in fifteen minutes
 # make test-all      the same with all cases of the tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
-# make test-arm      the kernels for 64-bit ARM, emulated: their tests, and the demo (an hour; Debian, root)
+# make test-arm      the kernels for 64-bit ARM, emulated: their tests, and the demo (two hours; Debian, root)
 # make test-real     a real model, SmolLM2-135M-Instruct, beside transformers
 # make test-ui       the tests of the page, in Debian's Chromium
 # make test-clients  clients and routers of others, which are installed into .venv-clients

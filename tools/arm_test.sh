@@ -1,5 +1,5 @@
 #!/bin/sh
-# The kernels for 64-bit ARM on a machine of another kind: `make test-arm`. Takes about an hour on two cores.
+# The kernels for 64-bit ARM on a machine of another kind: `make test-arm`. Takes about two hours.
 #
 # Needs Debian or Ubuntu on x86-64 whose Python is 3.11 or newer, root for what it installs (g++-aarch64-linux-gnu,
 # qemu-user), 2 GB of disk, and the package indexes. In build/arm it unpacks the distribution's arm64 Python and torch for
@@ -86,7 +86,7 @@ sets max,pauth=off "neon neon_dotprod neon_i8mm neon_bf16"
 echo "2. tests of the kernels"
 cd "$here/../.."
 # shellcheck disable=SC2086
-"$python" -m pytest --kernels "$here/site/pagoda/backend" -p no:cacheprovider --timeout 0 -q --tier "${TIER:-check}" \
+"$python" -m pytest --kernels "$here/site/pagoda/backend" -p no:cacheprovider --timeout 0 -q --tier "${TIER:-quick}" \
     ${ARM_TESTS:-tests/backend/test_cpu.py tests/backend/test_cpu_attention.py tests/backend/test_cpu_latents.py
     tests/backend/test_cpu_experts.py tests/backend/test_low_rank.py tests/backend/test_sampling.py
     tests/backend/test_invariance.py tests/backend/test_state_layers.py tests/backend/test_row_operations.py}
