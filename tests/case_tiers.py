@@ -37,6 +37,7 @@ INSTRUCTION_SETS = (
     "avx512",
     "avx512_vnni",
     "avx512_bf16",
+    "amx_emulated",
     "amx",
 )
 """Values of parameters that choose kernels, best last."""
