@@ -28,7 +28,7 @@ class CoreChoice:
 
 
 def choose_cores(allowed: Iterable[int], system: Path = SYSTEM) -> CoreChoice:
-    """The fast ones of the cores `allowed`; all of them where the machine has others too, as somebody chose them then.
+    """The fast ones of the cores `allowed`; all of them where the machine has more: somebody chose these.
 
     Threads of one step wait for each other, and slow cores take a share of the memory's bandwidth too.
     """
