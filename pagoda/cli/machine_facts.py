@@ -44,13 +44,8 @@ def worker_threads(system: Path = SYSTEM) -> tuple[int, str]:
         return threads, f"{threads} for a worker; --threads chooses another number"
     return threads, (
         f"{threads} for a worker, on the fast cores {format_cores(choice.cores)}: "
-<<<<<<< HEAD
-        f"{choice.evidence} tells them from "
-        f"{format_cores(choice.slow)}; --threads chooses another number, on all cores"
-=======
         f"{choice.evidence} tells them from {format_cores(choice.slow)}; "
         "--threads takes another number, of all cores"
->>>>>>> host
     )
 
 
