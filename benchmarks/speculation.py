@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -80,7 +81,9 @@ def main() -> None:
     rows = []
     with server_process([arguments.model, "--log-level", "warning", *flags]) as server:
         for kind in arguments.kinds:
-            prompts = prompts_of(kind)[:: max(1, 30 // arguments.prompts)]
+            prompts = prompts_of(kind)
+            if kind == "text":
+                prompts = prompts[:: max(1, 30 // arguments.prompts)]
             for streams in arguments.streams:
                 work = _compare(server.base_url, kind, prompts, streams, arguments.tokens)
                 rows.append(asyncio.run(work))
@@ -92,8 +95,9 @@ async def _compare(
     url: str, kind: str, prompts: Sequence[str], streams: int, num_tokens: int
 ) -> tuple[str, ...]:
     """A row of the table. Each group of prompts is answered with and without drafts, in alternating order."""
-    groups = [prompts[begin : begin + streams] for begin in range(0, len(prompts), streams)]
-    groups = [group for group in groups if len(group) == streams]
+    num_groups = max(len(prompts) // streams, 6 if kind == "chat" else 2)
+    around = itertools.cycle(prompts)
+    groups = [[next(around) for _ in range(streams)] for _ in range(num_groups)]
     rates: dict[bool, list[float]] = {True: [], False: []}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         before = await _counters(session, url)
@@ -102,7 +106,7 @@ async def _compare(
             for drafts in (number % 2 == 0, number % 2 == 1):
                 # A salt of its own: or the answer of the other turn would be among the recent ones.
                 salt = f"{streams} {drafts}"
-                asked = [_ask(session, url, kind, it, num_tokens, salt) for it in group]
+                asked = [_ask(session, url, kind, it, number, num_tokens, salt) for it in group]
                 found = await asyncio.gather(*asked)
                 began = min(first for _, first, _, _ in found)
                 ended = max(last for _, _, last, _ in found)
@@ -131,6 +135,7 @@ async def _ask(
     url: str,
     kind: str,
     prompt: str,
+    seed: int,
     num_tokens: int,
     salt: str,
 ) -> tuple[str, float, float, int]:
@@ -139,7 +144,7 @@ async def _ask(
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": num_tokens,
         "ignore_eos": True,
-        "seed": 1,
+        "seed": seed,
         "temperature": 0.0 if kind == "text" else 0.7,
         "stream": True,
         "stream_options": {"include_usage": True},

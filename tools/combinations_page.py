@@ -19,7 +19,7 @@ _ROWS = "tests/worker/test_drafts.py::test_rows_of_a_slot_are_sampled_as_if_each
 _TOPOLOGIES = "tests/worker/test_drafts.py::test_drafts_change_no_answer"
 _DRAFT_MODELS = "tests/worker/test_draft_models.py"
 _DRAFTER = "pagoda/worker/drafting/planning.py"
-_FLAG = "pagoda/llm/speculation.py"
+_FLAG = "pagoda/llm/speculative_config.py"
 
 
 class Pair(NamedTuple):
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
     proof: str
     """A test, `FILE::NAME`, or `FILE::NAME[CASE]`; of a refused pair the module that refuses."""
     sentence: str = ""
-    """What is said where the pair is refused; empty of a pair that is exact."""
+    """Sentence that refuses the pair; empty of a pair that is exact."""
 
 
 def _with_speculation(proof: str, *others: str) -> list[Pair]:

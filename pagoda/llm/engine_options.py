@@ -31,7 +31,7 @@ from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.plugin import KVTierPlugin, tier_plugins
 from pagoda.kv.publishing import find_publisher
 from pagoda.llm.option_fields import checked, flag_of, given_fields, require, shared
-from pagoda.llm.speculation import read_speculative_config, speculation_of
+from pagoda.llm.speculative_config import read_speculative_config, speculation_of
 from pagoda.messages.engine_config import (
     EngineConfig,
     HandoffConfig,

@@ -15,7 +15,7 @@ MAX_DRAFT_TOKENS = 32
 class SpeculativeConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Who proposes drafts, and within which bounds. No token depends on any of it."""
+    """Method of drafting and its bounds. No token depends on any of it."""
 
     method: Method = "auto"
     """`auto` takes what the model brings, then `suffix`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the drafts of answers."""
+"""Counts of drafts, of which answers tell their clients."""
 
 from __future__ import annotations
 

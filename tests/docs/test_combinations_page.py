@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The page of combinations names tests and sentences that are there."""
+
 from __future__ import annotations
 
 import re

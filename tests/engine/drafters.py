@@ -14,7 +14,7 @@ class FunctionDrafter:
     """Proposes what a function says."""
 
     num_asked = num_bytes = 0
-    prior = (0.9,) * 7
+    prior: Sequence[float] = (0.9,) * 7
 
     def __init__(self, function: Callable[[Request], list[int]]) -> None:
         self._function = function

@@ -139,7 +139,7 @@ class Generation:
         return self.usage.num_completion_tokens + self._num_kept + ANSWER_CHARS * len(self.requests)
 
     def speculation(self) -> SpeculationCounts:
-        """What has become of the drafts of all answers so far."""
+        """Counts of the drafts of all answers so far."""
         whole = SpeculationCounts()
         for record in self._records.values():
             whole.add(record.speculation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often drafts are right: rates by the length of the match that they come from, and each request's own.
+"""Shares of right drafts: rates by the length of the match that they come from, and each request's own.
 
 Every draft is judged by the tokens that come, also one that was not computed: so an estimate costs no row of a
 step, and a request whose drafts have become good is noticed at once.
@@ -40,7 +40,7 @@ class MatchRates:
 
 
 class OwnRate:
-    """How much better or worse drafts of one request are than was to be expected of them."""
+    """Right drafts of one request against those that were to be expected."""
 
     def __init__(self) -> None:
         self._right = self._expected = _OWN_WEIGHT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration of speculation to the engine's part of it."""
+"""The engine's part of speculation, made of the configuration."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What proposes drafts, and what a proposal is."""
+"""Drafters and their proposals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Proposal(NamedTuple):
     length: int
     """Tokens of the match that the first draft comes from; every further draft is one behind a longer match."""
     shares: list[float]
-    """For each draft, the share of such matches that go on with it."""
+    """Shares of such matches that go on with each draft."""
 
 
 NOTHING = Proposal([], 0, [])
@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """The step to come may ask for these, some of whose prompts are not computed yet."""
 
     def propose(self, request: Request, most: int) -> Proposal:
-        """At most so many tokens behind those that are known of a request."""
+        """Proposes at most so many tokens behind those that are known of a request."""
 
     def finished(self, request: Request) -> None:
         """The request has ended."""

@@ -8,7 +8,7 @@ is long times a factor, and goes the way that most matches go (SuffixDecoding, a
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ _INDEX_BYTES = 12
 
 @dataclass(frozen=True)
 class MatchRules:
-    """What counts as a match, and how far it is followed."""
+    """Rules of what counts as a match, and how far it is followed."""
 
     least: int
     """Tokens of a match at least."""
@@ -75,7 +75,7 @@ class _Pool:
 class MatchingDrafter:
     """Finds what followed the last tokens of a request when they came before."""
 
-    prior = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
+    prior: Sequence[float] = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
     num_asked = 0
 
     def __init__(self, rules: MatchRules) -> None:
@@ -83,8 +83,6 @@ class MatchingDrafter:
         self._order = min(2, rules.least)
         self._own: dict[Request, TokenIndex] = {}
         self._pools: OrderedDict[tuple[str, str | None, str], _Pool] = OrderedDict()
-        self._unread: deque[TokenIndex] = deque()
-        """Indexes of pools that are behind their tokens."""
         self._num_looks = 0
 
     @property
@@ -110,11 +108,11 @@ class MatchingDrafter:
                 self._own[request] = own
             if num_left and own.num_indexed < len(own.tokens):
                 num_left -= own.catch_up(num_left)
-        while num_left and self._unread:
-            index = self._unread[0]
-            num_left -= index.catch_up(num_left)
-            if index.num_indexed == len(index.tokens):
-                self._unread.popleft()
+        for request in requests:
+            pool = self._pools.get(_key(request)) if num_left and self._pools else None
+            for index in () if pool is None else (pool.young, pool.old):
+                if index.num_indexed < len(index.tokens):
+                    num_left -= index.catch_up(num_left)
 
     def propose(self, request: Request, most: int) -> Proposal:
         rules, text = self._rules, request.token_ids
@@ -151,17 +149,15 @@ class MatchingDrafter:
                 self._pools.popitem(last=False)
         self._pools.move_to_end(key)
         pool.add(request.token_ids[request.num_prompt_tokens :])
-        if pool.young not in self._unread:
-            self._unread.append(pool.young)
 
 
 def _key(request: Request) -> tuple[str, str | None, str]:
-    """What is kept of answers stays with those who may share the prefix cache."""
+    """Name of a pool: recent answers stay with those who may share the prefix cache."""
     return request.tenant, request.message.cache_salt, request.work.adapter
 
 
 def _followed(found: Match, most: int, least_share: float) -> Proposal:
-    """What most of the matches go on with, as long as enough do."""
+    """Proposal of what most of the matches go on with, as long as enough do."""
     tokens, places, shares, token_ids = found.tokens, found.places, list[float](), list[int]()
     if len(places) == 1:
         (place,) = places

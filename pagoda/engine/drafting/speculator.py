@@ -20,7 +20,7 @@ from pagoda.engine.plans import InFlightStep, Scheduled
 from pagoda.engine.request import Request
 from pagoda.messages.worker import StepResult
 
-MAX_ASKED = 32
+MAX_ASKED = 24
 """Requests for which drafts are sought in one step; with more, they take turns."""
 PROBE_STEPS = 64
 """Steps of a request after which its worker is asked again whether its drafts have become better."""
@@ -45,7 +45,7 @@ class _Course:
 
 
 class StepSize(NamedTuple):
-    """What a step computes."""
+    """Size of a step."""
 
     num_tokens: int
     num_requests: int
@@ -102,7 +102,7 @@ class Speculator:
             request.drafts.append(course.proposal.token_ids[begin + len(request.drafts)])
 
     def ask(self, scheduled: Sequence[Scheduled]) -> dict[int, int]:
-        """How many tokens the worker is to propose behind what a step samples, by slot."""
+        """Numbers of tokens that the worker is to propose behind what a step samples, by slot."""
         if not self._drafter.num_asked:
             return {}
         asked: dict[int, int] = {}
@@ -171,8 +171,8 @@ class Speculator:
         return course
 
     def _chances(self, request: Request, num_unknown: int) -> list[float]:
-        """For each draft behind `num_unknown` tokens that the step under way gives, the probability that it is
-        right, with all before it."""
+        """Probabilities of drafts behind `num_unknown` tokens that the step under way gives: that each is right,
+        with all before it."""
         course = self._course(request)
         self._judge(request, course)
         wanted = num_unknown + self._most

@@ -38,7 +38,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        """By size class: exact to 16, then eighths of powers of two."""
+        """Steps by size class: exact to 16, then eighths of powers of two."""
         self._sizes: list[int] = []
         """The classes, in order."""
         self._num_steps = 0
@@ -118,7 +118,7 @@ class StepCosts:
         return None
 
     def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
-        """How many drafts, of those with the highest `gains`, a step of `num_tokens` tokens is best given that
+        """Number of drafts, of those with the highest `gains`, that is best for a step of `num_tokens` tokens that
         carries `num_requests` answers on by a token each.
 
         `gains` are the probabilities that each draft is right, with all of its answer before it; they fall.

@@ -41,7 +41,7 @@ class TokenIndex:
         self._newest = array("i", [-1]) * num_buckets
         """Place of the last token of the newest n-gram, by hash."""
         self._before = array("i")
-        """For each place, the one before with the same hash."""
+        """Place before each one with the same hash."""
 
     def catch_up(self, most: int) -> int:
         """Indexes at most so many further tokens of the list; returns how many."""

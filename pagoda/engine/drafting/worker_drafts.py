@@ -17,8 +17,8 @@ class WorkerDrafter:
     """Keeps what the last result proposed of each request."""
 
     num_bytes = 0
-    prior = (0.7, 0.6, 0.5, 0.5, 0.5, 0.5)
-    """By the place of the draft: 1, 2 to 3, 4 to 7 and so on."""
+    prior: Sequence[float] = (0.7, 0.6, 0.5, 0.5, 0.5, 0.5)
+    """Shares by the place of the draft: 1, 2 to 3, 4 to 7 and so on."""
 
     def __init__(self, most: int) -> None:
         self.num_asked = most

@@ -207,8 +207,8 @@ class Constraint:
         return _without(self._vocabulary.fitted(bits), held_back)
 
     def num_allowed(self, draft: Sequence[int], *, forces: bool) -> int:
-        """How many leading tokens of a draft the grammar allows without ending the answer; with `forces`, those in
-        front of the first behind which a token is certain, which is then appended without being sampled.
+        """Number of leading tokens of a draft that the grammar allows without ending the answer; with `forces`, of
+        those in front of the first behind which a token is certain, which is then appended without being sampled.
 
         At most `MAX_DRAFT_TOKENS` are looked at.
         """

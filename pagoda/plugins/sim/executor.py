@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import zlib
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +50,7 @@ from pagoda.messages.worker import (
     TokenMasks,
     WorkerReady,
 )
+from pagoda.plugins.sim.drafting import propose, say
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
@@ -389,11 +389,11 @@ class SimWorker:
                 wanted = [masks.masks.get(slot_id), *masks.draft_masks.get(slot_id, [])]
                 if slot_id not in plan.masked_slots:
                     wanted += [None] * len(slot.draft)
-                said = slot.say(vocab_size, wanted, certain)
+                said = say(slot, vocab_size, wanted, certain)
                 sampled.append(slot_id)
                 token_ids.append(said)
                 if slot_id in asked:
-                    proposals[slot_id] = slot.propose(self._config, asked[slot_id])
+                    proposals[slot_id] = propose(slot, self._config, asked[slot_id])
                 if (num_top := slot.sampling.logprobs) is not None:
                     logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
@@ -582,31 +582,6 @@ class _SimSlot:
     def take_draft(self, draft: list[int]) -> None:
         self.draft = draft
         self.token_ids += draft
-
-    def say(self, vocab_size: int, masks: Sequence[bytes | None], certain: int | None) -> list[int]:
-        """Appends the next token in place of the drafts, and further ones as long as these are right and there are
-        masks."""
-        draft, self.draft = self.draft, []
-        begin = len(self.token_ids) - len(draft)
-        del self.token_ids[begin:]
-        for guess, mask in zip([*draft, None], masks, strict=False):
-            self.token_ids.append(self.choose(vocab_size, mask) if certain is None else certain)
-            if self.token_ids[-1] != guess:
-                break
-        self.num_computed_tokens = len(self.token_ids) - 1
-        return self.token_ids[begin:]
-
-    def propose(self, config: SimConfig, most: int) -> list[int]:
-        """What the model will say next, each token with a probability."""
-        num_tokens, vocab_size = len(self.token_ids), config.vocab_size
-        for _ in range(most):
-            self.token_ids.append(self.choose(vocab_size, None))
-            hashed = zlib.crc32(b"%d %d" % (len(self.token_ids), self.token_ids[-1]))
-            if hashed % 1000 >= 1000 * config.proposal_share:
-                self.token_ids[-1] = (self.token_ids[-1] + 1) % vocab_size
-        proposed = self.token_ids[num_tokens:]
-        del self.token_ids[num_tokens:]
-        return proposed
 
     def choose(self, vocab_size: int, mask: bytes | None) -> int:
         """The next token; `mask` says which may be chosen."""

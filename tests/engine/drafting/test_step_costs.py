@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The cost model: `pagoda/engine/drafting/step_costs.py`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The index of places: `pagoda/engine/drafting/token_index.py`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

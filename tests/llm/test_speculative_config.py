@@ -5,7 +5,7 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.llm.engine_options import EngineOptions
-from pagoda.llm.speculation import read_speculative_config
+from pagoda.llm.speculative_config import read_speculative_config
 from pagoda.messages.speculation import SpeculativeConfig
 
 MISTAKES = {

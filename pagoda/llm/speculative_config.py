@@ -33,14 +33,15 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
     if text is None:
         return SpeculativeConfig()
     try:
-        config = msgspec.json.decode(text, type=SpeculativeConfig)
         given = msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
     except (msgspec.DecodeError, UnicodeEncodeError):
         raise ConfigError(
             f'{FLAG} takes a JSON object such as \'{{"method": "suffix"}}\', got {text[:80]!r}.'
         ) from None
+    try:
+        config = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
     if config.method in _TO_COME:
         raise ConfigError(
             f"{FLAG}: the method {config.method} is not there yet; draft_model takes a smaller model, "
@@ -68,7 +69,7 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
 
 
 def _sentence(error: str) -> str:
-    """What msgspec says of a value, with the key by its name."""
+    """Sentence about a value that msgspec refuses, with the key by its name."""
     rule, _, place = error.replace("`", "").partition(" - at $.")
     if rule.startswith("Object contains unknown field "):
         known = ", ".join(SpeculativeConfig.__struct_fields__)
@@ -82,7 +83,7 @@ def _sentence(error: str) -> str:
 
 
 def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> SpeculativeConfig:
-    """What is left of a configuration with this model: `auto` does without what cannot be.
+    """The configuration with this model: `auto` does without what cannot be.
 
     Raises ConfigError: the model cannot speculate, and a method is asked for by its name.
     """
