@@ -49,7 +49,7 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     method: Literal["draft_model"]
     model: str
-    """As `WorkerConfig.model`."""
+    """Name of the files, as `WorkerConfig.model`."""
 
 
 OFF = SpeculativeConfig(method="off")

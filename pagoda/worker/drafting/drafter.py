@@ -23,7 +23,7 @@ _MOST_BEHIND = 16
 
 
 class SlotText(NamedTuple):
-    """What is known of a slot behind a step."""
+    """A slot behind a step, and as much as is known of its text."""
 
     slot: int
     place: int
@@ -79,7 +79,7 @@ class Drafter:
     def propose(
         self, tokens: StepTokens, texts: Sequence[SlotText], wanted: Mapping[int, int]
     ) -> dict[int, list[int]]:
-        """At most `wanted[slot]` tokens each that may follow what is known of slots, `texts`, behind a step.
+        """Tokens that may follow what is known of slots behind a step, `texts`: at most `wanted[slot]` of each.
 
         Called behind every step: tokens of all slots are computed sooner or later.
         """
