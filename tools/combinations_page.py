@@ -17,6 +17,8 @@ _MACHINE = "tests/engine/test_speculating_machine.py::SpeculatingMachine"
 _BITS = "tests/worker/test_same_bits.py"
 _ROWS = "tests/worker/test_drafts.py::test_rows_of_a_slot_are_sampled_as_if_each_were_alone"
 _TOPOLOGIES = "tests/worker/test_drafts.py::test_drafts_change_no_answer"
+_DRAFT_MODELS = "tests/worker/test_draft_models.py"
+_DRAFTER = "pagoda/worker/drafting/planning.py"
 _FLAG = "pagoda/llm/speculative_config.py"
 
 
@@ -81,7 +83,23 @@ PAIRS: list[Pair] = [
     ),
     *(
         Pair(f"speculation ({method})", "any model", _FLAG, "is not there yet")
-        for method in ("draft_model", "mtp", "eagle3")
+        for method in ("mtp", "eagle3")
+    ),
+    *(
+        Pair("speculation (draft_model)", other, f"{_DRAFT_MODELS}::{test}", "")
+        for other, test in (
+            ("topologies, preemption, chunks of prompts", "test_a_draft_model_changes_no_answer"),
+            ("prefix cache", "test_all_drafts_of_the_model_itself_are_right"),
+            ("a start behind K and V of others", "test_a_drafter_begins_anew_where_kv_is_fetched"),
+        )
+    ),
+    *(
+        Pair("speculation (draft_model)", other, _DRAFTER, sentence)
+        for other, sentence in (
+            ("another vocabulary", "has another vocabulary than"),
+            ("windows of all layers", "needs a model with a layer that sees all tokens"),
+            ("draft models with a state", "has layers that keep states, which cannot go back"),
+        )
     ),
 ]
 

@@ -13,8 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.messages.speculation import OFF, Method, SpeculativeConfig
 
 FLAG = "--speculative-config"
-_WITH_FILES = ("draft_model", "eagle3")
-"""Methods whose weights lie in files of their own."""
+_TO_COME = ("mtp", "eagle3")
 _KEYS_OF = {
     "prompt_lookup_min": "ngram",
     "prompt_lookup_max": "ngram",
@@ -43,13 +42,20 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
         config = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
+    if config.method in _TO_COME:
+        raise ConfigError(
+            f"{FLAG}: the method {config.method} is not there yet; draft_model takes a smaller model, "
+            "suffix and ngram need no weights."
+        )
     if config.model is not None and config.method == "auto":
         config = msgspec.structs.replace(config, method="draft_model")
-    if (config.model is None) == (config.method in _WITH_FILES):
+    if config.model is None and config.method == "draft_model":
         raise ConfigError(
-            f"{FLAG}: {config.method} needs model, the files of its weights."
-            if config.model is None
-            else f"{FLAG}: model has no use with the method {config.method}, which has no files of its own."
+            f"{FLAG}: draft_model needs model, a smaller model of the same tokenizer."
+        )
+    if config.model is not None and config.method != "draft_model":
+        raise ConfigError(
+            f"{FLAG}: model has no use with the method {config.method}, which has no weights."
         )
     for key, method in _KEYS_OF.items():
         if key in given and config.method not in (method, "auto" if method == "suffix" else method):

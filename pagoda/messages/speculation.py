@@ -39,17 +39,17 @@ class SpeculativeConfig(
     @property
     def drafter(self) -> DrafterConfig | None:
         """The worker's part; None where nothing with weights drafts."""
-        if self.method in ("draft_model", "mtp", "eagle3"):
-            return DrafterConfig(method=self.method, model=self.model or "")
-        return None
+        if self.method != "draft_model" or self.model is None:
+            return None
+        return DrafterConfig(method=self.method, model=self.model)
 
 
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A drafter with weights, which runs in the worker."""
 
-    method: Literal["draft_model", "mtp", "eagle3"]
-    model: str = ""
-    """As `WorkerConfig.model`; empty where the weights lie in the model's own files."""
+    method: Literal["draft_model"]
+    model: str
+    """Name of the files, as `WorkerConfig.model`."""
 
 
 OFF = SpeculativeConfig(method="off")

@@ -212,7 +212,13 @@ def load_runner(
     if plan.drafter is not None and own is not None:
         own.use_caches(plan.drafter.layer_caches(caches[plan.num_places :]))
         vocab_size = min(shard.config.vocab_size, own.vocab_size)
-        limits = DraftLimits(vocab_size, plan.drafter.max_model_len, plan.drafter.step_tokens)
+        handoff = config.kv_handoff
+        limits = DraftLimits(
+            vocab_size,
+            plan.drafter.max_model_len,
+            plan.drafter.step_tokens,
+            begins_anew=handoff is not None and handoff.role.fetches_kv,
+        )
         drafter = Drafter(own, batch, limits)
     runner: Runner | StageRunner
     if shard.is_last:

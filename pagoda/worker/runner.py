@@ -516,7 +516,7 @@ class Runner:
     def _propose(
         self, launched: _Launched, sampled: Sampled, further: Mapping[int, Right]
     ) -> dict[int, list[int]]:
-        """What the drafter proposes behind a step."""
+        """Tokens that the drafter proposes behind a step, by slot."""
         if self._drafter is None:
             return {}
         tokens, texts = launched.tokens, list[SlotText]()

@@ -21,7 +21,8 @@ MISTAKES = {
     '{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}': (
         "prompt_lookup_min must be at most prompt_lookup_max (3), got 5."
     ),
-    '{"method": "eagle3", "model": "head"}': "the method eagle3 is not there yet; suffix and ngram",
+    '{"method": "eagle3", "model": "head"}': "the method eagle3 is not there yet; draft_model takes",
+    '{"method": "draft_model"}': "draft_model needs model, a smaller model of the same tokenizer.",
     '{"method": "suffix", "model": "small"}': "model has no use with the method suffix, which has no weights.",
     "[1]": "takes a JSON object such as",
     "ngram": "takes a JSON object such as",
@@ -42,4 +43,6 @@ def test_keys_of_vllm() -> None:
         method="ngram", num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4
     )
     assert read_speculative_config('{"suffix_decoding_max_cached_requests": 0}').method == "auto"
+    named = read_speculative_config('{"model": "small", "num_speculative_tokens": 3}')
+    assert (named.method, named.model) == ("draft_model", "small")
     assert read_speculative_config(None) == SpeculativeConfig()

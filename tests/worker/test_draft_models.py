@@ -23,7 +23,7 @@ from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.speculation import DrafterConfig, SpeculativeConfig
-from pagoda.messages.worker_config import WorkerConfig
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
@@ -190,6 +190,22 @@ def test_what_is_proposed_does_not_depend_on_how_one_got_there(
         for slot in list(driver.tokens):
             driver.free(slot)
         driver.step({})
+
+
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_drafter_begins_anew_where_kv_is_fetched(models: dict[str, Path], fetches: bool) -> None:
+    """A slot that starts with K and V of the model alone, as behind a handoff."""
+    role = Role.DECODE if fetches else Role.PREFILL
+    handoff = KVHandoffConfig(role=role, transports=("tcp",), host="", secret=b"")
+    drafter = DrafterConfig(method="draft_model", model=str(models["llama"]))
+    runner = load(models["qwen3"], backend="reference", drafter=drafter, kv_handoff=handoff)
+    oracle, drafts = make_model("llama"), []
+    driver = Driver(runner)
+    driver.start(0, PROMPT * 3, GREEDY, num_computed=23)
+    for _ in range(4):
+        result = driver.step({0: driver.share(0, 9)}, wanted={0: 2})
+        drafts.append(result.proposals[0] == continuation(oracle, driver.tokens[0], 2))
+    assert all(drafts) == fetches
 
 
 @cache

@@ -18,7 +18,7 @@ from family_models import make_model as make_other_model
 from in_process import InProcessEngine, engine
 from test_drafts import EOS, PROMPT, SAMPLING, sampling_of
 from tiny_models import make_model
-from transformers import BertConfig, PreTrainedConfig
+from transformers import BertConfig, PreTrainedConfig, PreTrainedModel
 
 from pagoda.checkpoints.adapters import adapter_digest
 from pagoda.engine.request import Request
@@ -120,17 +120,17 @@ def test_adapters(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    ("make", "problem"),
     [
-        (lambda: make_other_model("lfm2").config, "has layers with a state"),
-        (lambda: make_other_model("qwen3-next").config, "has layers with a state"),
+        (lambda: make_other_model("lfm2"), "has layers with a state"),
+        (lambda: make_other_model("qwen3-next"), "has layers with a state"),
         (lambda: BertConfig(architectures=["BertModel"]), "is an encoder"),
     ],
 )
 def test_models_that_cannot_say_so(
-    config: Callable[[], PreTrainedConfig], problem: str, tmp_path: Path
+    make: Callable[[], PreTrainedConfig | PreTrainedModel], problem: str, tmp_path: Path
 ) -> None:
-    config().save_pretrained(tmp_path)
+    make().save_pretrained(tmp_path)
     named = EngineOptions(speculative_config='{"method": "suffix"}')
     with pytest.raises(ConfigError, match=f"^--speculative-config: .* {problem}"):
         named.engine_config(str(tmp_path))

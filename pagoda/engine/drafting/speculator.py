@@ -125,7 +125,7 @@ class Speculator:
         return min(_PROBE, self._most, self._drafter.num_asked)
 
     def _num_paying(self, course: _Course) -> int:
-        """How many drafts of the worker are worth their time, as far as is known before there are any."""
+        """Number of drafts of the worker that are worth their time, as far as is known before there are any."""
         chance, gains = 1.0, list[float]()
         for place in range(min(self._most, self._drafter.num_asked)):
             chance *= course.own.chance(self._rates.rate(1 + place))

@@ -73,7 +73,7 @@ class StepCosts:
         self._draft_s += (_WEIGHT if self._draft_s else 1.0) * (seconds - self._draft_s)
 
     def most_worth_asking(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:
-        """How many drafts of one request the worker is best asked to propose, with as many of all others.
+        """Number of drafts of one request that the worker is best asked to propose, with as many of all others.
 
         The arguments are as for `most_worthwhile`."""
         most = self.most_worthwhile(num_tokens, num_requests, gains)

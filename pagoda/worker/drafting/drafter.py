@@ -23,7 +23,7 @@ _MOST_BEHIND = 16
 
 
 class SlotText(NamedTuple):
-    """What is known of a slot behind a step."""
+    """A slot behind a step, and as much as is known of its text."""
 
     slot: int
     place: int
@@ -44,6 +44,8 @@ class DraftLimits:
     """Tokens of the longest sequence."""
     max_tokens: int
     """Tokens of a pass at most."""
+    begins_anew: bool = False
+    """K and V of prompts may come from other hosts, which have none of the drafter: all are computed here."""
 
 
 class _Part(NamedTuple):
@@ -68,7 +70,7 @@ class Drafter:
 
     def start(self, slot: int, num_computed_tokens: int) -> None:
         """A request begins, whose first tokens have K and V in its blocks."""
-        self._computed[slot] = num_computed_tokens
+        self._computed[slot] = 0 if self._limits.begins_anew else num_computed_tokens
 
     def free(self, slot: int) -> None:
         self._computed.pop(slot, None)
@@ -77,7 +79,7 @@ class Drafter:
     def propose(
         self, tokens: StepTokens, texts: Sequence[SlotText], wanted: Mapping[int, int]
     ) -> dict[int, list[int]]:
-        """At most `wanted[slot]` tokens each that may follow what is known of slots, `texts`, behind a step.
+        """Tokens that may follow what is known of slots behind a step, `texts`: at most `wanted[slot]` of each.
 
         Called behind every step: tokens of all slots are computed sooner or later.
         """

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from harness import make_request, make_scheduler
+from harness import make_request
 
 from pagoda.engine.drafting.assembly import match_rules
 from pagoda.engine.drafting.drafter import NOTHING
@@ -14,7 +14,9 @@ from pagoda.engine.drafting.matching import (
     MatchingDrafter,
     MatchRules,
 )
+from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.request import Request
+from pagoda.kv.manager import KVManager
 from pagoda.messages.speculation import SpeculativeConfig
 
 SUFFIX = MatchRules(least=2, longest=24, factor=1.0, least_share=0.1, num_pooled=100)
@@ -22,9 +24,14 @@ NGRAM = MatchRules(least=2, longest=4, factor=float("inf"), least_share=0.0, num
 
 
 def running(prompt: list[int], output: list[int], **fields: object) -> Request:
-    scheduler = make_scheduler(max_model_len=2**20, num_blocks=2**19)
-    scheduler.add(make_request("a", prompt, max_tokens=2**19, **fields))
-    request = scheduler.requests["a"]
+    message = make_request("a", prompt, max_tokens=2**19, **fields)
+    request = Request(
+        message=message,
+        max_model_len=2**20,
+        order_key=(0, 0.0, 0),
+        charge=FairShares().charge(message),
+        table=KVManager(8, 4).new_table(),
+    )
     request.token_ids += output
     return request
 
