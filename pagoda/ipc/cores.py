@@ -24,7 +24,7 @@ class CoreChoice:
     slow: frozenset[int] = frozenset()
     """Cores that are left out."""
     evidence: str = ""
-    """What says that those are slow; empty if none are."""
+    """Source that tells slow cores; empty if none are slow."""
 
 
 def choose_cores(allowed: Iterable[int], system: Path = SYSTEM) -> CoreChoice:
@@ -69,7 +69,7 @@ def format_cores(cores: Iterable[int]) -> str:
 
 
 def _speeds(cores: frozenset[int], system: Path, file: str) -> Mapping[int, int]:
-    """What a file says of each core; empty unless it says something of all."""
+    """Number in a file of each core; empty unless all have one."""
     found = {core: _read(system / f"system/cpu/cpu{core}/{file}", int) for core in cores}
     speeds = {core: speed for core, speed in found.items() if speed is not None and speed > 0}
     return speeds if len(speeds) == len(cores) else {}
@@ -88,7 +88,7 @@ def _parse_cores(text: str) -> frozenset[int]:
 
 
 def _read(path: Path, parse: Callable[[str], _T]) -> _T | None:
-    """What a file holds; None where it is missing or holds something else."""
+    """Contents of a file; None where it is missing or holds something else."""
     try:
         return parse(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
