@@ -31,6 +31,8 @@ class SomethingPays(StepCosts):
         self._seed = (self._seed * 1103515245 + 12345) % 2**31
         return (self._seed >> 8) % (len(gains) + 1)
 
+    most_worth_asking = most_worthwhile
+
 
 class SpeculatingMachine(SchedulerMachine):
     @precondition(
