@@ -86,7 +86,11 @@ class WorkerMemoryPlan:
         """Bytes of the activations of the largest step, about: in each layer all outputs, of all rows twice on the
         last stage, which selects them."""
         rows = self.step_tokens * (1 + self.shard.is_last)
-        own = rows * self.shard.activation_width() * torch.float32.itemsize
+        numbers = rows * self.shard.activation_width()
+        if self.shard.is_first and self.backend.capabilities.embeds_spans:
+            # Embeddings that are given, and their sum with those of tokens.
+            numbers += 2 * self.step_tokens * self.shard.config.hidden_size
+        own = numbers * torch.float32.itemsize
         return own if self.drafter is None else own + self.drafter.step_bytes
 
     @property

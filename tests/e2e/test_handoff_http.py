@@ -153,7 +153,8 @@ CASES: dict[str, dict[str, Any]] = {
     "min_tokens": {"stop": ["e", "a"], "min_tokens": 9, "temperature": 0.9},
     "one token": {"max_tokens": 1, "temperature": 0},
     "echo": {"echo": True, "temperature": 0},
-    "stream": {"stream": True, "temperature": 1.0},
+    # Drafts would come several tokens to an event, as many as paid at the time.
+    "stream": {"stream": True, "temperature": 1.0, "speculation": "off"},
     "length of null": {"max_tokens": None, "temperature": 1.0},
     "three answers": {"n": 3, "best_of": 3, "temperature": 1.0},
     "chat": {"logprobs": True, "top_logprobs": 2},
@@ -164,7 +165,12 @@ CASES: dict[str, dict[str, Any]] = {
         "temperature": 1.0,
         "seed": 3,
     },
-    "chat stream": {"temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
+    "chat stream": {
+        "temperature": 1.0,
+        "speculation": "off",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
 }
 """Fields of a chat where the name says so, else of a completion."""
 ENDS_AT_ONCE = ("stop", "one token")
