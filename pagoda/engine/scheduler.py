@@ -167,7 +167,7 @@ class Scheduler:
         request: Request,
         error: str,
         *,
-        blames_request: bool = False,
+        blamed_field: str = "",
         timed_out: bool = False,
     ) -> TokenChunk:
         """Ends a request with an error; `error` is a sentence."""
@@ -177,7 +177,7 @@ class Scheduler:
             [],
             FinishReason.ERROR,
             error=error,
-            blames_request=blames_request,
+            blamed_field=blamed_field,
             timed_out=timed_out,
         )
 
@@ -263,8 +263,8 @@ class Scheduler:
             if request.state is RequestState.FINISHED:
                 continue
             if slot in errors:
-                blames = slot in result.blamed_slots
-                chunks.append(self.fail(request, errors[slot], blames_request=blames))
+                field = result.blamed_fields.get(slot, "")
+                chunks.append(self.fail(request, errors[slot], blamed_field=field))
                 continue
             is_current = part.admission == request.admission and request.slot is not None
             if is_current:  # else the request was preempted meanwhile, and only its sample counts
@@ -347,7 +347,7 @@ class Scheduler:
             if reason is None and request.constraint is not None:
                 if not request.constraint.consume(token_id):
                     if request.constraint.is_exhausted:
-                        return self.fail(request, _TOO_COMPLEX, blames_request=True)
+                        return self.fail(request, _TOO_COMPLEX, blamed_field="grammar")
                     return self.fail(request, _NOT_IN_LANGUAGE)
                 if index == len(sampled) - 1:
                     reason, stop_reason = self._append_forced(request, token_ids)
@@ -439,7 +439,7 @@ class Scheduler:
             return []
         mask = constraint.mask(request.held_back_tokens())
         if mask is None:
-            return [self.fail(request, _TOO_COMPLEX, blames_request=True)]
+            return [self.fail(request, _TOO_COMPLEX, blamed_field="grammar")]
         message.masks[slot] = mask
         if draft:
             held_back = [request.held_back_tokens(count) for count in range(1, len(draft) + 1)]

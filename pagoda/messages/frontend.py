@@ -38,7 +38,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -304,9 +304,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of further prompt tokens, behind those of the chunks before."""
     embedding: bytes | None = None
     """[hidden] float32, little-endian, in the last chunk of a request with `pooling`."""
-    blames_request: bool = False
-    """True if the error is the client's mistake: a grammar that takes too much work, or parameters that leave no
-    token."""
+    blamed_field: Name = ""
+    """Field of the request whose fault the error is: `grammar`, or one of `SamplingParams`; empty if none."""
     timed_out: bool = False
     """True if the error is that the request's deadline has passed."""
     num_drafted: Count = 0

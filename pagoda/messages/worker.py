@@ -15,7 +15,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -245,8 +245,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
     errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
-    blamed_slots: list[int] = []
-    """Slots of `errors` whose requests are at fault, by their sampling parameters."""
+    blamed_fields: dict[int, Name] = {}
+    """Sampling parameters that `errors` of slots are the fault of, where it is one's."""
     proposals: dict[int, list[TokenId]] = {}
     """Tokens that may follow `token_ids` of slots, at most as many as the plan asks for. They promise nothing."""
     propose_time_s: Seconds = 0.0

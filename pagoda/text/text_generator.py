@@ -381,8 +381,10 @@ class TextGenerator:
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         record.ending = delta.finish_reason, delta.error or ""
-                        if chunk.blames_request and delta.error is not None:
-                            raise InvalidRequestError(delta.error)
+                        if (field := chunk.blamed_field) and delta.error is not None:
+                            # `_naming_grammar` has the client's name of a grammar's field.
+                            param = None if field == "grammar" else field
+                            raise InvalidRequestError(delta.error, param=param)
                         embedding = chunk.embedding
                         delta = msgspec.structs.replace(
                             delta, kv_source=source, embedding=embedding

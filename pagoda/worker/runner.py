@@ -36,7 +36,7 @@ from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
 from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
-from pagoda.worker.sampler import BLAMES_REQUEST, NOT_FINITE, Right, Sampled
+from pagoda.worker.sampler import BLAMED_FIELDS, NOT_FINITE, Right, Sampled
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock, StepTimes
 
@@ -388,7 +388,11 @@ class Runner:
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
             errors=errors,
-            blamed_slots=[slot for slot, error in errors.items() if error in BLAMES_REQUEST],
+            blamed_fields={
+                slot: BLAMED_FIELDS[error]
+                for slot, error in errors.items()
+                if error in BLAMED_FIELDS
+            },
             step_time_s=times.total,
             prepare_time_s=times.prepare,
             forward_time_s=times.forward,

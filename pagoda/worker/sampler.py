@@ -27,8 +27,8 @@ NOTHING_ALLOWED = (
     "the sampling parameters leave no token to choose from; "
     "allowed_token_ids must name a token that the grammar allows and min_tokens does not hold back"
 )
-BLAMES_REQUEST = frozenset({OVERFLOWN, NOTHING_ALLOWED})
-"""Errors that are faults of a request's sampling parameters."""
+BLAMED_FIELDS = {OVERFLOWN: "repetition_penalty", NOTHING_ALLOWED: "allowed_token_ids"}
+"""Sampling parameters whose fault an error is."""
 _ERRORS = {
     SampleOutcome.NOT_FINITE: NOT_FINITE,
     SampleOutcome.OVERFLOWN: OVERFLOWN,

@@ -36,4 +36,6 @@ async def test_parameters_that_leave_no_token_are_the_clients_mistake(
     ):
         told = await response.json()
     assert (response.status, told["error"]["type"]) == (400, "invalid_request_error")
+    assert told["error"]["param"] == field
     assert field in told["error"]["message"]
+    assert "guided_json" not in told["error"]["message"]

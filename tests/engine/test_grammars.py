@@ -198,7 +198,7 @@ def test_a_grammar_that_takes_too_much_work_within_an_answer_is_the_clients_mist
     harness.run()
     chunk = harness.finished["r"]
     assert chunk.finish_reason is FinishReason.ERROR
-    assert chunk.blames_request
+    assert chunk.blamed_field == "grammar"
     assert chunk.error == "the grammar takes too much work at this point of the answer."
 
 
@@ -246,7 +246,7 @@ def test_a_token_that_takes_too_long_ends_the_answer_as_the_clients_mistake() ->
     harness = Harness(open_grammars=partial(dear_grammars, TOKEN_LIMIT_S))
     harness.add(constrained("r", Grammar("regex", "[ab]{12}")))
     harness.run()
-    assert harness.finished["r"].blames_request
+    assert harness.finished["r"].blamed_field == "grammar"
 
 
 def test_a_busy_machine_makes_no_grammar_dear() -> None:

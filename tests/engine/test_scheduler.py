@@ -343,19 +343,19 @@ def test_a_result_out_of_order_is_refused() -> None:
         scheduler.update(StepResult(plan.step + 1, [], []))
 
 
-@pytest.mark.parametrize("blames", [False, True])
-def test_an_error_in_one_slot_fails_that_request_alone(blames: bool) -> None:
+@pytest.mark.parametrize("field", ["", "allowed_token_ids"])
+def test_an_error_in_one_slot_fails_that_request_alone(field: str) -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1, 2, 3]))
     scheduler.add(make_request("b", [4, 5, 6]))
     plan = plan_of(scheduler)
     bad, good = plan.slots
-    blamed = [bad] if blames else []
-    result = StepResult(plan.step, [good], [[9]], errors={bad: "NaN"}, blamed_slots=blamed)
+    blamed = {bad: field} if field else {}
+    result = StepResult(plan.step, [good], [[9]], errors={bad: "NaN"}, blamed_fields=blamed)
     chunks = scheduler.update(result)
-    assert [(c.request_id, c.finish_reason, c.error, c.blames_request) for c in chunks] == [
-        ("a", FinishReason.ERROR, "NaN", blames),
-        ("b", None, None, False),
+    assert [(c.request_id, c.finish_reason, c.error, c.blamed_field) for c in chunks] == [
+        ("a", FinishReason.ERROR, "NaN", field),
+        ("b", None, None, ""),
     ]
 
 

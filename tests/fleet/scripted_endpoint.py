@@ -164,7 +164,7 @@ class ScriptedEndpoint:
                     [],
                     FinishReason.ERROR,
                     error="It broke.",
-                    blames_request=request.grammar is not None,
+                    blamed_field="" if request.grammar is None else "grammar",
                 )
                 return
             reason = FinishReason.LENGTH if count + 1 in (limit, len(ids)) else None

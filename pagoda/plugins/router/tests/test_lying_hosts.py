@@ -72,7 +72,7 @@ MESSAGES: list[HostMessage] = [
     REPORT,
     TokenChunks([TokenChunk("1", [3], None, None, [LOGPROBS], 2, prompt_logprobs=SCORES)]),
     TokenChunks([TokenChunk("1", [], num_computed_tokens=2, queue_time_s=0.1, kv_source=SOURCE)]),
-    TokenChunks([TokenChunk("1", [], FinishReason.ERROR, error="no", blames_request=True)]),
+    TokenChunks([TokenChunk("1", [], FinishReason.ERROR, error="no", blamed_field="grammar")]),
     PrefixCacheUpdate(bytes(range(16)), bytes(range(16, 24)), starts_anew=True),
     RequestRefused("1", 1),
     StepStatistics([StepBin(0.1, 1, 1, 0.1, 1, 1, 1)]),
