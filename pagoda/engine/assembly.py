@@ -78,13 +78,16 @@ def open_grammars(config: EngineConfig, vocab_size: int, faults: Faults | None =
 
 
 def _may_speculate(config: EngineConfig, limits: SchedulerLimits, kv: KVManager) -> bool:
-    """Raises ConfigError: a method is asked for by its name, and the backend cannot do it."""
+    """False of a state, which would have moved on behind wrong drafts, and of encoders, which say no tokens.
+
+    Raises ConfigError: a method is asked for by its name, and the backend cannot do it."""
     if not limits.mixed_steps and config.speculation.method not in ("auto", "off"):
         raise ConfigError(
             f"--speculative-config: the method {config.speculation.method} needs a backend that computes single "
             "tokens and chunks in one step; choose another --backend."
         )
-    return limits.mixed_steps and not any(group.kind is KVKind.STATE for group in kv.groups)
+    cannot = any(group.kind is KVKind.STATE for group in kv.groups) or limits.whole_prompts
+    return limits.mixed_steps and not cannot
 
 
 def build_parts(

@@ -10,7 +10,7 @@ import msgspec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.errors import ConfigError
-from pagoda.messages.speculation import OFF, Method, SpeculativeConfig
+from pagoda.messages.speculation import Method, SpeculativeConfig
 
 FLAG = "--speculative-config"
 _TO_COME = ("mtp", "eagle3")
@@ -83,25 +83,25 @@ def _sentence(error: str) -> str:
 
 
 def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> SpeculativeConfig:
-    """The configuration with this model: `auto` does without what cannot be.
+    """The configuration with this model. Its files are read only if a method is asked for by its name: engines do
+    without where `auto` cannot be (`build_parts`).
 
-    Raises ConfigError: the model cannot speculate, and a method is asked for by its name.
+    Raises ConfigError: the model cannot speculate.
     """
-    if config.method == "off":
-        return OFF
+    if config.method in ("off", "auto"):
+        return config
     try:
         spec = load_model_config(model, load_format)
     except ConfigError:
         return config  # the worker says what is wrong with the model
-    problem = _problem(spec)
-    if not problem:
-        if config.model is None:
-            return config
-        files = resolve_model(config.model, load_format=load_format)
-        return msgspec.structs.replace(config, model=files.model)
-    if config.method == "auto":
-        return OFF
-    raise ConfigError(f'{FLAG}: {model} {problem}; leave it out, or say \'{{"method": "off"}}\'.')
+    if problem := _problem(spec):
+        raise ConfigError(
+            f'{FLAG}: {model} {problem}; leave it out, or say \'{{"method": "off"}}\'.'
+        )
+    if config.model is None:
+        return config
+    files = resolve_model(config.model, load_format=load_format)
+    return msgspec.structs.replace(config, model=files.model)
 
 
 def _problem(spec: ModelSpec) -> str:

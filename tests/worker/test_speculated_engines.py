@@ -26,7 +26,7 @@ from pagoda.errors import ConfigError
 from pagoda.llm.engine_options import EngineOptions
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import GenerateRequest, TokenLogprobs, Work
-from pagoda.messages.speculation import OFF
+from pagoda.messages.speculation import SpeculativeConfig
 
 LENGTH = 40
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
@@ -134,4 +134,4 @@ def test_models_that_cannot_say_so(
     named = EngineOptions(speculative_config='{"method": "suffix"}')
     with pytest.raises(ConfigError, match=f"^--speculative-config: .* {problem}"):
         named.engine_config(str(tmp_path))
-    assert EngineOptions().engine_config(str(tmp_path)).speculation == OFF
+    assert EngineOptions().engine_config(str(tmp_path)).speculation == SpeculativeConfig()

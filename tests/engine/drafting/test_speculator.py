@@ -14,6 +14,7 @@ from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.request import Request
 from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.kv_groups import KVKind, layer_groups
 from pagoda.messages.speculation import SpeculativeConfig
 
 LENGTH = 400
@@ -143,3 +144,18 @@ def test_a_worker_proposes_what_it_is_asked_for(stages: int) -> None:
     load = harness.core.load()
     assert load.num_accepted_tokens > 0.5 * load.num_draft_tokens > 0.5 * LENGTH
     assert plain > 1.7 * harness.clock.now()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "speculates"),
+    [
+        ([KVKind.FULL], True),
+        ([KVKind.LATENT], True),
+        ([KVKind.FULL, KVKind.STATE], False),
+        ([KVKind.STEP], False),
+    ],
+)
+def test_layers_that_cannot_go_back_do_without(kinds: list[KVKind], speculates: bool) -> None:
+    groups = layer_groups([(kind, 0) for kind in kinds], 4)
+    harness = Harness(block_size=4, kv_groups=groups, speculation=SpeculativeConfig())
+    assert (harness.scheduler.batcher.speculator is not None) == speculates
