@@ -36,8 +36,8 @@ INSTRUCTION_SETS = (
     "avx_vnni",
     "avx512",
     "avx512_vnni",
-    "avx512_bf16",
     "amx_emulated",
+    "avx512_bf16",
     "amx",
 )
 """Values of parameters that choose kernels, best last."""

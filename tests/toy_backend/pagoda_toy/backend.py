@@ -36,7 +36,6 @@ from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, HostGroup
@@ -107,14 +106,10 @@ class ToyBackend:
     def allocate_latent_cache(self, *shape: Any) -> NoReturn:
         raise UnsupportedError("the toy has no latent attention.")
 
-    def quantize_int8(self, values: Tensor, *, symmetric: bool) -> NoReturn:
+    def _quantize(self, *args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedError("the toy has weights of float32 only.")
 
-    def quantize_int4(self, values: Tensor, group_size: int) -> NoReturn:
-        raise UnsupportedError("the toy has weights of float32 only.")
-
-    def quantize_blocks(self, values: Tensor, stored_format: BlockFormat) -> NoReturn:
-        raise UnsupportedError("the toy has weights of float32 only.")
+    quantize_int8 = quantize_int4 = quantize_blocks = _quantize
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
