@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How threads share out a step: csrc/panels.h, the order of experts and the plan of attention, all of them counted."""
+"""How threads share out a step, counted: csrc/panels.h, the order of experts and the plan of attention."""
 
 from __future__ import annotations
 
