@@ -3,8 +3,8 @@
 
 `python -m benchmarks.cpu.threads [--model qwen3-0.6b] [--speed 0.5]`. A task takes as long as it has
 multiplications (attention: cached tokens times heads), and threads claim tasks as those of csrc/panels.h do.
-Printed are the bytes of weights and the multiplications of the thread that has most of them, the time until all are
-done over what it would be if nobody waited, with equal threads and with a first one of another speed, atomic
+Printed are the bytes of weights and the multiplications of the thread that has most of them, the time until all
+are done over what it would be if nobody waited, with equal threads and with a first one of another speed, atomic
 operations on queues, and barriers.
 """
 
