@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step is shared out among 1 to 64 threads: counted with the kernels' own splits and claims, not measured.
+"""Shares of a step that 1 to 64 threads have: counted with the kernels' own splits and claims, not measured.
 
 `python -m benchmarks.cpu.threads [--model qwen3-0.6b] [--speed 0.5]`. A task takes as long as it has
 multiplications (attention: cached tokens times heads), and threads claim tasks as those of csrc/panels.h do.
@@ -33,7 +33,7 @@ _ROWS = (1, 16, 256, 2048)
 _CONTEXTS = ((1, 1, 512), (1, 1, 8192), (16, 1, 1024), (1, 2048, 2048))
 """Sequences, query tokens and context of each."""
 _OTHER_BARRIERS, _EXPERT_BARRIERS = 4, 7
-"""Of a layer beside its products: two norms, rotation, attention. Experts: two of the products are theirs."""
+"""Barriers of a layer beside those of products: two norms, rotation, attention; and all that experts have."""
 _app = App()
 
 
@@ -69,7 +69,7 @@ class ExpertProduct:
 
     of_expert: Product
     rows: tuple[int, ...]
-    """Of each expert."""
+    """Rows of each expert."""
 
     def tasks(self) -> Tasks:
         product = self.of_expert
@@ -117,7 +117,7 @@ def claim(costs: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
 
 
 def ends(costs: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """When each of some threads has no more to do."""
+    """Times at which threads of these speeds have no more to do."""
     return [
         sum(costs[task] for task in tasks) / speed
         for tasks, speed in zip(claim(costs, speeds), speeds, strict=True)
@@ -131,7 +131,7 @@ def waiting(phases: Mapping[tuple[float, ...], int], speeds: Sequence[float]) ->
 
 
 def products(spec: ModelSpec, rows: int) -> Iterator[Product | ExpertProduct]:
-    """Those of a step in which each row is a token whose logits are wanted; experts have equally many rows."""
+    """Products of a step in which each row is a token whose logits are wanted; experts have equally many rows."""
     hidden = spec.hidden_size
     for layer in range(spec.num_layers):
         attention = spec.plain_linears(layer)

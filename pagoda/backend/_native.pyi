@@ -74,7 +74,7 @@ def expert_order(rows: list[int]) -> list[int]:
     """Experts that have rows, in the order in which threads claim their panels."""
 
 class TeamClaims:
-    """Threads that claim tasks as those of a step do; see `Claims` in csrc/panels.h. Each claims its first here."""
+    """Threads that claim tasks as those of a step do; see `Claims` in csrc/panels.h. Each has one."""
 
     def __init__(self, tasks: int, threads: int) -> None: ...
     def begin(self, thread: int) -> int:
@@ -152,9 +152,10 @@ class AttentionMetadata:
     def num_tokens(self) -> int: ...
     def num_tokens_read(self, window: int) -> int: ...
     def tasks(self, window: int) -> list[list[int]]:
-        """Cached tokens times heads of each task, in order, of the three phases between which threads meet: what several
-        sequences share, splits and whole contexts, and contexts whose splits are merged. They are for PyTorch's
-        number of threads, as it is when a window is first asked for."""
+        """Cached tokens times heads of each task, in order, of three phases between which threads meet.
+
+        The phases are what several sequences share, splits and whole contexts, and contexts whose splits are merged.
+        Tasks are for PyTorch's number of threads, as it is when a window is first asked for."""
 
 class Kernels:
     def __init__(self, instruction_set: str) -> None: ...
