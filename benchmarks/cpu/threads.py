@@ -24,9 +24,9 @@ from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 
-PANEL, TILE_ROWS = 32, 12
-"""Outputs of a panel, and rows that AVX-512 multiplies at once."""
-_ITEM_BYTES = 2
+TILE_ROWS = 12
+"""Rows that AVX-512 multiplies at once."""
+_PANEL, _ITEM_BYTES = 32, 2
 _BLOCK_SIZE = 16
 _THREADS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _ROWS = (1, 16, 256, 2048)
@@ -55,10 +55,10 @@ class Product:
     inputs: int
     panels_of_task: int = 1
 
-    def tasks(self, rows: int, threads: int, tile_rows: int = TILE_ROWS) -> Tasks:
+    def tasks(self, rows: int, threads: int) -> Tasks:
         row_bytes = self.inputs * _ITEM_BYTES
-        split = load_native().panel_tasks(self.panels, rows, row_bytes, tile_rows, threads)
-        weights = PANEL * self.inputs * self.panels_of_task
+        split = load_native().panel_tasks(self.panels, rows, row_bytes, TILE_ROWS, threads)
+        weights = _PANEL * self.inputs * self.panels_of_task
         costs = tuple(float(weights * (end - first)) for _, first, end in split)
         return Tasks(costs, (weights,) * len(costs))
 
@@ -73,10 +73,14 @@ class ExpertProduct:
 
     def tasks(self) -> Tasks:
         product = self.of_expert
-        weights = PANEL * product.inputs * product.panels_of_task
+        weights = _PANEL * product.inputs * product.panels_of_task
         order = load_native().expert_order(list(self.rows))
         rows = [self.rows[expert] for expert in order for _ in range(product.panels)]
         return Tasks(tuple(float(weights * n) for n in rows), (weights,) * len(rows))
+
+
+def tasks_of(product: Product | ExpertProduct, rows: int, threads: int) -> Tasks:
+    return product.tasks() if isinstance(product, ExpertProduct) else product.tasks(rows, threads)
 
 
 @_app.default
@@ -87,6 +91,8 @@ def main(*, model: str = "qwen3-0.6b", speed: float = 0.5) -> None:
         model: A shape preset.
         speed: Of the first thread, where it is on a core unlike the others, which have 1.
     """
+    if not speed > 0:
+        raise SystemExit("--speed has to be above 0.")
     spec = parse_model_config(PRESETS[model], source=model)
     of_work = ("all / even time", f"one at {speed:g}")
     columns = ("rows", "threads", "MB of weights", "10^6 products", *of_work, "atomics", "barriers")
@@ -138,14 +144,13 @@ def products(spec: ModelSpec, rows: int) -> Iterator[Product | ExpertProduct]:
         yield Product(_panels(sum(it.outputs for it in attention.into)), hidden)
         yield Product(_panels(hidden), attention.out.inputs)
         experts = spec.expert_linears(layer)
-        if experts is None:
+        if experts is None or spec.experts is None:
             inner = spec.mlp_linears(layer).down.inputs
             yield Product(_panels(inner), hidden, 2)
             yield Product(_panels(hidden), inner)
             continue
         yield Product(_panels(experts.router.outputs), hidden)
         inner, count = experts.experts[0].down.inputs, len(experts.experts)
-        assert spec.experts is not None
         pairs = rows * spec.experts.routing.experts_per_token
         shares = tuple(pairs * (e + 1) // count - pairs * e // count for e in range(count))
         yield ExpertProduct(Product(_panels(inner), hidden, 2), shares)
@@ -174,7 +179,7 @@ def attention_tasks(
 
 
 def _panels(outputs: int) -> int:
-    return -(-outputs // PANEL)
+    return -(-outputs // _PANEL)
 
 
 def _products_row(spec: ModelSpec, rows: int, threads: int, speed: float) -> tuple[str, ...]:
@@ -184,14 +189,13 @@ def _products_row(spec: ModelSpec, rows: int, threads: int, speed: float) -> tup
     atomics, barriers = 0, spec.num_layers * (_EXPERT_BARRIERS if spec.experts else 0)
     barriers += spec.num_layers * _OTHER_BARRIERS
     for product, count in Counter(products(spec, rows)).items():
-        is_expert = isinstance(product, ExpertProduct)
-        tasks = product.tasks() if is_expert else product.tasks(rows, threads)
+        tasks = tasks_of(product, rows, threads)
         taken = claim(tasks.costs, equal)
         read += count * max(sum(tasks.weights[task] for task in own) for own in taken)
         multiplied += count * max(sum(tasks.costs[task] for task in own) for own in taken)
         phases[tasks.costs] += count
         atomics += count * (len(tasks.costs) + threads)
-        barriers += 0 if is_expert else 2 * count
+        barriers += 0 if isinstance(product, ExpertProduct) else 2 * count
     return (
         f"{rows}",
         f"{threads}",

@@ -154,7 +154,7 @@ class AttentionMetadata:
     def tasks(self, window: int) -> list[list[int]]:
         """Cached tokens times heads of each task, in order, of three phases between which threads meet.
 
-        The phases are what several sequences share, splits and whole contexts, and contexts whose splits are merged.
+        The phases are what several sequences share, splits and whole contexts, and contexts that are merged.
         Tasks are for PyTorch's number of threads, as it is when a window is first asked for."""
 
 class Kernels:

@@ -19,6 +19,7 @@ from benchmarks.cpu.threads import (
     claim,
     ends,
     products,
+    tasks_of,
     waiting,
 )
 from pagoda.backend.cpu.native import load_native
@@ -35,12 +36,6 @@ _MODELS = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")
 
 def _spec(model: str) -> ModelSpec:
     return parse_model_config(PRESETS[model], source=model)
-
-
-def _tasks(product: Product | ExpertProduct, rows: int, threads: int) -> tuple[float, ...]:
-    if isinstance(product, ExpertProduct):
-        return product.tasks().costs
-    return product.tasks(rows, threads).costs
 
 
 @given(
@@ -87,7 +82,7 @@ def test_equal_threads_have_equal_work(model: str, threads: int) -> None:
     for product in set(products(spec, 1)):
         counts = [len(own) for own in claim(_tasks(product, 1, threads), equal)]
         assert max(counts) - min(counts) <= 1  # panels, which are not cut for a few rows
-    prompt = Counter(_tasks(product, 512, threads) for product in products(spec, 512))
+    prompt = Counter(tasks_of(product, 512, threads).costs for product in products(spec, 512))
     assert waiting(prompt, equal) <= 1.1
 
 
@@ -96,7 +91,7 @@ def test_equal_threads_have_equal_work(model: str, threads: int) -> None:
 def test_a_slow_core_holds_nobody_up(model: str, threads: int) -> None:
     """One that is half as fast: shares of equal size would take twice as long."""
     spec, speeds = _spec(model), [0.5, *[1.0] * (threads - 1)]
-    prompt = Counter(_tasks(product, 512, threads) for product in products(spec, 512))
+    prompt = Counter(tasks_of(product, 512, threads).costs for product in products(spec, 512))
     assert waiting(prompt, speeds) <= 1.1
     for costs in [*prompt, *attention_tasks(spec, 16, 1, 1024, threads)]:
         last = ends(costs, speeds)
