@@ -80,7 +80,8 @@ def test_each_task_is_claimed_once_and_nobody_waits_for_more_than_one(
 def test_equal_threads_have_equal_work(model: str, threads: int) -> None:
     spec, equal = _spec(model), [1.0] * threads
     for product in set(products(spec, 1)):
-        counts = [len(own) for own in claim(_tasks(product, 1, threads), equal)]
+        tasks = tasks_of(product, 1, threads)
+        counts = [len(own) for own in claim(tasks.costs, equal)]
         assert max(counts) - min(counts) <= 1  # panels, which are not cut for a few rows
     prompt = Counter(tasks_of(product, 512, threads).costs for product in products(spec, 512))
     assert waiting(prompt, equal) <= 1.1
