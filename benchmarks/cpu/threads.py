@@ -99,10 +99,10 @@ def main(*, model: str = "qwen3-0.6b", speed: float = 0.5) -> None:
     cases = [(rows, threads) for rows in _ROWS for threads in _THREADS]
     table = (_products_row(spec, rows, threads, speed) for rows, threads in cases)
     output.stdout().print(output.table("Products of a step, most of one thread", columns, table))
-    columns = ("sequences", "queries", "context", "threads", "tasks", *of_work)
+    of_attention = ("sequences", "queries", "context", "threads", "tasks", *of_work)
     attention = [(case, threads) for case in _CONTEXTS for threads in _THREADS]
     table = (_attention_row(spec, case, threads, speed) for case, threads in attention)
-    output.stdout().print(output.table("Attention of a layer", columns, table))
+    output.stdout().print(output.table("Attention of a layer", of_attention, table))
 
 
 def claim(costs: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
