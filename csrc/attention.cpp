@@ -283,8 +283,7 @@ void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadat
     const float* q_norm = norms.all_heads ? nullptr : norms.queries;
     const float* k_norm = norms.all_heads ? nullptr : norms.keys;
     std::vector<float> normed(norms.all_heads ? static_cast<size_t>((heads + kv_heads) * d) : 0);
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < metadata.num_tokens; ++token) {
+    parallel_for_rows(metadata.num_tokens, [&](int64_t token) {
         const float* q = qkv + token * (heads + 2 * kv_heads) * d;
         const float* k = q + heads * d;
         const float* v = k + kv_heads * d;
@@ -306,7 +305,7 @@ void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadat
             writer.put_key(token, h, key);
             writer.put_value(token, h, v + h * d);
         }
-    }
+    });
 }
 
 void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
@@ -314,8 +313,7 @@ void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata&
                               const Rotary& rotary, float* out) {
     const CacheWriter writer{table, metadata, cache};
     const int64_t heads = metadata.shape.num_heads, d = cache.head_dim, rank = cache.value_dim, rest = d - rank;
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < metadata.num_tokens; ++token) {
+    parallel_for_rows(metadata.num_tokens, [&](int64_t token) {
         const float* cosine = rotary.cosines + token * (rotary.r / 2);
         const float* sine = rotary.sines + token * (rotary.r / 2);
         for (int64_t row = token * heads; row < (token + 1) * heads; ++row) {
@@ -326,7 +324,7 @@ void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata&
         table.rms_norm(own, nullptr, norm, eps, rank, nullptr, latent);
         table.norm_and_rotate(own + rank, nullptr, 0, cosine, sine, rotary.r, rest, latent + rank);
         writer.put_value(token, 0, latent);
-    }
+    });
 }
 
 size_t attention_scratch(const AttentionMetadata& metadata, const Cache& cache, const Reach& reach) {

@@ -46,7 +46,7 @@ struct Scratch {
     int64_t* rows;     // [n, per_token], -1 where the expert is elsewhere
     int64_t* tokens;   // of each row
     int64_t* starts;   // [held + 1], the first row of each expert
-    int64_t* active;   // experts that have rows
+    int64_t* active;   // experts that have rows, see order_experts
     int64_t* num_active;
     char* packed;      // for gates, and then for `down`
     char* up_packed;   // where the gate's packing does not serve `up`
@@ -87,11 +87,8 @@ void group_rows(const Experts& experts, int64_t n, const Scratch& s) {
         const int64_t own = s.chosen[i] - experts.first;
         if (own >= 0 && own < held) ++s.starts[own + 1];
     }
-    *s.num_active = 0;
-    for (int64_t e = 0; e < held; ++e) {
-        if (s.starts[e + 1] > 0) s.active[(*s.num_active)++] = e;
-        s.starts[e + 1] += s.starts[e];
-    }
+    for (int64_t e = 0; e < held; ++e) s.starts[e + 1] += s.starts[e];
+    *s.num_active = order_experts(s.starts, held, s.active);
     for (int64_t i = 0; i < pairs; ++i) {
         const int64_t own = s.chosen[i] - experts.first;
         s.rows[i] = own >= 0 && own < held ? s.starts[own]++ : -1;
@@ -103,14 +100,13 @@ void group_rows(const Experts& experts, int64_t n, const Scratch& s) {
 
 // Weighs what each row is given instead of what it gives.
 void weigh_inputs(const Experts& experts, const float* x, int64_t row_stride, int64_t n, const Scratch& s) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n * experts.routing.per_token; ++i) {
+    parallel_for_rows(n * experts.routing.per_token, [&](int64_t i) {
         const float weight = std::exchange(s.weights[i], 1.0f);
-        if (s.rows[i] < 0) continue;
+        if (s.rows[i] < 0) return;
         const float* from = x + i / experts.routing.per_token * row_stride;
         float* to = s.inputs + s.rows[i] * experts.hidden;
         for (int64_t j = 0; j < experts.hidden; ++j) to[j] = from[j] * weight;
-    }
+    });
 }
 
 int64_t gate_up_rows(const Experts& experts, const Expert& expert) {
@@ -184,6 +180,16 @@ void parallel_for_expert_panels(WorkQueue& queue, const Experts& experts, const 
 
 }  // namespace
 
+int64_t order_experts(const int64_t* starts, int64_t held, int64_t* order) {
+    const auto rows = [&](int64_t e) { return starts[e + 1] - starts[e]; };
+    int64_t num_active = 0;
+    for (int64_t e = 0; e < held; ++e) {
+        if (rows(e) > 0) order[num_active++] = e;
+    }
+    std::stable_sort(order, order + num_active, [&](int64_t a, int64_t b) { return rows(a) > rows(b); });
+    return num_active;
+}
+
 size_t experts_scratch(const Experts& experts, int64_t n) { return Scratch(experts, n, nullptr).bytes; }
 
 void compute_experts(const Experts& experts, const float* x, int64_t row_stride, const float* logits, int64_t n,
@@ -194,11 +200,10 @@ void compute_experts(const Experts& experts, const float* x, int64_t row_stride,
     auto* pack_scratch = reinterpret_cast<float*>(s.pack_scratch + omp_get_thread_num() * experts.pack_scratch);
     WorkQueue::reset(s.gate_up_queue);
     WorkQueue::reset(s.down_queue);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
+    parallel_for_rows(n, [&](int64_t i) {
         table.route(logits + i * routing.num_experts, routing, experts.correction, s.chosen + i * routing.per_token,
                     s.weights + i * routing.per_token);
-    }
+    });
 #pragma omp single
     group_rows(experts, n, s);
     if (routing.weighs_inputs) weigh_inputs(experts, x, row_stride, n, s);
@@ -219,12 +224,11 @@ void compute_experts(const Experts& experts, const float* x, int64_t row_stride,
     parallel_for_expert_panels(
         *s.down_queue, experts, s, &Expert::down,
         [&](int64_t e, int64_t panel, const void* next) { compute_outputs(experts, s, e, panel, next); });
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
+    parallel_for_rows(n, [&](int64_t i) {
         const int64_t pair = i * routing.per_token;
         table.weighted_sum(s.outputs, s.rows + pair, s.weights + pair, routing.per_token, experts.hidden,
                            out + i * experts.hidden);
-    }
+    });
 }
 
 }  // namespace pagoda

@@ -53,6 +53,10 @@ class Experts {
     int64_t pack_scratch = 0;  // bytes, of each thread
 };
 
+// To `order` the experts that have rows, those with most of them first, so that threads end together; returns how many.
+// Rows of expert e are those from starts[e] to starts[e + 1].
+int64_t order_experts(const int64_t* starts, int64_t held, int64_t* order);
+
 // out [n, hidden] = for each row of x [n, hidden] the sum of what its experts give, weighted as its logits
 // [n, num_experts] say, in the order of their numbers; those elsewhere give nothing.
 size_t experts_scratch(const Experts& experts, int64_t n);

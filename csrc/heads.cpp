@@ -19,17 +19,17 @@ void head_linear(const KernelTable& table, const LinearLayer& heads, const float
     const int64_t row_bytes = one.packed_row(table);
     WorkQueue& queue = WorkQueue::reset(scratch);
     char* packed = at(scratch, sizeof(WorkQueue));  // [heads, n]
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < num_heads * n; ++row) {
+    parallel_for_rows(num_heads * n, [&](int64_t row) {
         const float* from = x + (row % n * num_heads + row / n) * inputs;
         one.pack(table, [&](int) { return from; }, 1, packed + row * row_bytes, nullptr);
-    }
-    parallel_for_dynamic(queue, num_heads * panels, [&](int64_t item, int64_t next) {
+    });
+    const int64_t rows_at_once = one.rows_at_once(table);
+    parallel_for_panels(queue, num_heads * panels, n, row_bytes, rows_at_once, [&](int64_t item, int64_t next, int64_t begin, int64_t end) {
         const int64_t head = item / panels, column = item % panels * kPanel;
         const PackedLinear& own = heads.parts[static_cast<size_t>(head)].weight;
         const void* fetched = next < 0 ? nullptr : heads.parts[static_cast<size_t>(next / panels)].weight.panel(next % panels);
         const int cols = static_cast<int>(std::min<int64_t>(kPanel, outputs - column));
-        for_tiles(0, n, own.rows_at_once(table), [&](int64_t first, int rows) {
+        for_tiles(begin, end, rows_at_once, [&](int64_t first, int rows) {
             own.multiply(table, item % panels, packed + (head * n + first) * row_bytes, rows, nullptr,
                          out + (first * num_heads + head) * outputs + column, num_heads * outputs, cols, fetched);
             fetched = nullptr;

@@ -72,17 +72,16 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
 
 void embedding(const KernelTable& table, const PanelShape& shape, const void* packed, int64_t first_id,
                const int64_t* ids, int64_t n, float* out) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
+    parallel_for_rows(n, [&](int64_t i) {
         const int64_t row = ids[i] - first_id;
         float* to = out + i * shape.inputs;
         if (row < 0 || row >= shape.outputs) {
             std::fill_n(to, shape.inputs, 0.0f);
-            continue;
+            return;
         }
         table.widen_row(shape.dtype, at(packed, row / kPanel * shape.panel_bytes()), static_cast<int>(row % kPanel),
                         shape.inputs, to);
-    }
+    });
 }
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n) {
@@ -95,10 +94,9 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
     WorkQueue& queue = WorkQueue::reset(scratch);
     scratch = at(scratch, sizeof(WorkQueue));
     out.begin(n);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < n; ++row) {
+    parallel_for_rows(n, [&](int64_t row) {
         table.pack_row(shape.dtype, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
-    }
+    });
     const auto multiply = [&](int64_t panel, int64_t first, int64_t rows, float* to, int64_t stride, int64_t next) {
         const int64_t column = panel * kPanel, tiles = (rows + table.linear_rows - 1) / table.linear_rows;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));

@@ -70,11 +70,10 @@ void add_low_rank(const KernelTable& table, const LowRankMaps& maps, const Adapt
     const int64_t ranks_bytes = row_bytes(table, maps, maps.most_blocks * kLowRankBlock);
     const int64_t block_bytes = kLowRankBlock * table.packed_size(maps.dtype);
     char *inputs = at(scratch, 0), *ranks = at(scratch, n * x_bytes);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
+    parallel_for_rows(n, [&](int64_t i) {
         const float* row = x + adapted.rows[static_cast<size_t>(i)] * row_stride;
         table.pack_row(maps.dtype, row, maps.inputs, inputs + i * x_bytes);
-    }
+    });
     // Down, by blocks of the ranks of all parts, one behind the other.
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < num_tiles * maps.most_blocks; ++task) {

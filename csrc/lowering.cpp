@@ -112,8 +112,7 @@ void Lowering::take_over(int index, Value in, Value out) {
     if (!program_.is_input(in)) return program_.share(out, in);
     program_.record({.nodes = {index}, .uses = {in, out}, .work = width(in), .run = [=, &p = program_](const Step& step, void*) {
         const int64_t rows = p.num_rows(in, step), d = p.shape(in).width;
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows; ++i) std::copy_n(p.at(in) + i * d, d, p.at(out) + i * d);
+        parallel_for_rows(rows, [&](int64_t i) { std::copy_n(p.at(in) + i * d, d, p.at(out) + i * d); });
     }});
 }
 
@@ -161,12 +160,11 @@ void Lowering::row_kernel(int index, const RowKernel& kernel, Value in, Value ou
                          const int64_t rows = p.num_rows(inputs[0], step);
                          const float* from[kMost];
                          float* to[kMost];
-#pragma omp for schedule(static)
-                         for (int64_t row = 0; row < rows; ++row) {
+                         parallel_for_rows(rows, [&](int64_t row) {
                              for (size_t i = 0; i < inputs.size(); ++i) from[i] = p.at(inputs[i]) + row * p.shape(inputs[i]).width;
                              for (size_t i = 0; i < outputs.size(); ++i) to[i] = p.at(outputs[i]) + row * p.shape(outputs[i]).width;
                              run({from, weights.data(), to, numbers.data(), p.shape(inputs[0]).width, p.shape(outputs[0]).width});
-                         }
+                         });
                      },
                      .when = when, .weight_bytes = weight_bytes});
 }
@@ -321,15 +319,14 @@ void Lowering::linear_argmax(int index) {
                          const Outputs seen = Outputs::argmax(at(scratch, own_bytes), rows);
                          part.weight.linear(p.table(), part.bias, p.at(x), rows, seen, scratch);
                          auto* to = p.at<int64_t>(out);
-#pragma omp for schedule(static)
-                         for (int64_t row = 0; row < rows; ++row) {
+                         parallel_for_rows(rows, [&](int64_t row) {
                              const Argmax best = seen.argmax_of(row);
                              int32_t bits;
                              std::memcpy(&bits, &best.value, sizeof bits);
                              to[3 * row] = first_id + best.column;
                              to[3 * row + 1] = bits;
                              to[3 * row + 2] = best.finite != 0;
-                         }
+                         });
                      },
                      .scratch = [=, &p = program_](const Step& step) {
                          const int64_t rows = p.num_rows(x, step);
@@ -386,22 +383,20 @@ void Lowering::all_gather(int index) {
                          const int64_t rows = p.num_rows(x, step), d = p.shape(x).width, all = p.shape(out).width;
                          auto* padded = static_cast<float*>(scratch);
                          float* gathered = padded + rows * most;
-#pragma omp for schedule(static)
-                         for (int64_t row = 0; row < rows; ++row) {
+                         parallel_for_rows(rows, [&](int64_t row) {
                              float* to = padded + row * most;
                              std::fill(std::copy_n(p.at(x) + row * d, d, to), to + most, 0.0f);
-                         }
+                         });
 #pragma omp master
                          group->all_gather(padded, rows * most * size_of(Dtype::f32), gathered);
 #pragma omp barrier
-#pragma omp for schedule(static)
-                         for (int64_t row = 0; row < rows; ++row) {
+                         parallel_for_rows(rows, [&](int64_t row) {
                              float* to = p.at(out) + row * all;
                              for (size_t rank = 0; rank < sizes.size(); ++rank) {
                                  const float* share = gathered + (static_cast<int64_t>(rank) * rows + row) * most;
                                  to = std::copy_n(share, sizes[rank], to);
                              }
-                         }
+                         });
                      },
                      .scratch = [=, &p = program_](const Step& step) {
                          const auto ranks = static_cast<int64_t>(sizes.size());
@@ -427,8 +422,7 @@ void Lowering::all_gather_argmax(int index) {
                          group->all_gather(p.at<int64_t>(x), rows * 3 * item, scratch);
 #pragma omp barrier
                          const auto* shares = static_cast<const int64_t*>(scratch);
-#pragma omp for schedule(static)
-                         for (int64_t row = 0; row < rows; ++row) {
+                         parallel_for_rows(rows, [&](int64_t row) {
                              const int64_t* best = shares + 3 * row;
                              int64_t finite = best[2];
                              for (int rank = 1; rank < group->size; ++rank) {
@@ -438,7 +432,7 @@ void Lowering::all_gather_argmax(int index) {
                              }
                              int64_t* to = p.at<int64_t>(out) + 3 * row;
                              to[0] = best[0], to[1] = best[1], to[2] = finite;
-                         }
+                         });
                      },
                      .scratch = [=, &p = program_](const Step& step) {
                          return static_cast<size_t>(p.num_rows(x, step) * 3 * item * group->size);

@@ -21,6 +21,7 @@
 #include "lowering.h"
 #include "ops.h"
 #include "pages.h"
+#include "panels.h"
 #include "populator.h"
 #include "sampler.h"
 #include "sampling_table.h"
@@ -195,6 +196,28 @@ class PythonGroup final : public Group {
     std::exception_ptr error_;
 };
 
+// The threads of a team as they claim tasks; see Claims.
+class TeamClaims {
+   public:
+    TeamClaims(int64_t tasks, int64_t threads) {
+        for (int64_t thread = 0; thread < threads; ++thread) claims_.emplace_back(queue_, tasks, threads);
+    }
+    TeamClaims(const TeamClaims&) = delete;
+
+    // The task of a thread, which it begins, or -1.
+    int64_t begin(size_t thread) {
+        Claims& own = claims_.at(thread);
+        if (!own.has_task()) return -1;
+        own.look_ahead();
+        return own.task();
+    }
+    void end(size_t thread) { claims_.at(thread).advance(); }
+
+   private:
+    WorkQueue queue_{0};
+    std::vector<Claims> claims_;
+};
+
 using NodeTuple = std::tuple<std::string, std::vector<int>, std::vector<int>, std::vector<int>, std::vector<double>>;
 
 // A graph as a program, with the groups that its nodes meet in.
@@ -295,6 +318,25 @@ NB_MODULE(_native, m) {
                     to(packed));
     });
     m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
+    m.def("panel_tasks", [](int64_t panels, int64_t n, int64_t row_bytes, int64_t tile_rows, int64_t threads) {
+        const PanelSplit split(panels, n, row_bytes, tile_rows, threads);
+        std::vector<std::tuple<int64_t, int64_t, int64_t>> tasks;
+        for (int64_t i = 0; i < split.num_tasks(); ++i) {
+            const PanelSplit::Task task = split.task(i);
+            tasks.emplace_back(task.panel, task.first_row, task.end_row);
+        }
+        return tasks;
+    });
+    nb::class_<TeamClaims>(m, "TeamClaims")
+        .def(nb::init<int64_t, int64_t>())
+        .def("begin", &TeamClaims::begin)
+        .def("end", &TeamClaims::end);
+    m.def("expert_order", [](const std::vector<int64_t>& rows) {
+        std::vector<int64_t> starts{0}, active(rows.size());
+        for (const int64_t n : rows) starts.push_back(starts.back() + n);
+        active.resize(static_cast<size_t>(order_experts(starts.data(), static_cast<int64_t>(rows.size()), active.data())));
+        return active;
+    });
     nb::class_<Cache>(m, "Cache")
         .def("__init__", [](Cache* self, int dtype, int key_pair, Address keys, Address values, Address key_scales,
                             Address value_scales, int64_t num_blocks, int64_t num_kv_heads, int64_t block_size,
@@ -319,7 +361,16 @@ NB_MODULE(_native, m) {
                                              to<int64_t>(block_tables), width);
             })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
-        .def("num_tokens_read", [](const AttentionMetadata& self, int64_t window) { return self.num_tokens_read({.window = window}); });
+        .def("num_tokens_read", [](const AttentionMetadata& self, int64_t window) { return self.num_tokens_read({.window = window}); })
+        .def("tasks", [](const AttentionMetadata& self, int64_t window) {
+            const AttentionPlan& plan = self.plan({.window = window});
+            std::vector<std::vector<int64_t>> phases;
+            for (const auto* of_phase : {&plan.shared, &plan.items, &plan.merged}) {
+                auto& works = phases.emplace_back();
+                for (const auto& item : *of_phase) works.push_back(item.work());
+            }
+            return phases;
+        });
     nb::class_<LowRankMaps>(m, "LowRankMaps")
         .def(nb::init<int, int64_t, std::vector<int64_t>>())
         .def("set",

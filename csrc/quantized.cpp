@@ -62,10 +62,9 @@ void pack_panel(const QuantizedShape& shape, const uint8_t* codes, const char* s
 }
 
 void reorder(const float* x, int64_t row_stride, const int64_t* order, int64_t inputs, int64_t n, float* to) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < n; ++row) {
+    parallel_for_rows(n, [&](int64_t row) {
         for (int64_t i = 0; i < inputs; ++i) to[row * inputs + i] = x[row * row_stride + order[i]];
-    }
+    });
 }
 
 int64_t packed_rows_bytes(const KernelTable& table, const QuantizedShape& shape, int64_t n) {
@@ -129,17 +128,16 @@ void quantize_blocks(const KernelTable& table, const PanelShape& shape, int bits
 
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                          const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
+    parallel_for_rows(n, [&](int64_t i) {
         const int64_t row = ids[i] - first_id;
         float* to = out + i * shape.inputs;
         if (row < 0 || row >= shape.outputs) {
             std::fill_n(to, shape.inputs, 0.0f);
-            continue;
+            return;
         }
         table.dequantize_row(shape.format, at(packed, row / kPanel * shape.format.panel_bytes()),
                              static_cast<int>(row % kPanel), order, shape.inputs, to);
-    }
+    });
 }
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n) {
@@ -161,10 +159,9 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
         x = reordered;
         row_stride = shape.inputs;
     }
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < n; ++row) {
+    parallel_for_rows(n, [&](int64_t row) {
         table.quantize_row(format, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
-    }
+    });
     const auto multiply = [&](int64_t panel, int64_t first, int64_t rows, float* to, int64_t stride, int64_t next) {
         const int64_t column = panel * kPanel;
         table.quantized_panel(format, at(packed, panel * format.panel_bytes()), at(scratch, first * row_bytes), row_bytes,

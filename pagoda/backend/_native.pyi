@@ -65,6 +65,22 @@ def pack_blocks(
     packed: int,
 ) -> None: ...
 def advise_large_pages(memory: int, size: int) -> None: ...
+def panel_tasks(
+    panels: int, rows: int, row_bytes: int, tile_rows: int, threads: int
+) -> list[tuple[int, int, int]]:
+    """Panel, first row and end of rows of each task of a product, in the order in which threads claim them."""
+
+def expert_order(rows: list[int]) -> list[int]:
+    """Experts that have rows, in the order in which threads claim their panels."""
+
+class TeamClaims:
+    """Threads that claim tasks as those of a step do; see `Claims` in csrc/panels.h. Each has one."""
+
+    def __init__(self, tasks: int, threads: int) -> None: ...
+    def begin(self, thread: int) -> int:
+        """The task of a thread, which begins it and maybe queues its next; -1 if there is none."""
+
+    def end(self, thread: int) -> None: ...
 
 class Populator:
     """A thread that takes the pages of tensors' blocks before they are written to; see csrc/populator.h."""
@@ -135,6 +151,11 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int: ...
     def num_tokens_read(self, window: int) -> int: ...
+    def tasks(self, window: int) -> list[list[int]]:
+        """Cached tokens times heads of each task, in order, of three phases between which threads meet.
+
+        The phases are what several sequences share, splits and whole contexts, and contexts that are merged.
+        Tasks are for PyTorch's number of threads, as it is when a window is first asked for."""
 
 class Kernels:
     def __init__(self, instruction_set: str) -> None: ...
