@@ -19,6 +19,8 @@ constexpr int kRowBytes = 4 * kPanel;  // four inputs of a panel in 8 bits
 constexpr int kRowGroup = pagoda::kBlockRowGroup;
 constexpr int kHalves = kUnitInputs / kRowGroup;  // of a unit
 static_assert(kHalves == 2);
+// Rows that go by one piece after the other; their sums and the piece stay in the first cache.
+constexpr int kPieceRows = 96;
 
 template <int Bits, Codebook Book, bool Integers, bool Minima, int Group, bool Whole = false>
 struct Blocks {
@@ -169,8 +171,17 @@ constexpr int kDirectRows = 4;
 #else
 constexpr int kDirectRows = 2;
 #endif
-// Rows up to which codes are unpacked for each tile.
-constexpr int kDirectMost = kDirectRows == 8 ? 16 : kDirectRows;
+// Rows up to which codes are unpacked for each tile: more are many enough to have them in 8 bits in the first cache.
+#if defined(__AVX512VNNI__)
+template <class B>
+constexpr int kDirectMost = B::whole && B::bits == 8 ? 4 : 16;
+#elif defined(__AVX512F__)
+template <class B>
+constexpr int kDirectMost = B::whole ? kPieceRows : kDirectRows;
+#else
+template <class B>
+constexpr int kDirectMost = kDirectRows;
+#endif
 
 // Brings what is read next to the second cache, evenly in so many steps: whatever is asked for at once memory is not free for.
 struct Fetching {
@@ -239,9 +250,6 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
 
 constexpr int kPieceUnits = 8;
 constexpr int kColumnPasses = kPanel / (kRegisterCols * kWidth);
-// Rows that go by one piece after the other; their sums and the piece stay in the first cache.
-constexpr int64_t kPieceRows = 96;
-
 // Some inputs of a panel in 8 bits.
 struct Piece {
     alignas(64) uint8_t codes[kPieceUnits * kQuads * kRowBytes];
@@ -375,9 +383,9 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
                  const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
     alignas(64) float c[kPieceRows * kPanel];
     for (int64_t first = 0; first < n; first += kPieceRows) {
-        const int64_t count = n - first < kPieceRows ? n - first : kPieceRows;
+        const int64_t count = std::min<int64_t>(n - first, kPieceRows);
         char* own = rows + first * row_bytes;
-        if (count <= kDirectMost) {
+        if (count <= kDirectMost<B>) {
             const int64_t tiles = (count + kDirectRows - 1) / kDirectRows, steps = format.units() * kPanel / kWidth;
             Fetching ahead(next, format.panel_bytes(), tiles * steps);
             for (int64_t tile = 0; tile < tiles; ++tile) {

@@ -101,19 +101,34 @@ __attribute__((noinline)) void sum_wide_of_group(const QuantizedFormat& format, 
     sum_wide<Rows, 1, B::high>(format, codes, row, row_bytes, g, 1, sums);
 }
 
+// The first group from g on in which one of some rows has a wide quad; none is beyond all.
+template <class B, int Rows>
+__attribute__((noinline)) int64_t next_wide_group([[maybe_unused]] const QuantizedFormat& format,
+                                                  [[maybe_unused]] const QuantizedRow& row, [[maybe_unused]] int64_t row_bytes,
+                                                  [[maybe_unused]] int64_t g) {
+    int64_t next = format.groups;
+    if constexpr (kByteCodes) {
+        for (int r = 0; r < Rows && g < format.groups; ++r) {
+            const QuantizedRow own = row.from(r * row_bytes);
+            const int32_t k = own.starts[g];
+            if (k < *own.num_wide) next = std::min<int64_t>(next, own.wide[k].offset / (B::group * kPanel));
+        }
+    }
+    return next;
+}
+
 // c [Rows, kPanel] of a panel, before rows' scales.
 template <class B, int Rows>
 PAGODA_INLINE void whole_direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
                                      int64_t row_bytes, Fetching& ahead, float* c) {
     // Of a sum, as each product waits for the one before it.
-    constexpr int kParts = Rows == 1 ? 4 : Rows <= 4 ? 2 : 1;
+    constexpr int kParts = Rows == 1 ? 4 : Rows <= 4 || Rows == 8 ? 2 : 1;
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
-    bool any_wide = false;
-    for (int r = 0; r < Rows; ++r) any_wide |= *row.from(r * row_bytes).num_wide != 0;
     for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
         const uint8_t* unit = panel + format.header_bytes() + 4 * column;
         const GroupScales of_block = block_scales<B>(format, panel, column);
+        int64_t wide = next_wide_group<B, Rows>(format, row, row_bytes, 0);
         vec results[Rows][1];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) results[r][0] = zero();
@@ -125,11 +140,12 @@ PAGODA_INLINE void whole_direct_tile(const QuantizedFormat& format, const uint8_
                 for (ints& part : parts[r]) part = broadcast_ints(0);
                 if constexpr (kSignedCodes) parts[r][0] = first_sum<B>(row.totals[r * meta + g]);
             }
-            if (any_wide && wide_groups<Rows>(format, row, row_bytes, g, 1) != 0) {
+            if (g == wide) {
                 ints of_wide[1][Rows][1];
                 sum_wide_of_group<B, Rows>(format, unit, row, row_bytes, g, of_wide);
 #pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) parts[r][0] = add_ints(parts[r][0], of_wide[0][r][0]);
+                wide = next_wide_group<B, Rows>(format, row, row_bytes, g + 1);
             }
 #pragma GCC unroll 2
             for (int u = 0; u < B::units_of_group; ++u, unit += B::bits * kRowBytes, x += kUnitInputs) {
