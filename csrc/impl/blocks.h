@@ -183,7 +183,8 @@ template <class B>
 constexpr int kDirectMost = kDirectRows;
 #endif
 
-// Brings what is read next to the second cache, evenly in so many steps: whatever is asked for at once memory is not free for.
+// Brings what is read next, or nothing if that is null, to the second cache: evenly in so many steps, so that memory is
+// busy from the first to the last of them.
 struct Fetching {
     const char *line, *end;
     int64_t step_bytes;
@@ -192,7 +193,8 @@ struct Fetching {
         : line(static_cast<const char*>(next)), end(next == nullptr ? line : line + bytes),
           step_bytes(64 * ((bytes + 64 * steps - 1) / (64 * steps))) {}
     PAGODA_INLINE void step() {
-        for (const char* stop = std::min(line + step_bytes, end); line < stop; line += 64) prefetch_l2(line);
+        const char* stop = end - line < step_bytes ? end : line + step_bytes;
+        for (; line < stop; line += 64) prefetch_l2(line);
     }
 };
 
