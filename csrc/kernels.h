@@ -161,6 +161,10 @@ struct QuantizedFormat {
     // A row of activations has one scale, and codes of more than eight bits.
     bool has_row_scale() const { return !grouped || blocks.whole_rows; }
 
+    // Whether the next panel is to be fetched while so many rows are multiplied. Unpacking codes takes time in which memory would
+    // idle, and blocks are read by every other line; codes that are used as they lie the processor reads ahead best by itself.
+    bool fetches(int64_t rows) const { return rows > 1 || bits < 8 || blocks.groups > 0; }
+
     // The code that counts for nothing.
     int zero() const {
         if (blocks.groups == 0) return 1 << (bits - 1);

@@ -82,7 +82,7 @@ void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void*
         return;
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
-    if (n == 1 && shape.format.bits == 8) next = nullptr;
+    if (!shape.format.fetches(n)) next = nullptr;
     table.quantized_panel(shape.format, weights, packed, packed_row(table), n, bias, out, out_stride, cols, next);
 }
 

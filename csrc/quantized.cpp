@@ -169,9 +169,7 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
                               static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)),
                               next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
     };
-    // Unpacking codes takes time in which memory would idle, for a single row too.
-    const bool fetch = n > 1 || format.bits < 8;
-    for_output_panels(table, queue, shape.outputs, n, row_bytes, kRows, fetch, out, multiply);
+    for_output_panels(table, queue, shape.outputs, n, row_bytes, kRows, format.fetches(n), out, multiply);
 }
 
 }  // namespace pagoda

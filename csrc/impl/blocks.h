@@ -19,6 +19,8 @@ constexpr int kRowBytes = 4 * kPanel;  // four inputs of a panel in 8 bits
 constexpr int kRowGroup = pagoda::kBlockRowGroup;
 constexpr int kHalves = kUnitInputs / kRowGroup;  // of a unit
 static_assert(kHalves == 2);
+// Rows that go by one piece after the other; their sums and the piece stay in the first cache.
+constexpr int kPieceRows = 96;
 
 template <int Bits, Codebook Book, bool Integers, bool Minima, int Group, bool Whole = false>
 struct Blocks {
@@ -161,81 +163,95 @@ PAGODA_INLINE vec add_unit(vec result, const ints (&sums)[kHalves], const GroupS
 
 // ---- few rows
 
+// Rows of a tile whose weights become codes of 8 bits in registers, with their sums.
+#if defined(__AVX512VNNI__)
+constexpr int kDirectRows = 8;
+#elif defined(__AVX512F__)
+constexpr int kDirectRows = 4;
+#else
+constexpr int kDirectRows = 2;
+#endif
+// Rows up to which codes are unpacked for each tile: more are many enough to have them in 8 bits in the first cache.
+#if defined(__AVX512VNNI__)
+template <class B>
+constexpr int kDirectMost = B::whole && B::bits == 8 ? 4 : 16;
+#elif defined(__AVX512F__)
+template <class B>
+constexpr int kDirectMost = B::whole ? kPieceRows : kDirectRows;
+#else
+template <class B>
+constexpr int kDirectMost = kDirectRows;
+#endif
+
+// Brings what is read next, or nothing if that is null, to the second cache: evenly in so many steps, so that memory is
+// busy from the first to the last of them.
+struct Fetching {
+    const char *line, *end;
+    int64_t step_bytes;
+
+    Fetching(const void* next, int64_t bytes, int64_t steps)
+        : line(static_cast<const char*>(next)), end(next == nullptr ? line : line + bytes),
+          step_bytes(64 * ((bytes + 64 * steps - 1) / (64 * steps))) {}
+    PAGODA_INLINE void step() {
+        const char* stop = end - line < step_bytes ? end : line + step_bytes;
+        for (; line < stop; line += 64) prefetch_l2(line);
+    }
+};
+
 // c [Rows, kPanel] of a panel.
 template <class B, int Rows>
 PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
-                               int64_t row_bytes, const Prefetch& ahead, float* c) {
+                               int64_t row_bytes, Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
     const int64_t units = format.units_of_block(), header = format.header_bytes();
-    constexpr int cols = kRegisterCols;
-    for (int column = 0; column < kPanel; column += cols * kWidth) {
+    for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
-        int64_t at = 0, lines = 0;  // `at` is the row's group
-        vec results[Rows][cols];
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-            for (int j = 0; j < cols; ++j) results[r][j] = zero();
-        }
+        int64_t at = 0;  // the row's group
+        vec results[Rows];
+#pragma GCC unroll 8
+        for (vec& result : results) result = zero();
         for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
             const uint8_t* unit = block + header + 4 * column;
-            GroupScales of_block[cols];
-#pragma GCC unroll 2
-            for (int j = 0; j < cols; ++j) of_block[j] = block_scales<B>(format, block, column + j * kWidth);
+            const GroupScales of_block = block_scales<B>(format, block, column);
             for (int64_t u = 0; u < units; ++u, unit += B::bits * kRowBytes, x += kUnitInputs, at += kHalves) {
+                ahead.step();
+                ints quads[kQuads], sums[Rows][kHalves];
+                unpack_unit<B>(unit, quads);
 #pragma GCC unroll 8
-                for (int i = 0; i < B::bits; ++i) fetch_ahead(ahead, lines++);
-#pragma GCC unroll 2
-                for (int j = 0; j < cols; ++j) {
-                    ints quads[kQuads], sums[Rows][kHalves];
-                    unpack_unit<B>(unit + j * kVectorBytes, quads);
-#pragma GCC unroll 4
-                    for (int r = 0; r < Rows; ++r) {
-                        for (int half = 0; half < kHalves; ++half) {
-                            sums[r][half] = broadcast_ints(B::minima ? 0 : row.starts[r * meta + at + half]);
-                        }
+                for (int r = 0; r < Rows; ++r) {
+                    for (int half = 0; half < kHalves; ++half) {
+                        sums[r][half] = broadcast_ints(B::minima ? 0 : row.starts[r * meta + at + half]);
                     }
+                }
 #pragma GCC unroll 8
-                    for (int q = 0; q < kQuads; ++q) {
-                        const WeightQuads weights = weight_quads<B::high>(quads[q]);
-#pragma GCC unroll 4
-                        for (int r = 0; r < Rows; ++r) {
-                            ints& sum = sums[r][q / (kQuads / kHalves)];
-                            sum = add_products(sum, weights, row_quad(x + r * stride + 4 * q));
-                        }
-                    }
-                    GroupScales scales[kHalves];
-                    for (int g = 0; g < B::groups_of_unit; ++g) {
-                        const int64_t group = u * B::groups_of_unit + g;
-                        scales[g] = group_scales<B>(format, block, of_block[j], group, column + j * kWidth);
-                    }
-#pragma GCC unroll 4
+                for (int q = 0; q < kQuads; ++q) {
+                    const WeightQuads weights = weight_quads<B::high>(quads[q]);
+#pragma GCC unroll 8
                     for (int r = 0; r < Rows; ++r) {
-                        results[r][j] = add_unit<B>(results[r][j], sums[r], scales, row.scales + r * meta + at,
-                                                    row.totals + r * meta + at);
+                        ints& sum = sums[r][q / (kQuads / kHalves)];
+                        sum = add_products(sum, weights, row_quad(x + r * stride + 4 * q));
                     }
+                }
+                GroupScales scales[kHalves];
+                for (int g = 0; g < B::groups_of_unit; ++g) {
+                    scales[g] = group_scales<B>(format, block, of_block, u * B::groups_of_unit + g, column);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < Rows; ++r) {
+                    results[r] = add_unit<B>(results[r], sums[r], scales, row.scales + r * meta + at,
+                                             row.totals + r * meta + at);
                 }
             }
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-            for (int j = 0; j < cols; ++j) store(c + r * kPanel + column + j * kWidth, results[r][j]);
-        }
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) store(c + r * kPanel + column, results[r]);
     }
 }
 
 // ---- many rows
 
 constexpr int kPieceUnits = 8;
-// Rows that go by one piece after the other; their sums and the piece stay in the first cache.
-constexpr int64_t kPieceRows = 96;
-
-// Rows of a tile whose weights come in 8 bits one after the other.
-#ifdef __AVX512F__
-constexpr int kDirectRows = 4;
-#else
-constexpr int kDirectRows = 2;
-#endif
-
+constexpr int kColumnPasses = kPanel / (kRegisterCols * kWidth);
 // Some inputs of a panel in 8 bits.
 struct Piece {
     alignas(64) uint8_t codes[kPieceUnits * kQuads * kRowBytes];
@@ -270,23 +286,16 @@ PAGODA_INLINE void unpack_piece(const QuantizedFormat& format, const uint8_t* pa
     }
 }
 
-// Lines of what is read next, for every unit of a piece.
-struct FetchLines {
-    const char* from = nullptr;
-    int64_t begin = 0, end = 0, unit_bytes = 0;
-};
-
 // c [Rows, kPanel] += a piece from `column` on times rows, whose group `at` is the first of the piece.
 template <int Group, bool Minima, bool High, int Rows, int Cols>
 PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const QuantizedRow& row, int64_t row_bytes,
-                              int64_t at, const FetchLines& ahead, float* c) {
+                              int64_t at, Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
     const Code* x = static_cast<const Code*>(row.codes) + at * kRowGroup;
     const uint8_t* codes = piece.codes + 4 * column;
     const float *scales = piece.scales + column, *minima = piece.minima + column;
     for (int u = 0; u < units; ++u, at += kHalves) {
-        const char* from = ahead.from + u * ahead.unit_bytes;
-        for (int64_t line = ahead.begin; line < ahead.end; ++line) prefetch_l2(from + 64 * line);
+        ahead.step();
         vec first[Rows][Cols];
 #pragma GCC unroll 2
         for (int half = 0; half < kHalves; ++half) {
@@ -333,11 +342,10 @@ PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const Q
 }
 
 template <int Group, bool Minima, bool High, int Rows>
-void piece_tiles(const Piece& piece, int units, const QuantizedRow& row, int64_t row_bytes, int64_t at, FetchLines ahead,
+void piece_tiles(const Piece& piece, int units, const QuantizedRow& row, int64_t row_bytes, int64_t at, Fetching& ahead,
                  float* c) {
     for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
         piece_tile<Group, Minima, High, Rows, kRegisterCols>(piece, units, column, row, row_bytes, at, ahead, c);
-        ahead.end = 0;
     }
 }
 
@@ -348,7 +356,7 @@ void pieces(const QuantizedFormat& format, const uint8_t* panel, char* rows, int
     Piece piece;
     for (int64_t i = 0; i < n * kPanel; ++i) c[i] = 0.0f;
     const int64_t tiles = (n + kGroupedRows - 1) / kGroupedRows, all = format.units();
-    const int64_t unit_bytes = format.panel_bytes() / all, lines = (unit_bytes + 63) / 64;
+    Fetching ahead(next, format.panel_bytes(), all * tiles * kColumnPasses);
     for (int64_t first = 0; first < all; first += kPieceUnits) {
         const int units = static_cast<int>(all - first < kPieceUnits ? all - first : kPieceUnits);
         unpack_piece<B>(format, panel, first, units, piece);
@@ -356,11 +364,6 @@ void pieces(const QuantizedFormat& format, const uint8_t* panel, char* rows, int
             const int64_t begin = n * tile / tiles;
             const int count = static_cast<int>(n * (tile + 1) / tiles - begin);
             const QuantizedRow row(format, sizeof(Code), rows + begin * row_bytes);
-            FetchLines ahead;
-            if (next != nullptr) {
-                ahead = {static_cast<const char*>(next) + first * unit_bytes, lines * tile / tiles,
-                         lines * (tile + 1) / tiles, unit_bytes};
-            }
             with_count<kGroupedRows>(count, [&](auto known) {
                 piece_tiles<B::group, B::minima, B::high, decltype(known)::value>(
                     piece, units, row, row_bytes, first * kHalves, ahead, c + begin * kPanel);
@@ -382,18 +385,23 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
                  const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
     alignas(64) float c[kPieceRows * kPanel];
     for (int64_t first = 0; first < n; first += kPieceRows) {
-        const int64_t count = n - first < kPieceRows ? n - first : kPieceRows;
+        const int64_t count = std::min<int64_t>(n - first, kPieceRows);
         char* own = rows + first * row_bytes;
-        if (count <= kDirectRows) {
-            const QuantizedRow row(format, sizeof(Code), own);
-            const auto ahead = Prefetch::share(next, format.panel_bytes(), 0, 1);
-            with_count<kDirectRows>(static_cast<int>(count), [&](auto known) {
-                if constexpr (B::whole) {
-                    whole_direct_tile<B, decltype(known)::value>(format, panel, row, row_bytes, ahead, c);
-                } else {
-                    direct_tile<B, decltype(known)::value>(format, panel, row, row_bytes, ahead, c);
-                }
-            });
+        if (count <= kDirectMost<B>) {
+            const int64_t tiles = (count + kDirectRows - 1) / kDirectRows, steps = format.units() * kPanel / kWidth;
+            Fetching ahead(next, format.panel_bytes(), tiles * steps);
+            for (int64_t tile = 0; tile < tiles; ++tile) {
+                const int64_t begin = count * tile / tiles;
+                const QuantizedRow row(format, sizeof(Code), own + begin * row_bytes);
+                with_count<kDirectRows>(static_cast<int>(count * (tile + 1) / tiles - begin), [&](auto known) {
+                    constexpr int some = decltype(known)::value;
+                    if constexpr (B::whole) {
+                        whole_direct_tile<B, some>(format, panel, row, row_bytes, ahead, c + begin * kPanel);
+                    } else {
+                        direct_tile<B, some>(format, panel, row, row_bytes, ahead, c + begin * kPanel);
+                    }
+                });
+            }
         } else if constexpr (B::whole) {
             whole_pieces<B>(format, panel, own, row_bytes, count, next, c);
         } else {

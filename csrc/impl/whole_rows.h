@@ -101,48 +101,61 @@ __attribute__((noinline)) void sum_wide_of_group(const QuantizedFormat& format, 
     sum_wide<Rows, 1, B::high>(format, codes, row, row_bytes, g, 1, sums);
 }
 
+// The first group from g on in which one of some rows has a wide quad; none is beyond all.
+template <class B, int Rows>
+__attribute__((noinline)) int64_t next_wide_group([[maybe_unused]] const QuantizedFormat& format,
+                                                  [[maybe_unused]] const QuantizedRow& row, [[maybe_unused]] int64_t row_bytes,
+                                                  [[maybe_unused]] int64_t g) {
+    int64_t next = format.groups;
+    if constexpr (kByteCodes) {
+        for (int r = 0; r < Rows && g < format.groups; ++r) {
+            const QuantizedRow own = row.from(r * row_bytes);
+            const int32_t k = own.starts[g];
+            if (k < *own.num_wide) next = std::min<int64_t>(next, own.wide[k].offset / (B::group * kPanel));
+        }
+    }
+    return next;
+}
+
 // c [Rows, kPanel] of a panel, before rows' scales.
 template <class B, int Rows>
 PAGODA_INLINE void whole_direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
-                                     int64_t row_bytes, const Prefetch& ahead, float* c) {
+                                     int64_t row_bytes, Fetching& ahead, float* c) {
     // Of a sum, as each product waits for the one before it.
-    constexpr int kParts = Rows == 1 ? 4 : 2;
+    constexpr int kParts = Rows == 1 ? 4 : Rows <= 4 || Rows == 8 ? 2 : 1;
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
-    bool any_wide = false;
-    for (int r = 0; r < Rows; ++r) any_wide |= *row.from(r * row_bytes).num_wide != 0;
     for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
         const uint8_t* unit = panel + format.header_bytes() + 4 * column;
-        const Prefetch own_ahead = column == 0 ? ahead : Prefetch{};
         const GroupScales of_block = block_scales<B>(format, panel, column);
-        int64_t lines = 0;
+        int64_t wide = next_wide_group<B, Rows>(format, row, row_bytes, 0);
         vec results[Rows][1];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) results[r][0] = zero();
         for (int64_t g = 0; g < format.groups; ++g) {
             ints parts[Rows][kParts];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (ints& part : parts[r]) part = broadcast_ints(0);
                 if constexpr (kSignedCodes) parts[r][0] = first_sum<B>(row.totals[r * meta + g]);
             }
-            if (any_wide && wide_groups<Rows>(format, row, row_bytes, g, 1) != 0) {
+            if (g == wide) {
                 ints of_wide[1][Rows][1];
                 sum_wide_of_group<B, Rows>(format, unit, row, row_bytes, g, of_wide);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) parts[r][0] = add_ints(parts[r][0], of_wide[0][r][0]);
+                wide = next_wide_group<B, Rows>(format, row, row_bytes, g + 1);
             }
 #pragma GCC unroll 2
             for (int u = 0; u < B::units_of_group; ++u, unit += B::bits * kRowBytes, x += kUnitInputs) {
-#pragma GCC unroll 8
-                for (int i = 0; i < B::bits; ++i) fetch_ahead(own_ahead, lines++);
+                ahead.step();
                 ints quads[kQuads];
                 unpack_unit<B>(unit, quads);
 #pragma GCC unroll 8
                 for (int q = 0; q < kQuads; ++q) {
                     const WeightQuads weights = weight_quads<B::high>(quads[q]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int r = 0; r < Rows; ++r) {
                         ints& part = parts[r][q % kParts];
                         part = add_products(part, weights, row_quad(x + r * stride + 4 * q));
@@ -150,16 +163,16 @@ PAGODA_INLINE void whole_direct_tile(const QuantizedFormat& format, const uint8_
                 }
             }
             ints sums[Rows][1];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
                 sums[r][0] = parts[r][0];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int p = 1; p < kParts; ++p) sums[r][0] = add_ints(sums[r][0], parts[r][p]);
             }
             const GroupScales scales[1] = {group_scales<B>(format, panel, of_block, g, column)};
             add_group_sums<Rows, 1>(sums, scales, row.totals + g, meta, results);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) store(c + r * kPanel + column, results[r][0]);
     }
 }
@@ -194,7 +207,7 @@ PAGODA_INLINE const uint8_t* unpack_whole_piece(const QuantizedFormat& format, c
 template <class B, int Rows, int Cols>
 PAGODA_INLINE void whole_tile(const QuantizedFormat& format, const uint8_t* piece_codes, const Piece& piece, int groups,
                               int column, const QuantizedRow& row, int64_t row_bytes, int64_t first, uint32_t wide,
-                              const FetchLines& ahead, float* c) {
+                              Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
     const Code* x = static_cast<const Code*>(row.codes) + first * B::group;
     const uint8_t* codes = piece_codes + 4 * column;
@@ -207,8 +220,7 @@ PAGODA_INLINE void whole_tile(const QuantizedFormat& format, const uint8_t* piec
         for (int j = 0; j < Cols; ++j) results[r][j] = load(c + r * kPanel + column + j * kWidth);
     }
     for (int g = 0; g < groups; ++g) {
-        const char* from = ahead.from + g * ahead.unit_bytes;
-        for (int64_t line = ahead.begin; line < ahead.end; ++line) prefetch_l2(from + 64 * line);
+        ahead.step();
         ints sums[Rows][Cols];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
@@ -263,7 +275,7 @@ void whole_pieces(const QuantizedFormat& format, const uint8_t* panel, char* row
     Piece piece;
     for (int64_t i = 0; i < n * kPanel; ++i) c[i] = 0.0f;
     const int64_t tiles = (n + kWholeRows - 1) / kWholeRows, all = format.units();
-    const int64_t group_bytes = format.panel_bytes() / format.groups, lines = (group_bytes + 63) / 64;
+    Fetching ahead(next, format.panel_bytes(), format.groups * tiles * kColumnPasses);
     for (int64_t first = 0; first < all; first += kPieceUnits) {
         const int units = static_cast<int>(all - first < kPieceUnits ? all - first : kPieceUnits);
         const int groups = units / B::units_of_group;
@@ -273,18 +285,12 @@ void whole_pieces(const QuantizedFormat& format, const uint8_t* panel, char* row
             const int64_t begin = n * tile / tiles;
             const int count = static_cast<int>(n * (tile + 1) / tiles - begin);
             const QuantizedRow row(format, sizeof(Code), rows + begin * row_bytes);
-            FetchLines ahead;
-            if (next != nullptr) {
-                ahead = {static_cast<const char*>(next) + group * group_bytes, lines * tile / tiles,
-                         lines * (tile + 1) / tiles, group_bytes};
-            }
             with_count<kWholeRows>(count, [&](auto known) {
                 constexpr int some = decltype(known)::value;
                 const uint32_t wide = wide_groups<some>(format, row, row_bytes, group, groups);
                 for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
                     whole_tile<B, some, kRegisterCols>(format, codes, piece, groups, column, row, row_bytes, group, wide,
                                                        ahead, c + begin * kPanel);
-                    ahead.end = 0;
                 }
             });
         }
