@@ -59,8 +59,8 @@ def answers(model: InProcessEngine, asked: Sequence[GenerateRequest]) -> Answers
 
 
 def check(make: Callable[[], InProcessEngine], *adapters: str, goes_on: bool = False) -> None:
-    """Answers of an engine with drafts, of which one in four is wrong, are those of one without; if it goes on, so are
-    those behind these answers, which are found in the cache."""
+    """Answers of an engine with drafts, of which one in four is wrong, are those of one without; if it goes on,
+    also those behind these answers, which are found in the cache."""
     rounds = [requests(*adapters)]
     expected = answers(make(), rounds[0])
     if goes_on:
