@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagoda.messages.engine_config import SimConfig
+from pagoda.messages.kv_groups import KVGroup, KVKind
 
 
 class DraftedSlot(Protocol):
@@ -19,6 +20,11 @@ class DraftedSlot(Protocol):
 
     def choose(self, vocab_size: int, mask: bytes | None) -> int:
         """The next token; `mask` says which may be chosen."""
+
+
+def num_unkept(slot: DraftedSlot, group: KVGroup) -> int:
+    """Tokens that a step computes last and of which a group keeps nothing."""
+    return len(slot.draft) if group.kind is KVKind.STATE else 0
 
 
 def say(

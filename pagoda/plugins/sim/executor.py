@@ -28,7 +28,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
-from pagoda.messages.kv_groups import KVGroup, KVKind, full_group
+from pagoda.messages.kv_groups import KVKind, full_group
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -50,7 +50,7 @@ from pagoda.messages.worker import (
     TokenMasks,
     WorkerReady,
 )
-from pagoda.plugins.sim.drafting import propose, say
+from pagoda.plugins.sim.drafting import num_unkept, propose, say
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
@@ -418,7 +418,7 @@ class SimWorker:
         for group, it in enumerate(self._groups):
             if it.kind is KVKind.STATE and start:
                 self._expect(slot, group, start - 1)
-            for position in range(start, start + count - self._num_unkept(slot, it)):
+            for position in range(start, start + count - num_unkept(slot, it)):
                 block_id, offset = self._cell(slot, group, position)
                 place: _Place = ("device", block_id)
                 if place in self._writing or self._reading[place]:
@@ -440,15 +440,11 @@ class SimWorker:
                     raise ValueError(
                         f"Step {step} reads block {block_id}, which is under transfer."
                     )
-            kept_end = end - self._num_unkept(slot, it)
+            kept_end = end - num_unkept(slot, it)
             for position in range(first, kept_end):
                 is_overwritten = position + 1 < kept_end and (position + 1) % it.block_size
                 if it.kind is not KVKind.STATE or not is_overwritten:
                     self._expect(slot, group, position)
-
-    def _num_unkept(self, slot: _SimSlot, group: KVGroup) -> int:
-        """Tokens that a step computes last and of which a group keeps nothing."""
-        return len(slot.draft) if group.kind is KVKind.STATE else 0
 
     def _expect(self, slot: _SimSlot, group: int, position: int) -> None:
         block_id, offset = self._cell(slot, group, position)
