@@ -151,7 +151,8 @@ class SharedSplits {
 }  // namespace
 
 AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks_, int64_t n, const int64_t* query_lens,
-                                     const int64_t* context_lens, const int64_t* block_tables, int64_t width_)
+                                     const int64_t* context_lens, const int64_t* draft_lens,
+                                     const int64_t* block_tables, int64_t width_)
     : shape(shape_), num_blocks(num_blocks_), width(width_), blocks(block_tables, block_tables + n * width_) {
     if (shape.num_heads % shape.num_kv_heads != 0) {
         throw std::invalid_argument(std::to_string(shape.num_heads) + " query heads do not share " +
@@ -168,7 +169,8 @@ AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks
                                         std::to_string(context_lens[i]) + " do not fit a table of " + std::to_string(width) +
                                         " blocks of " + std::to_string(shape.block_size) + ".");
         }
-        sequences.push_back({num_tokens, query_lens[i], context_lens[i]});
+        const int64_t kept_len = context_lens[i] - (draft_lens == nullptr ? 0 : draft_lens[i]);
+        sequences.push_back({num_tokens, query_lens[i], context_lens[i], kept_len});
         for (int64_t position = context_lens[i] - query_lens[i]; position < context_lens[i]; ++position) {
             const int64_t block = blocks_of(i)[position / shape.block_size];
             token_rows.push_back(block * shape.block_size + position % shape.block_size);

@@ -355,10 +355,11 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](AttentionMetadata* self, int num_heads, int num_kv_heads, int head_dim, int block_size,
-               int64_t num_blocks, int64_t n, Address query_lens, Address context_lens, Address block_tables, int64_t width) {
+               int64_t num_blocks, int64_t n, Address query_lens, Address context_lens, Address draft_lens,
+               Address block_tables, int64_t width) {
                 new (self) AttentionMetadata({num_heads, num_kv_heads, head_dim, block_size}, num_blocks, n,
                                              to<int64_t>(query_lens), to<int64_t>(context_lens),
-                                             to<int64_t>(block_tables), width);
+                                             to<int64_t>(draft_lens), to<int64_t>(block_tables), width);
             })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
         .def("num_tokens_read", [](const AttentionMetadata& self, int64_t window) { return self.num_tokens_read({.window = window}); })

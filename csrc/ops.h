@@ -172,13 +172,15 @@ struct AttentionPlan {
 // What attention needs to know about a step, the same for all layers.
 class AttentionMetadata {
    public:
-    // Lengths of `n` sequences and their block ids [n, width], of a cache of so many blocks. Throws std::invalid_argument if
-    // they have not the blocks of their contexts, std::out_of_range if the cache lacks a block.
+    // Lengths of `n` sequences and their block ids [n, width], of a cache of so many blocks; `draft_lens`, or null, are how
+    // many of their last tokens are drafts. Throws std::invalid_argument if they have not the blocks of their contexts,
+    // std::out_of_range if the cache lacks a block.
     AttentionMetadata(const HeadShape& shape, int64_t num_blocks, int64_t n, const int64_t* query_lens,
-                      const int64_t* context_lens, const int64_t* block_tables, int64_t width);
+                      const int64_t* context_lens, const int64_t* draft_lens, const int64_t* block_tables, int64_t width);
 
     struct Sequence {
         int64_t first_token, query_len, context_len;
+        int64_t kept_len;  // of the context without drafts, behind which no state is kept
     };
 
     const int32_t* blocks_of(int64_t sequence) const { return blocks.data() + sequence * width; }

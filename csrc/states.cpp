@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kChannels = 64;
 
 // Calls `run(token)` for the tokens of a sequence in order, `load(block)` before the first one, with -1 for none if it
-// begins the sequence, and `save(block)` behind the last one and wherever a block is full.
+// begins the sequence, and `save(block)` behind the last one that is no draft and, before it, wherever a block is full.
 template <class Load, class Save, class Run>
 void carry_on(const AttentionMetadata& metadata, int64_t sequence, Load load, Save save, Run run) {
     const auto& own = metadata.sequences[static_cast<size_t>(sequence)];
@@ -23,7 +23,8 @@ void carry_on(const AttentionMetadata& metadata, int64_t sequence, Load load, Sa
     load(begin > 0 ? blocks[(begin - 1) / size] : -1);
     for (int64_t position = begin; position < end; ++position) {
         run(own.first_token + position - begin);
-        if (position + 1 == end || (position + 1) % size == 0) save(blocks[position / size]);
+        const int64_t done = position + 1;
+        if (done == own.kept_len || (done < own.kept_len && done % size == 0)) save(blocks[position / size]);
     }
 }
 

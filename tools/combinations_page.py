@@ -61,19 +61,17 @@ PAIRS: list[Pair] = [
             *("chunked attention", "sinks", "latent attention", "experts", "chunks of prompts"),
             *("preemption", "tensor parallelism", "pipeline parallelism", "expert parallelism"),
             "tensor and pipeline parallelism",
+            *("gated delta nets", "short convolutions", "states, chunks of prompts"),
+            *("states, preemption", "states, tensor and pipeline parallelism"),
+            "states, pipeline parallelism, preemption",
         )
     ),
-    *_with_speculation(f"{_ENGINES}::test_prefix_cache", "prefix cache"),
+    *_with_speculation(f"{_ENGINES}::test_prefix_cache", "prefix cache", "prefix cache of states"),
+    *_with_speculation(_MACHINE, "states in all that happens to a scheduler"),
     *_with_speculation(f"{_ENGINES}::test_adapters", "adapters"),
     *_with_speculation(_TOPOLOGIES, "few blocks, chunks, topologies"),
     *_with_speculation(f"{_BITS}::test_gguf_files", "GGUF files"),
     *_with_speculation(f"{_BITS}::test_quantized_checkpoints", "quantized checkpoints"),
-    Pair(
-        "speculation",
-        "layers with a state",
-        _FLAG,
-        "has layers with a state, which would have moved on behind drafts that are wrong",
-    ),
     Pair("speculation", "encoders", _FLAG, "is an encoder, which says no tokens"),
     Pair(
         "speculation",
@@ -91,7 +89,25 @@ PAIRS: list[Pair] = [
             ("topologies, preemption, chunks of prompts", "test_a_draft_model_changes_no_answer"),
             ("prefix cache", "test_all_drafts_of_the_model_itself_are_right"),
             ("a start behind K and V of others", "test_a_drafter_begins_anew_where_kv_is_fetched"),
+            ("layers with a state", "test_a_draft_model_changes_no_answer_of_states"),
         )
+    ),
+    Pair(
+        "speculation (draft_model)",
+        "tiers",
+        "tests/worker/test_grouped_tiers_of_workers.py::"
+        "test_a_draft_model_goes_on_from_disk_after_a_restart",
+    ),
+    Pair(
+        "speculation (draft_model)",
+        "prefill and decode apart",
+        "tests/worker/test_grouped_handoff_of_workers.py::test_answers_are_those_of_transformers",
+    ),
+    Pair(
+        "speculation (draft_model)",
+        "the simulated executor",
+        "pagoda/llm/engine_options.py",
+        "has no effect with --executor sim, which loads",
     ),
     *(
         Pair("speculation (draft_model)", other, _DRAFTER, sentence)

@@ -145,6 +145,7 @@ class AttentionMetadata:
         num_sequences: int,
         query_lens: int,
         context_lens: int,
+        draft_lens: int,
         block_tables: int,
         width: int,
     ) -> None: ...

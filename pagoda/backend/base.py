@@ -71,6 +71,9 @@ class TokenBatch:
     """[n] int64, 1 for tokens of the second of two texts, else 0; None where all are 0."""
     embedded: EmbeddedRows | None = None
     """Tokens whose embeddings are given; None where no token is one."""
+    draft_lens: Tensor | None = None
+    """[s] int64, how many of each sequence's last tokens are drafts; None where none is. No state is kept behind
+    them: that behind the token before them stays the newest."""
 
 
 class UnsupportedError(ConfigError):

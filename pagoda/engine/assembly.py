@@ -23,7 +23,6 @@ from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import WorkerReady
 
 _WAITING_CACHES = 8
@@ -77,8 +76,8 @@ def open_grammars(config: EngineConfig, vocab_size: int, faults: Faults | None =
     return Grammars(partial(load_token_texts, order), vocab_size, compile_with=compile_with)
 
 
-def _may_speculate(config: EngineConfig, limits: SchedulerLimits, kv: KVManager) -> bool:
-    """False of a state, which would have moved on behind wrong drafts, and of encoders, which say no tokens.
+def _may_speculate(config: EngineConfig, limits: SchedulerLimits) -> bool:
+    """False of encoders, which say no tokens, and of backends without mixed steps.
 
     Raises ConfigError: a method is asked for by its name, and the backend cannot do it."""
     if not limits.mixed_steps and config.speculation.method not in ("auto", "off"):
@@ -86,8 +85,7 @@ def _may_speculate(config: EngineConfig, limits: SchedulerLimits, kv: KVManager)
             f"--speculative-config: the method {config.speculation.method} needs a backend that computes single "
             "tokens and chunks in one step; choose another --backend."
         )
-    cannot = any(group.kind is KVKind.STATE for group in kv.groups) or limits.whole_prompts
-    return limits.mixed_steps and not cannot
+    return limits.mixed_steps and not limits.whole_prompts
 
 
 def build_parts(
@@ -113,8 +111,10 @@ def build_parts(
         recorder=recorder,
     )
     scheduler = Scheduler(limits, kv, clock)
-    if _may_speculate(config, limits, kv):
-        scheduler.batcher.speculator = build_speculator(config.speculation, worker.max_proposals)
+    if _may_speculate(config, limits):
+        scheduler.batcher.speculator = build_speculator(
+            config.speculation, worker.max_proposals, repeats=kv.keeps_states
+        )
     if config.kv_tiers is not None or links is not None:
         attach_hooks(scheduler, config, worker, clock, links, build_tiers, recorder)
     return EngineParts(

@@ -121,7 +121,6 @@ class Batcher:
         self.in_flight: deque[InFlightStep] = deque()
         self.unmasked: deque[InFlightStep] = deque()
         """Steps in flight that sample with grammars, and whose masks have not been sent."""
-        self.next_step = 0
         self.on_begun: Callable[[Request], None] = lambda _: None
         """Listener for the first admission of a request."""
         self.in_flight_prefixes = InFlightPrefixes(kv)
@@ -137,11 +136,15 @@ class Batcher:
         self._running = queue.running
         self._quarantine = quarantine
         self.speculator: Speculator | None = None
-        self._has_states = any(group.kind is KVKind.STATE for group in kv.groups)
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
         self._slow_masks_s = 0.0
         """`GrammarTurns.slow_masks_s` of the last plan."""
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that is planned next."""
+        return self.candidates.step
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
@@ -170,7 +173,6 @@ class Batcher:
     def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
         """The next step, if there is one, and whether slow grammars gave way, as they do `in_turn`."""
         gave_way = False
-        self.candidates.step = self.next_step
         for decodes in self._kinds():
             turns = GrammarTurns(self.next_step, self._slow_masks_s, in_turn=in_turn)
             plan = PlanBuilder(self.next_step, self._limits, decodes, self._max_decodes(), turns)
@@ -184,7 +186,7 @@ class Batcher:
                 self._slow_masks_s = turns.slow_masks_s
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
-                self.next_step += 1
+                self.candidates.step += 1
                 if self.speculator is not None:
                     plan.proposals = self.speculator.ask(plan.scheduled)
                 step = InFlightStep(
@@ -293,9 +295,10 @@ class Batcher:
             plan.decodes_left -= 1
             plan.has_decodes = True
         num_tokens = request.num_scheduled_tokens + count
-        drafts = self._drafts(request, plan) if request.drafts and available == 1 else []
+        drafts = self._drafts(request, count, plan) if request.drafts and count == available else []
         num_wanted = num_tokens + len(drafts) if drafts else num_tokens
-        if self.speculator is not None and self.speculator.num_ahead and available == 1:
+        may_ask = count == available and request.is_decoding
+        if may_ask and self.speculator is not None and self.speculator.num_ahead:
             num_ahead = min(self.speculator.num_ahead, request.max_total_tokens - num_wanted)
             num_wanted += max(0, num_ahead)
         if not self._kv.has_room_for(request.table, num_wanted):
@@ -325,14 +328,13 @@ class Batcher:
         if drafts:
             plan.add_drafts(request, slot, drafts)
 
-    def _drafts(self, request: Request, plan: PlanBuilder) -> list[int]:
-        """Drafts of a request for which there is room besides the tokens of all others that run or are in line.
-
-        A state would have moved on behind drafts that are wrong.
-        """
+    def _drafts(self, request: Request, count: int, plan: PlanBuilder) -> list[int]:
+        """Drafts behind the `count` tokens of a request for which there is room besides the tokens of all others
+        that run or are in line."""
         rows = self._draft_room() - plan.num_drafts
-        most = min(rows, plan.budget - len(self._running), self._most(request) - 1)
-        return request.take_drafts(most if plan.is_mixed and not self._has_states else 0)
+        budget = plan.budget - count - len(self._running) + 1
+        most = min(rows, budget, self._most(request) - count)
+        return request.take_drafts(most if plan.is_mixed else 0)
 
     def _draft_room(self) -> int:
         """Drafts that a step may sample behind, besides the tokens of all that run or are in line."""

@@ -217,6 +217,11 @@ class Request:
         return expected - self.num_scheduled_tokens
 
     @property
+    def is_decoding(self) -> bool:
+        """True if what is left to compute are tokens of the answer, or the last one of the prompt."""
+        return self.num_scheduled_tokens >= self.num_prompt_tokens - 1
+
+    @property
     def has_made_up(self) -> bool:
         """True if the present admission has computed as many new tokens as it had to compute again."""
         num_new = self.num_computed_tokens - self.num_preempted_tokens

@@ -294,8 +294,9 @@ class Scheduler:
                         chunk, num_drafted=len(draft), num_accepted=num_more
                     )
                     if is_current and chunk.finish_reason is None:
-                        request.num_scheduled_tokens -= len(draft) - num_more
-                        self._confirm(request, num_more)
+                        num_kept = 0 if self.kv.keeps_states else num_more
+                        request.num_scheduled_tokens -= len(draft) - num_kept
+                        self._confirm(request, num_kept)
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
                 chunks.append(chunk)

@@ -21,7 +21,7 @@ from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout
-from pagoda.messages.kv_groups import KVGroup
+from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
 
 UNLIMITED_RUN = sys.maxsize
@@ -131,6 +131,8 @@ class KVManager:
         self.layout = KVLayout(block_size, groups)
         self.groups, self._ratios = self.layout.groups, self.layout.ratios
         self.keeps_all = self.layout.keeps_all
+        self.keeps_states = any(group.kind is KVKind.STATE for group in self.groups)
+        """States stay behind known tokens: drafts that were right are computed again."""
         self.run_tokens = UNLIMITED_RUN if self.keeps_all else run_tokens
         self._prefix_caching = prefix_caching
 

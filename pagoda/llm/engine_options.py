@@ -410,7 +410,7 @@ class ExecutorOptions:
             raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
         checked(self)
         checked(engine)
-        read_speculative_config(engine.speculative_config)
+        speculation = read_speculative_config(engine.speculative_config)
         if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
             engine.check_calibrates_alone("several devices or replicas")
         for name in (*given_fields(engine), *given_fields(parallel)):
@@ -422,6 +422,11 @@ class ExecutorOptions:
         ):
             require(self, (name, f"--executor {executor}", self.executor == executor))
         if self.executor == "sim":
+            if speculation.drafter is not None:
+                raise ConfigError(
+                    f"--speculative-config: {speculation.method} has no effect with --executor sim, which loads "
+                    "no weights; choose suffix or ngram."
+                )
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{flag_of(name)} is at most {limit} with --executor sim.")

@@ -105,8 +105,6 @@ def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> S
 
 
 def _problem(spec: ModelSpec) -> str:
-    if any(layer.state is not None for layer in spec.layers):
-        return "has layers with a state, which would have moved on behind drafts that are wrong"
     if any(layer.kv_kind == "step" for layer in spec.layers):
         return "is an encoder, which says no tokens"
     return ""

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from operator import add, eq, gt
+from operator import add, eq, gt, sub
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ class StepTokens:
                 adapters=None if batch.adapters is None else batch.adapters[rows],
                 token_types=None if batch.token_types is None else batch.token_types[rows],
                 embedded=None if batch.embedded is None else batch.embedded.of(rows),
+                draft_lens=None if batch.draft_lens is None else batch.draft_lens[kept],
             ),
             places=self.places[rows],
             ends=list(compress(self.ends, chosen)),
@@ -196,13 +197,16 @@ class InputBatch:
         adapter_number: Callable[[str], int] | None = None,
         *,
         embeds_spans: bool = True,
+        keeps_states: bool = False,
     ) -> None:
-        """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans.
+        """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
+        `keeps_states`, states stay behind known tokens: drafts that were right are computed again.
 
         `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
         """
         self._adapter_number = adapter_number
         self._embeds_spans = embeds_spans
+        self.keeps_states = keeps_states
         # The last token of a full context is sampled but never computed: one more place for it.
         self._stride = max_model_len + 1
         self._token_ids = torch.empty(max_num_seqs * self._stride, dtype=torch.int32)
@@ -392,11 +396,9 @@ class InputBatch:
             batch = replace(batch, token_types=types)
         behind = list(map(add, places, num_tokens))
         if drafted:
-            nothing = Draft([], range(0))
-            behind = [
-                end - len(drafted.get(slot, nothing).token_ids)
-                for slot, end in zip(slots, behind, strict=True)
-            ]
+            lens = [len(drafts.get(slot, ())) for slot in slots]
+            behind = list(map(sub, behind, lens))
+            batch = replace(batch, draft_lens=torch.tensor(lens))
         if not self._spans.keys().isdisjoint(slots):
             batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
         return StepTokens(
@@ -435,12 +437,16 @@ class InputBatch:
 
     def settle(self, slot: int, draft: Draft | None = None, num_right: int = 0) -> None:
         """Counts the drafts of a slot that are right, and behind which a token was sampled, if they are still its
-        own; without a `draft`, all tokens that were appended since. Others count as computed no longer."""
+        own; without a `draft`, all tokens that were appended since. Others count as computed no longer, and all of
+        them where there are states."""
         found = self._drafted.get(slot)
         if found is not None and (draft is None or draft is found):
             del self._drafted[slot]
             self._num_tokens[slot] += num_right
-            self._num_computed[slot] = self._num_tokens[slot] - 1
+            if self.keeps_states:
+                self._num_computed[slot] -= len(found.token_ids)
+            else:
+                self._num_computed[slot] = self._num_tokens[slot] - 1
 
     def _embedded(
         self, slots: list[int], firsts: list[int], ends: list[int]

@@ -207,6 +207,7 @@ def load_runner(
         plan.block_sizes,
         None if model.adapters is None else model.adapters.number,
         embeds_spans=shard.is_first,
+        keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
     )
     drafter = None
     if plan.drafter is not None and own is not None:

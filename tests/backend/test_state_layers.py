@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,12 +38,19 @@ def _states(units: int, floats: int, offset: int = 0) -> StateCache:
 
 
 def _run(
-    ops: Any, cache: StateCache, inputs: dict[str, Tensor], shares: Sequence[Share], record: Record
+    ops: Any,
+    cache: StateCache,
+    inputs: dict[str, Tensor],
+    shares: Sequence[Share],
+    record: Record,
+    draft_lens: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Rows of each share in one step; `inputs` are of all tokens of all sequences."""
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     rows = [row for i, done, n in shares for row in range(starts[i] + done, starts[i] + done + n)]
     batch = batch_of_spans([(done, n, BLOCKS[i]) for i, done, n in shares])
+    if draft_lens is not None:
+        batch = replace(batch, draft_lens=torch.tensor(draft_lens))
     metadata = ops.attention_metadata(batch, 1, cache)
 
     def recorded(builder: GraphBuilder, metadata: Value, **values: Value) -> Value:
@@ -162,6 +170,25 @@ def test_layers_with_a_state(kind: str, ops: Any) -> None:
     whole = _whole(ops, _states(*sizes), inputs, record)
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(_in_pieces(ops, _states(*sizes), inputs, record), whole)
+
+
+@pytest.mark.parametrize("kind", [*CONVS, "delta"])
+@pytest.mark.parametrize("num_known", [1, 2, 16])
+def test_drafts_leave_states_as_they_were(kind: str, num_known: int, ops: Any) -> None:
+    """Every other step has drafts that are right, whose rows have the bits of rows in turn; the others have wrong
+    ones. All are forgotten."""
+    sizes, (inputs, record, _) = _cases()[kind]
+    whole, cache, length = _whole(ops, _states(*sizes), inputs, record), _states(*sizes), LENGTHS[0]
+    wrong = {name: tensor + 1 for name, tensor in inputs.items()}
+    for step, done in enumerate(range(0, length, num_known)):
+        known = min(done + num_known, length)
+        num_drafts, is_right = min(17, length - known), step % 2 == 0
+        drafts = inputs if is_right else wrong
+        own = {name: torch.cat([it[:known], drafts[name][known:]]) for name, it in inputs.items()}
+        share = (0, done, known + num_drafts - done)
+        (rows,) = _run(ops, cache, own, [share], record, [num_drafts])
+        end = known + num_drafts if is_right else known
+        assert torch.equal(rows[: end - done], whole[done:end])
 
 
 @pytest.mark.parametrize("kind", ["gated", "delta"])

@@ -113,6 +113,10 @@ MISTAKES = [
     ("serve --executor sim --kv-disk-bytes 1GiB", f"--kv-disk-bytes {SIM}"),
     ("serve --executor sim --tensor-parallel-size 2", f"--tensor-parallel-size {SIM}"),
     ("serve --executor sim --devices cpu:0", f"--devices {SIM}"),
+    (
+        'serve --executor sim --speculative-config {"model":"m"}',
+        f"--speculative-config: draft_model {SIM}, .* choose suffix or ngram.$",
+    ),
     ("serve --executor ray --pin-threads", f"--pin-threads {RAY}"),
     ("serve --executor ray --devices cpu:0", f"--devices {RAY}"),
     (

@@ -11,7 +11,6 @@ from scheduler_rules import MAX_MODEL_LEN
 from test_scheduler_machine import SchedulerMachine
 
 from pagoda.engine.scheduler import Scheduler
-from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import StepPlan, StepResult, most_sampled
 
 
@@ -41,8 +40,6 @@ class DraftingMachine(SchedulerMachine):
         super().check_plan(plan)
         num_drafts = sum(len(token_ids) for _, token_ids in plan.drafts)
         assert len(plan.slots) + num_drafts <= most_sampled(self.scheduler.limits.max_num_seqs)
-        if any(group.kind is KVKind.STATE for group in self.scheduler.kv.groups):
-            assert not plan.drafts
 
     @invariant()
     def tokens_are_counted(self) -> None:

@@ -97,6 +97,11 @@ class Driver:
         runner = self.runner
         return runner.batch.block_sizes if isinstance(runner, Runner) else [self.block_size]
 
+    @property
+    def _keeps_states(self) -> bool:
+        """Drafts that were right are computed again."""
+        return isinstance(self.runner, Runner) and self.runner.batch.keeps_states
+
     def free(self, slot: int) -> None:
         self._freed.append(slot)
         for table in self.blocks.pop(slot):
@@ -142,8 +147,11 @@ class Driver:
             self.computed[slot] += count
         for slot, token_ids in zip(result.slots, result.token_ids, strict=True):
             self.tokens[slot] += token_ids
-        for slot in drafts:
-            self.computed[slot] = len(self.tokens[slot]) - 1
+        for slot, draft in drafts.items():
+            if self._keeps_states:
+                self.computed[slot] -= len(draft)
+            else:
+                self.computed[slot] = len(self.tokens[slot]) - 1
         self.results.append(result)
         return result
 

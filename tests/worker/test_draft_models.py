@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from driver import GREEDY, Driver, load
+from family_models import make_model as make_other_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import engine
@@ -105,6 +106,21 @@ def test_a_draft_model_changes_no_answer(
             assert load.num_steps < plain.load().num_steps
     if blocks == 9 and draft != "qwen3":
         assert load.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("family", ["qwen3-next", "lfm2"])
+def test_a_draft_model_changes_no_answer_of_states(
+    models: dict[str, Path], backend: str, family: str, tp: int, pp: int, tmp_path: Path
+) -> None:
+    """The model keeps states behind tokens that are known alone; its drafter keeps none."""
+    make_other_model(family).save_pretrained(tmp_path)
+    options = {"num_blocks": 64, "max_num_batched_tokens": 23, "enable_prefix_caching": True}
+    plain = engine(tmp_path, backend, tp, pp, **options)
+    speculation = drafted_by(models["llama"])
+    drafting = engine(tmp_path, backend, tp, pp, speculation=speculation, **options)
+    assert drafting.answer(requests()) == plain.answer(requests())
+    assert drafting.load().num_draft_tokens > 0
 
 
 def test_all_drafts_of_the_model_itself_are_right(models: dict[str, Path], backend: str) -> None:

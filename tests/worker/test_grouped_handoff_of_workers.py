@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ from handoff_engines import (
     worker_pid,
 )
 from tiny_models import continuation
+from tiny_models import make_model as make_tiny_model
 
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.engine_client import EngineClient
@@ -60,6 +62,7 @@ ENGINES = {
     "P tp2": {"role": "prefill", "tp": 2},
     "D": {"role": "decode"},
     "D tp2": {"role": "decode", "tp": 2},
+    "D drafts": {"role": "decode"},
 }
 Engines = dict[str, Replica]
 
@@ -78,9 +81,12 @@ class Served:
         key = directory / "key"
         key.write_bytes(os.urandom(16).hex().encode())
         self.expected = [continuation(model, prompt, COUNT) for prompt in PROMPTS]
+        make_tiny_model("llama").save_pretrained(directory / "draft")
+        drafting = {"speculative_config": json.dumps({"model": str(directory / "draft")})}
         options = {"max_model_len": 256, "num_kv_blocks": 2000, "model": directory / "model"}
+        more = {"D drafts": options | drafting}
         self.engines: Engines = {
-            name: EngineClient(engine_config(key, **fields | options)).replica  # type: ignore[arg-type]
+            name: EngineClient(engine_config(key, **fields | more.get(name, options))).replica  # type: ignore[arg-type]
             for name, fields in ENGINES.items()
         }
 
@@ -118,7 +124,9 @@ async def served(
 
 
 @pytest.mark.parametrize(
-    "names", [("P", "D"), ("P pp2", "D tp2"), ("P", "D tp2"), ("P tp2", "D")], ids=" to ".join
+    "names",
+    [("P", "D"), ("P pp2", "D tp2"), ("P", "D tp2"), ("P tp2", "D"), ("P", "D drafts")],
+    ids=" to ".join,
 )
 async def test_answers_are_those_of_transformers(served: Served, names: tuple[str, str]) -> None:
     members = [served.engines[name] for name in names]

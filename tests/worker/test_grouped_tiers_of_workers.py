@@ -7,12 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from family_models import make_model
+from family_models import FAMILIES, make_model
 from small_objects import disk_under
 from tier_server import COUNT, Server
 from tiny_models import continuation, save_model
+from tiny_models import make_model as make_tiny_model
 from transformers import PreTrainedModel
 
+from pagoda.messages.speculation import SpeculativeConfig
 from pagoda.parallel.config import ParallelConfig
 
 PROMPTS = [[random.Random(seed).randrange(320) for _ in range(200 - 7 * seed)] for seed in range(4)]
@@ -85,3 +87,34 @@ def test_a_state_goes_on_from_disk_after_a_restart(
         assert server.ask(prompt) == ([answer], 128)
     assert server.figure("disk") > 0
     server.core.close()
+
+
+@pytest.mark.parametrize(("name", "draft"), [("qwen3", "qwen3"), ("qwen3-next", "llama")])
+def test_a_draft_model_goes_on_from_disk_after_a_restart(
+    name: str, draft: str, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    """Its K and V lie in the blocks that are kept: a model that drafts for itself is right behind them, too."""
+    model = make_any(name)
+    model.save_pretrained(tmp_path / "model")
+    make_any(draft).save_pretrained(tmp_path / "draft")
+    expected = [continuation(model, prompt, COUNT) for prompt in PROMPTS]
+    speculation = SpeculativeConfig(
+        method="draft_model", model=str(tmp_path / "draft"), num_speculative_tokens=4
+    )
+    disk = {"kv_tiers": disk_under(tmp_path), "num_blocks": 256, "speculation": speculation}
+    for is_restarted in (False, True):
+        server = Server(tmp_path, parallel, **disk)
+        for prompt, answer in zip(PROMPTS, expected, strict=True):
+            answers, num_cached = server.ask(prompt)
+            assert answers == [answer]
+            assert num_cached == 0 or is_restarted
+        load = server.core.load()
+        assert load.num_draft_tokens > 0
+        if name == draft:
+            assert load.num_accepted_tokens == load.num_draft_tokens
+        assert (server.figure("disk") > 0) == is_restarted
+        server.core.close()
+
+
+def make_any(name: str) -> PreTrainedModel:
+    return make_model(name) if name in FAMILIES else make_tiny_model(name)

@@ -58,10 +58,14 @@ def answers(model: InProcessEngine, asked: Sequence[GenerateRequest]) -> Answers
     return found
 
 
-def check(make: Callable[[], InProcessEngine], *adapters: str, times: int = 1) -> None:
-    """Answers of an engine with drafts, of which one in four is wrong, are those of one without."""
-    asked = requests(*adapters)
-    expected = answers(make(), asked)
+def check(make: Callable[[], InProcessEngine], *adapters: str, goes_on: bool = False) -> None:
+    """Answers of an engine with drafts, of which one in four is wrong, are those of one without; if it goes on,
+    also those behind these answers, which are found in the cache."""
+    rounds = [requests(*adapters)]
+    expected = answers(make(), rounds[0])
+    if goes_on:
+        rounds.append([_behind(it, expected[it.request_id][0]) for it in rounds[0]])
+        expected |= answers(make(), rounds[1])
 
     def draft(request: Request) -> list[int]:
         answer, begin = expected[request.request_id][0], request.num_output_tokens
@@ -69,12 +73,21 @@ def check(make: Callable[[], InProcessEngine], *adapters: str, times: int = 1) -
 
     drafting = make()
     drafting.draft_with(draft)
-    for _ in range(times):
-        assert answers(drafting, asked) == expected
+    for asked in rounds:
+        found = answers(drafting, asked)
+        assert found == {name: expected[name] for name in found}
     load = drafting.load()
     assert load.num_draft_tokens > load.num_accepted_tokens > LENGTH
-    if times > 1:
-        assert load.num_prefix_hit_tokens > 0
+    if goes_on:
+        assert load.num_prefix_hit_tokens >= 64
+
+
+def _behind(request: GenerateRequest, answer: list[int]) -> GenerateRequest:
+    """The request that goes on behind an answer."""
+    prompt = request.prompt_token_ids + answer
+    return msgspec.structs.replace(
+        request, request_id=f"{request.request_id} again", prompt_token_ids=prompt
+    )
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,6 +107,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline parallelism": ("qwen3", {"pp": 2}),
     "expert parallelism": ("qwen3-moe", {"tp": 2, "experts": True}),
     "tensor and pipeline parallelism": ("mistral", {"tp": 2, "pp": 2}),
+    "gated delta nets": ("qwen3-next", {}),
+    "short convolutions": ("lfm2", {"dtype": "bfloat16"}),
+    "states, chunks of prompts": ("qwen3-next", {"max_num_batched_tokens": 19}),
+    "states, preemption": ("qwen3-next", {"num_blocks": 12}),
+    "states, tensor and pipeline parallelism": ("qwen3-next", {"tp": 2, "pp": 2}),
+    "states, pipeline parallelism, preemption": ("lfm2", {"pp": 2, "num_blocks": 14}),
 }
 
 
@@ -105,10 +124,12 @@ def test_drafts_change_nothing(case: str, backend: str, tmp_path: Path) -> None:
     check(lambda: engine(tmp_path, backend, **options))
 
 
-def test_prefix_cache(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-next", "lfm2"])
+def test_prefix_cache(family: str, backend: str, tmp_path: Path) -> None:
     """What is found in the cache was computed by steps with drafts, right ones and wrong ones."""
-    make_model("qwen3").save_pretrained(tmp_path)
-    check(lambda: engine(tmp_path, backend, enable_prefix_caching=True), times=2)
+    make = make_other_model if family in MORE_FAMILIES else make_model
+    make(family).save_pretrained(tmp_path)
+    check(lambda: engine(tmp_path, backend, enable_prefix_caching=True), goes_on=True)
 
 
 def test_adapters(backend: str, tmp_path: Path) -> None:
@@ -122,8 +143,6 @@ def test_adapters(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: make_other_model("lfm2"), "has layers with a state"),
-        (lambda: make_other_model("qwen3-next"), "has layers with a state"),
         (lambda: BertConfig(architectures=["BertModel"]), "is an encoder"),
     ],
 )

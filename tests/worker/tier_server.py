@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
+from drafters import AlwaysPays
 from replica import new_executor
 
 from pagoda.engine.core import EngineCore
@@ -14,6 +15,7 @@ from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
@@ -25,8 +27,14 @@ class Server:
     """An engine over worker processes that has room for one long prompt and a half."""
 
     def __init__(
-        self, directory: Path, parallel: ParallelConfig, num_blocks: int = 40, **options: object
+        self,
+        directory: Path,
+        parallel: ParallelConfig,
+        num_blocks: int = 40,
+        speculation: SpeculativeConfig = OFF,
+        **options: object,
     ) -> None:
+        """All drafts of `speculation` are computed."""
         worker = WorkerConfig(
             model=str(directory / "model"),
             num_blocks=num_blocks,
@@ -36,12 +44,14 @@ class Server:
             num_threads=1,
             parallel=parallel,
             workers_on_host=parallel.replica_size,
+            drafter=speculation.drafter,
             **options,  # type: ignore[arg-type]
         )
         config = EngineConfig(
             worker=worker,
             max_num_seqs=4,
             max_num_batched_tokens=64,
+            speculation=speculation,
             kv_tiers=KVTiersConfig(
                 host_bytes=worker.kv_host_bytes,
                 further=worker.kv_tiers,
@@ -51,6 +61,9 @@ class Server:
         while not self.core.is_worker_ready:
             self._wait()
             self.core.step()
+        assert self.core.scheduler is not None
+        if self.core.scheduler.batcher.speculator is not None:
+            self.core.scheduler.batcher.speculator.costs = AlwaysPays()
         # Until the directory has been looked through, nothing is stored in it.
         while not all(tier.is_indexed for tier in self.core.load().tiers):
             self._wait()

@@ -421,6 +421,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             len(query_lens),
             query_lens.data_ptr(),
             context_lens.data_ptr(),
+            address(batch.draft_lens),
             block_tables.data_ptr(),
             block_tables.shape[1],
         )

@@ -26,6 +26,8 @@ class _Sequence:
     """Rows of the step's tokens."""
     begin: int
     """Position of the first of them."""
+    kept_end: int
+    """Position behind the last token behind which the state is kept."""
     blocks: Tensor
     """[b] int64, the blocks of the sequence."""
 
@@ -39,25 +41,33 @@ class StateMetadata:
 def plan_states(batch: TokenBatch, cache: StateCache, group: int) -> StateMetadata:
     """Metadata of a step for layers with a state."""
     ends = batch.query_lens.cumsum(0).tolist()
-    lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
+    lens, contexts = batch.query_lens.tolist(), batch.context_lens
+    kept_ends = contexts if batch.draft_lens is None else contexts - batch.draft_lens
+    places = zip(
+        ends,
+        lens,
+        contexts.tolist(),
+        kept_ends.tolist(),
+        batch.block_tables[group],
+        strict=True,
+    )
     return StateMetadata(
         [
-            _Sequence(slice(end - n, end), context - n, blocks)
-            for end, n, context, blocks in zip(
-                ends, lens, contexts, batch.block_tables[group], strict=True
-            )
+            _Sequence(slice(end - n, end), context - n, kept_end, blocks)
+            for end, n, context, kept_end, blocks in places
         ],
         cache.block_size,
     )
 
 
 class _States:
-    """States of one sequence, before a step and behind those of its tokens that end a block or the step."""
+    """States of one sequence, before a step and behind those of its tokens that end a block, and the last that is
+    no draft."""
 
     def __init__(self, cache: StateCache, sequence: _Sequence, block_size: int) -> None:
         self._cache = cache
         self._begin, self._size = sequence.begin, block_size
-        self._end = sequence.begin + sequence.rows.stop - sequence.rows.start
+        self._end = sequence.kept_end
         self._blocks = sequence.blocks
 
     def _parts(self, position: int) -> Iterator[Tensor]:

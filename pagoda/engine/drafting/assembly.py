@@ -14,8 +14,11 @@ _DEFAULT_LOOKUP = 5
 """Both bounds of a match, as in vLLM, if neither is given."""
 
 
-def build_speculator(config: SpeculativeConfig, max_proposals: int = 0) -> Speculator | None:
-    """None if there is nothing that drafts. `max_proposals` is `WorkerReady.max_proposals`."""
+def build_speculator(
+    config: SpeculativeConfig, max_proposals: int = 0, *, repeats: bool = False
+) -> Speculator | None:
+    """None if there is nothing that drafts. `max_proposals` is `WorkerReady.max_proposals`; with `repeats`, drafts
+    that were right are computed again."""
     drafter: Drafter
     if config.method == "off":
         return None
@@ -23,7 +26,7 @@ def build_speculator(config: SpeculativeConfig, max_proposals: int = 0) -> Specu
         drafter = WorkerDrafter(max_proposals)
     else:
         drafter = MatchingDrafter(match_rules(config))
-    return Speculator(drafter, config.num_speculative_tokens, StepCosts())
+    return Speculator(drafter, config.num_speculative_tokens, StepCosts(repeats=repeats))
 
 
 def match_rules(config: SpeculativeConfig) -> MatchRules:

@@ -210,7 +210,7 @@ class Speculator:
 
 
 def _may_draft(request: Request) -> bool:
-    """False of requests whose next step computes more than their last token, and of slow grammars."""
-    if request.num_scheduled_tokens < request.num_tokens - 1:
+    """False of requests whose prompt is not computed, and of slow grammars."""
+    if not request.is_decoding:
         return False
     return request.constraint is None or request.constraint.cost_s <= SLOW_MASK_S

@@ -34,9 +34,13 @@ class _Seen:
 
 
 class StepCosts:
-    """Times of steps by the tokens that they compute."""
+    """Times of steps by the tokens that they compute.
 
-    def __init__(self) -> None:
+    With `repeats`, drafts that were right are computed again by the next step, which is a cost of this one.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._repeats = repeats
         self._seen: dict[int, _Seen] = {}
         """Steps by size class: exact to 16, then eighths of powers of two."""
         self._sizes: list[int] = []
@@ -81,10 +85,16 @@ class StepCosts:
         best, best_rate, expected = 0, LEAST_GAIN * num_requests, float(num_requests)
         for count, gain in enumerate(gains[:most], start=1):
             expected += gain
-            seconds = self.seconds(num_tokens + count) + self._gap_s + count * share
+            seconds = self._drafted_seconds(num_tokens + count, expected - num_requests)
+            seconds += count * share
             if expected * plain / seconds > best_rate:
                 best, best_rate = count, expected * plain / seconds
         return best
+
+    def _drafted_seconds(self, num_tokens: int, num_right: float) -> float:
+        """The time of a step with drafts, of which so many are expected to be right."""
+        repeated = round(num_right) if self._repeats else 0
+        return self.seconds(num_tokens + repeated) + self._gap_s
 
     def knows(self, num_tokens: int) -> bool:
         """True if a step of about this size was seen of late."""
@@ -131,7 +141,7 @@ class StepCosts:
             expected += gain
             if count > 16 and count % 8:  # times in between lie in between
                 continue
-            rate = expected / (self.seconds(num_tokens + count) + self._gap_s)
+            rate = expected / self._drafted_seconds(num_tokens + count, expected - num_requests)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best

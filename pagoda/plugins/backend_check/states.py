@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,9 +117,12 @@ def _step(
     cache: StateCache,
     shares: Sequence[Share],
     broken: int | None = None,
+    draft_lens: Sequence[int] = (),
 ) -> list[Tensor]:
     """Rows of each share's tokens in one step; those of the sequence `broken` are NaN."""
     batch = token_batch(_PLACES, shares)
+    if draft_lens:
+        batch = replace(batch, draft_lens=torch.tensor(draft_lens))
     metadata = backend.attention_metadata(batch, 1, cache)
     recorded = case.vectors(backend.device)
     tensors = {}
@@ -142,7 +145,8 @@ def _state_check(operation: str) -> Callable[[Subject], str]:
         for words, case in _CASES[operation].items():
             _check_case(subject, case, f"{operation} {words}".strip())
         return (
-            "at once, in pieces of 7, and behind a snapshot; places of units, memory before states"
+            "at once, in pieces of 7 with and without drafts, and behind a snapshot; places of units, memory "
+            "before states"
         )
 
     return run
@@ -164,14 +168,14 @@ def _check_case(subject: Subject, case: _Case, what: str) -> None:
     beside = _step(backend, case, cache, shares, broken=2)
     for own, wanted in zip(beside[:2], whole, strict=False):
         ensure_same(own, wanted, f"{what}, beside a sequence of NaN,")
-    parts: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for done in range(0, max(LENGTHS), 7):
-        own_shares = [(i, done, min(7, n - done)) for i, n in enumerate(LENGTHS) if n > done]
-        found = _step(backend, case, cache, own_shares)
-        for (i, _, _), rows in zip(own_shares, found, strict=True):
-            parts[i].append(rows)
-    for own_parts, wanted in zip(parts, whole, strict=True):
-        ensure_same(torch.cat(own_parts), wanted, f"{what}, in pieces,")
+    for num_drafts, words in ((0, "in pieces"), (5, "in pieces with drafts behind")):
+        for done in range(0, max(LENGTHS), 7):
+            lefts = {i: n - done for i, n in enumerate(LENGTHS) if n > done}
+            pieces = [(i, done, min(7 + num_drafts, left)) for i, left in lefts.items()]
+            draft_lens = [max(0, n - 7) for _, _, n in pieces] if num_drafts else ()
+            found = _step(backend, case, cache, pieces, draft_lens=draft_lens)
+            for (i, _, n), rows in zip(pieces, found, strict=True):
+                ensure_same(rows, whole[i][done : done + n], f"{what}, {words},")
     blocks = _PLACES.blocks(0)
     for tensor in caches[0].memory.tensors.values():
         tensor[blocks[3:]] = torch.nan

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -169,6 +170,8 @@ class GpuBackend:
         self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
     ) -> SlotMapping:
         if isinstance(cache, StateCache):  # one program goes through all tokens of a sequence
+            if batch.draft_lens is not None:
+                batch = replace(batch, context_lens=batch.context_lens - batch.draft_lens)
             return plan_slot_mapping(
                 batch, group, cache.block_size, len(batch.positions), self._pool
             )

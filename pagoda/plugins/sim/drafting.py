@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagoda.messages.engine_config import SimConfig
+from pagoda.messages.kv_groups import KVGroup, KVKind
 
 
 class DraftedSlot(Protocol):
@@ -21,11 +22,21 @@ class DraftedSlot(Protocol):
         """The next token; `mask` says which may be chosen."""
 
 
+def num_unkept(slot: DraftedSlot, group: KVGroup) -> int:
+    """Tokens that a step computes last and of which a group keeps nothing."""
+    return len(slot.draft) if group.kind is KVKind.STATE else 0
+
+
 def say(
-    slot: DraftedSlot, vocab_size: int, masks: Sequence[bytes | None], certain: int | None
+    slot: DraftedSlot,
+    vocab_size: int,
+    masks: Sequence[bytes | None],
+    certain: int | None,
+    *,
+    keeps_states: bool,
 ) -> list[int]:
     """Appends the next token in place of the drafts, and further ones as long as these are right and there are
-    masks."""
+    masks. States are not kept behind drafts, also right ones."""
     draft, slot.draft = slot.draft, []
     begin = len(slot.token_ids) - len(draft)
     del slot.token_ids[begin:]
@@ -33,7 +44,7 @@ def say(
         slot.token_ids.append(slot.choose(vocab_size, mask) if certain is None else certain)
         if slot.token_ids[-1] != guess:
             break
-    slot.num_computed_tokens = len(slot.token_ids) - 1
+    slot.num_computed_tokens = begin if keeps_states else len(slot.token_ids) - 1
     return slot.token_ids[begin:]
 
 

@@ -50,7 +50,7 @@ from pagoda.messages.worker import (
     TokenMasks,
     WorkerReady,
 )
-from pagoda.plugins.sim.drafting import propose, say
+from pagoda.plugins.sim.drafting import num_unkept, propose, say
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
@@ -314,6 +314,7 @@ class SimWorker:
         """`disk` holds objects that workers before it have written, and will hold what this one writes."""
         self._config = config
         self._groups = config.kv_groups or (full_group(0, config.block_size),)
+        self._keeps_states = any(group.kind is KVKind.STATE for group in self._groups)
         self._num_stages = num_stages
         self._check_kv = check_kv
         self.slots: dict[int, _SimSlot] = {}
@@ -389,7 +390,7 @@ class SimWorker:
                 wanted = [masks.masks.get(slot_id), *masks.draft_masks.get(slot_id, [])]
                 if slot_id not in plan.masked_slots:
                     wanted += [None] * len(slot.draft)
-                said = say(slot, vocab_size, wanted, certain)
+                said = say(slot, vocab_size, wanted, certain, keeps_states=self._keeps_states)
                 sampled.append(slot_id)
                 token_ids.append(said)
                 if slot_id in asked:
@@ -417,7 +418,7 @@ class SimWorker:
         for group, it in enumerate(self._groups):
             if it.kind is KVKind.STATE and start:
                 self._expect(slot, group, start - 1)
-            for position in range(start, start + count):
+            for position in range(start, start + count - num_unkept(slot, it)):
                 block_id, offset = self._cell(slot, group, position)
                 place: _Place = ("device", block_id)
                 if place in self._writing or self._reading[place]:
@@ -439,8 +440,9 @@ class SimWorker:
                     raise ValueError(
                         f"Step {step} reads block {block_id}, which is under transfer."
                     )
-            for position in range(first, end):
-                is_overwritten = position + 1 < end and (position + 1) % it.block_size
+            kept_end = end - num_unkept(slot, it)
+            for position in range(first, kept_end):
+                is_overwritten = position + 1 < kept_end and (position + 1) % it.block_size
                 if it.kind is not KVKind.STATE or not is_overwritten:
                     self._expect(slot, group, position)
 

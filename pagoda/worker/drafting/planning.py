@@ -81,11 +81,6 @@ def _check_target(target: WorkerMemoryPlan, drafter: DrafterConfig) -> None:
         raise ConfigError(
             f"{method} is for models that give tokens, which {target.config.model} does not."
         )
-    if any(layer.state is not None for layer in target.shard.config.layers):
-        raise ConfigError(
-            f"{method} does not go with {target.config.model}, whose layers keep states that move on behind "
-            "drafts which are wrong; leave it out."
-        )
     if not target.kv_groups[0].keeps_all:
         raise ConfigError(
             f"{method} needs a model with a layer that sees all tokens, whose blocks the drafter shares; all "

@@ -151,11 +151,11 @@ def test_a_worker_proposes_what_it_is_asked_for(stages: int) -> None:
     [
         ([KVKind.FULL], True),
         ([KVKind.LATENT], True),
-        ([KVKind.FULL, KVKind.STATE], False),
+        ([KVKind.FULL, KVKind.STATE], True),
         ([KVKind.STEP], False),
     ],
 )
-def test_layers_that_cannot_go_back_do_without(kinds: list[KVKind], speculates: bool) -> None:
+def test_encoders_do_without(kinds: list[KVKind], speculates: bool) -> None:
     groups = layer_groups([(kind, 0) for kind in kinds], 4)
     harness = Harness(block_size=4, kv_groups=groups, speculation=SpeculativeConfig())
     assert (harness.scheduler.batcher.speculator is not None) == speculates

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pagoda.engine.drafting.step_costs import FRESH_STEPS, StepCosts
 
 
-def seen(seconds: Callable[[int], float], sizes: list[int]) -> StepCosts:
-    costs = StepCosts()
+def seen(seconds: Callable[[int], float], sizes: list[int], *, repeats: bool = False) -> StepCosts:
+    costs = StepCosts(repeats=repeats)
     for size in sizes:
         costs.observe(size, seconds(size))
     return costs
@@ -35,6 +35,13 @@ def test_as_many_are_computed_as_win_most() -> None:
     gains = [0.7**place for place in range(1, 9)]
     rates = [(1 + sum(gains[:n])) / (0.012 + 0.002 * n) for n in range(9)]
     assert costs.most_worthwhile(1, 1, gains) == rates.index(max(rates)) == 3
+
+
+def test_right_drafts_that_are_computed_again_cost_a_row_more() -> None:
+    costs = seen(lambda n: 0.010 + 0.002 * n, list(range(1, 33)), repeats=True)
+    gains = [0.7**place for place in range(1, 9)]
+    rates = [(1 + sum(gains[:n])) / (0.012 + 0.002 * (n + round(sum(gains[:n])))) for n in range(9)]
+    assert costs.most_worthwhile(1, 1, gains) == rates.index(max(rates)) == 2
 
 
 def test_speculation_shrinks_under_load() -> None:

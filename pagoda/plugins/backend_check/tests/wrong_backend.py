@@ -285,6 +285,16 @@ def _keeps_no_snapshot(x: Tensor, metadata: Any, cache: Any, *rest: Any, **optio
     return out
 
 
+def _keeps_drafts(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: Any) -> Tensor:
+    """The state behind the last token is kept, also where it is a draft."""
+    every = [
+        replace(it, kept_end=it.begin + it.rows.stop - it.rows.start) for it in metadata.sequences
+    ]
+    wrong = replace(metadata, sequences=every)
+    out: Tensor = OPERATIONS_BEFORE["short_conv"](x, wrong, cache, *rest, **options)
+    return out
+
+
 def _keeps_no_state(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: Any) -> Tensor:
     """Every step begins as the first one does."""
     out: Tensor = OPERATIONS_BEFORE["short_conv"](x, metadata, cache, *rest, **options)
@@ -409,6 +419,7 @@ BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
         {"methods": {"allocate_kv_cache": _tokens_first}},
     ),
     "a snapshot": ("short_conv", {"operations": {"short_conv": _keeps_no_snapshot}}),
+    "a state behind drafts": ("short_conv", {"operations": {"short_conv": _keeps_drafts}}),
     "counts of tokens": ("experts", {"operations": {"experts": _counts_no_tokens}}),
     "counts of tokens, step by step": (
         "a model with experts, answers",

@@ -3,8 +3,8 @@
 
 A block holds the state behind its last computed token: the first half of the units lies where the block's keys
 would be, the others where its values would. States are written behind each token that fills a block, and behind
-the last one of a step. Sums are of a token's own terms, or carried on token by token, so that bits do not depend
-on how a sequence is cut or on what else is in the step.
+the last one of the context; what a step computes behind that are drafts. Sums are of a token's own terms, or
+carried on token by token, so that bits do not depend on how a sequence is cut or on what else is in the step.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,8 +27,7 @@ from pagoda.plugins.cuda.kernels.numbers import (
 )
 
 MAX_CONV_WIDTH = 16
-"""Tokens under a convolution, at most: no more than a block has, so that of the states which a step writes, only
-the first has inputs of earlier steps."""
+"""Tokens under a convolution, at most."""
 _TOKENS = 16
 """Tokens of a convolution that a program has at once."""
 _CHANNELS = 128
@@ -69,7 +68,7 @@ def _inputs(
 
 @triton.jit
 def _short_conv(
-    x_ptr, weight_ptr, bias_ptr, first_ptr, second_ptr, out_ptr, positions_ptr, tiles_ptr, table_ptr,
+    x_ptr, weight_ptr, bias_ptr, first_ptr, second_ptr, out_ptr, positions_ptr, tiles_ptr, contexts_ptr, table_ptr,
     table_stride, block_stride, block_size,
     units: tl.constexpr, kept: tl.constexpr, taps: tl.constexpr, gated: tl.constexpr, biased: tl.constexpr,
     activated: tl.constexpr, convolves: tl.constexpr, keeps: tl.constexpr,
@@ -117,8 +116,12 @@ def _short_conv(
         if keeps:
             tap = tl.arange(0, taps)[None, :]
             own = there[:, None] & (tap < kept)
-            last = begin + count - 1
-            for number in range(begin // block_size, last // block_size + 1):
+            last = tl.load(contexts_ptr + sequence) - 1
+            newest = last // block_size
+            for back in range(0, newest - begin // block_size + 1):
+                number = (
+                    newest - back
+                )  # the state that all are made of may lie in the first block: it comes last
                 place = tl.minimum(number * block_size + block_size - 1, last) - begin
                 inputs = _inputs(
                     x_ptr, state_ptr, row, begin, place + 1 - kept + tap, channel[:, None], unit[:, None],
@@ -160,8 +163,8 @@ def short_conv(
         launches = [(True, False, shared), (False, True, 1)]
     for convolves, keeps, programs in launches:
         _short_conv[(tiles, parts, programs)](
-            x, weight, bias, first, second, out, steps.positions, steps.tiles, steps.block_tables,
-            steps.block_tables.stride(0), first.stride(0), block_size,
+            x, weight, bias, first, second, out, steps.positions, steps.tiles, steps.context_lens,
+            steps.block_tables, steps.block_tables.stride(0), first.stride(0), block_size,
             units=units, kept=kept, taps=power_of_two(1, kept), gated=gated, biased=bias is not None,
             activated=activated, convolves=convolves, keeps=keeps, tokens=tokens, channels=_CHANNELS, **UNFUSED,
         )  # fmt: skip
@@ -179,7 +182,7 @@ def _unit_length(x):
 @triton.jit
 def _gated_delta(
     qkv_ptr, gates_ptr, decay_ptr, dt_bias_ptr, first_ptr, second_ptr, out_ptr,
-    positions_ptr, tiles_ptr, table_ptr, table_stride, block_stride, block_size, factor,
+    positions_ptr, tiles_ptr, contexts_ptr, table_ptr, table_stride, block_stride, block_size, factor,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
@@ -203,6 +206,7 @@ def _gated_delta(
         row = tl.load(tiles_ptr + tile * 3 + 1).to(tl.int64)
         begin = tl.load(positions_ptr + row)
         end = begin + tl.load(tiles_ptr + tile * 3 + 2)
+        kept_end = tl.load(contexts_ptr + sequence)
         table_ptr += sequence * table_stride
         decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
         state = tl.zeros([rows, columns], tl.float32)
@@ -210,25 +214,25 @@ def _gated_delta(
             before = memory_ptr + _before(table_ptr, begin, block_size) * block_stride
             state = tl.load(before + places, there, 0.0)
         key_head = head // (heads // key_heads) * key_dim
-        for number in range(begin // block_size, (end - 1) // block_size + 1):
-            start = tl.maximum(begin, number * block_size)
-            for position in range(start, tl.minimum(end, number * block_size + block_size)):
-                token = row + (position - begin)
-                own = qkv_ptr + token * width
-                query = tl.load(own + key_head + element, of_key, 0.0)
-                key = tl.load(own + keys + key_head + element, of_key, 0.0)
-                value = tl.load(own + 2 * keys + head * value_dim + column, of_value, 0.0)
-                b = tl.load(gates_ptr + token * 2 * heads + head)
-                a = tl.load(gates_ptr + token * 2 * heads + heads + head)
-                query, key = _unit_length(query), _unit_length(key)[:, None]
-                state *= tl.exp(decay * softplus(a + dt_bias))
-                delta = (value - tl.sum(state * key, 0)) * sigmoid(b)
-                state += key * delta[None, :]
-                found = tl.sum(state * query[:, None], 0) * factor
-                place = (token * heads + head) * value_dim + column
-                tl.store(out_ptr + place, found, of_value)
-            block = tl.load(table_ptr + number).to(tl.int64) * block_stride
-            tl.store(memory_ptr + block + places, state, there)
+        for position in range(begin, end):
+            token = row + (position - begin)
+            own = qkv_ptr + token * width
+            query = tl.load(own + key_head + element, of_key, 0.0)
+            key = tl.load(own + keys + key_head + element, of_key, 0.0)
+            value = tl.load(own + 2 * keys + head * value_dim + column, of_value, 0.0)
+            b = tl.load(gates_ptr + token * 2 * heads + head)
+            a = tl.load(gates_ptr + token * 2 * heads + heads + head)
+            query, key = _unit_length(query), _unit_length(key)[:, None]
+            state *= tl.exp(decay * softplus(a + dt_bias))
+            delta = (value - tl.sum(state * key, 0)) * sigmoid(b)
+            state += key * delta[None, :]
+            found = tl.sum(state * query[:, None], 0) * factor
+            place = (token * heads + head) * value_dim + column
+            tl.store(out_ptr + place, found, of_value)
+            done = position + 1
+            if (done == kept_end) | ((done < kept_end) & (done % block_size == 0)):
+                block = tl.load(table_ptr + position // block_size).to(tl.int64) * block_stride
+                tl.store(memory_ptr + block + places, state, there)
 
 
 def gated_delta(
@@ -259,8 +263,8 @@ def gated_delta(
     columns = min(power_of_two(1, value_dim), max(1, _STATE_ELEMENTS // rows))
     _gated_delta[(len(steps.tiles), heads, blocks(value_dim, columns))](
         qkv, gates, decay, dt_bias, first, second, out,
-        steps.positions, steps.tiles, steps.block_tables, steps.block_tables.stride(0), first.stride(0),
-        block_size, key_dim**-0.5,
+        steps.positions, steps.tiles, steps.context_lens, steps.block_tables, steps.block_tables.stride(0),
+        first.stride(0), block_size, key_dim**-0.5,
         heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
         rows=rows, columns=columns, num_warps=1, **UNFUSED,
     )  # fmt: skip

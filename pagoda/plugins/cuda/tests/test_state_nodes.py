@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -101,6 +101,20 @@ def test_steps_of_single_tokens_are_captured(kv_dtype: torch.dtype) -> None:
 
 def _halves(layer: Layer) -> Sequence[Tensor]:
     return layer.states[0].halves()
+
+
+def test_drafts_leave_the_states_of_the_reference() -> None:
+    """The states behind tokens that are known, those of a sequence without drafts beside, and no others."""
+    own, expected = Layer.on(GpuBackend(CountingDevice())), Layer.on(ReferenceBackend())
+    spans = [(done, 3, blocks) for done, _, blocks in SINGLE]
+    lens = torch.tensor([2, 0, *[1] * (len(spans) - 2)])
+    batch = replace(batch_of_spans(spans), draft_lens=lens)
+    for layer in (own, expected):
+        layer.filled()
+    found, wanted = own.run(batch, 3).cpu(), expected.run(batch, 3)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(_halves(own), _halves(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 def test_captured_steps_have_the_bits_of_a_prompt() -> None:

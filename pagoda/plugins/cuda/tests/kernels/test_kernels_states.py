@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,12 +58,14 @@ class Layer:
             torch.cat([x[starts[i] + done :][:n] for i, done, n in shares]) for x in self.inputs
         ]
 
-    def step(self, cache: StateCache, shares: Sequence[Share]) -> list[Tensor]:
-        """Results of the shares' tokens by the kernels."""
+    def step(self, cache: StateCache, shares: Sequence[Share], num_drafts: int = 0) -> list[Tensor]:
+        """Results of the shares' tokens by the kernels; the last `num_drafts` of each are drafts."""
         inputs = self.rows(shares)
         out = torch.full((len(inputs[0]), self.width), torch.nan)
         halves = tuple(half[:, cache.offset :] for half in cache.halves())
-        self.compute(*inputs, halves=halves, steps=steps_of(batch_of(shares)), out=out)
+        batch = batch_of(shares)
+        batch = replace(batch, context_lens=batch.context_lens - num_drafts)
+        self.compute(*inputs, halves=halves, steps=steps_of(batch), out=out)
         return list(torch.split(out, [n for _, _, n in shares]))
 
     def reference(self, cache: StateCache, shares: Sequence[Share]) -> Tensor:
@@ -167,6 +169,22 @@ def test_layers(name: str) -> None:
         assert torch.equal(torch.cat(own_parts), rows)
     for own, wanted in zip(caches[2].halves(), caches[0].halves(), strict=True):
         assert torch.equal(own.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("name", ["gated conv", "longest conv", "delta"])
+def test_drafts_leave_states_as_they_were(name: str) -> None:
+    """Rows of drafts have the bits of rows in turn; states are those of steps without drafts."""
+    layer, length = LAYERS[name](), LENGTHS[0]
+    caches = [layer.cache() for _ in range(2)]
+    (whole,) = layer.step(layer.cache(), [(0, 0, length)])
+    for done in range(0, length, 3):
+        known = min(3, length - done)
+        num_drafts = min(6, length - done - known)
+        (rows,) = layer.step(caches[0], [(0, done, known + num_drafts)], num_drafts)
+        layer.step(caches[1], [(0, done, known)])
+        assert torch.equal(rows, whole[done : done + known + num_drafts])
+        for own, wanted in zip(caches[0].halves(), caches[1].halves(), strict=True):
+            assert torch.equal(own.nan_to_num(9.0), wanted.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("name", ["gated conv", "delta"])
