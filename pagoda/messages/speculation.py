@@ -39,17 +39,18 @@ class SpeculativeConfig(
     @property
     def drafter(self) -> DrafterConfig | None:
         """The worker's part; None where nothing with weights drafts."""
-        if self.method != "draft_model" or self.model is None:
+        if self.method in ("off", "ngram", "suffix"):
             return None
-        return DrafterConfig(method=self.method, model=self.model)
+        return DrafterConfig(method=self.method, model=self.model or "")
 
 
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A drafter with weights, which runs in the worker."""
 
-    method: Literal["draft_model"]
-    model: str
-    """Name of the files, as `WorkerConfig.model`."""
+    method: Literal["auto", "draft_model", "mtp", "eagle3"]
+    """`auto` is `mtp` where the model brings a head that the worker can run, and nothing else."""
+    model: str = ""
+    """Name of the files, as `WorkerConfig.model`; empty for those of the model itself."""
 
 
 OFF = SpeculativeConfig(method="off")

@@ -28,7 +28,7 @@ from pagoda.backend.base import DeviceLostError, FutureTokens
 from pagoda.backend.kv_store import DeviceEvent
 from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.model.decoder import Decoder, PlannedBatch
+from pagoda.model.decoder import LAST_HIDDEN, Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
@@ -472,7 +472,23 @@ class Runner:
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
-        hidden = self.model.forward(planned, hidden, wanted, self._future_tokens(tokens, ends))
+        future, pending = self._future_tokens(tokens, ends), PendingSample()
+        if self._drafter is None or not self._drafter.needs:
+            hidden = self.model.forward(planned, hidden, wanted, future)
+        else:
+            needs, drafter = self._drafter.needs, self._drafter
+            rows = None if LAST_HIDDEN in needs else wanted
+            results = list(dict.fromkeys([LAST_HIDDEN, *needs]))
+            found = dict(
+                zip(
+                    results, self.model.compute(planned, hidden, rows, future, results), strict=True
+                )
+            )
+            states = drafter.states([found[name] for name in needs]).split(tokens.counts)
+            pending.hidden = dict(zip(tokens.slots, states, strict=True))
+            hidden = found[LAST_HIDDEN]
+            if rows is None:
+                hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -480,9 +496,9 @@ class Runner:
         if self._spoil is not None:
             own = rows.keys() & self._request_ids.keys()
             self._spoil(hidden, {self._request_ids[slot]: rows[slot] for slot in own})
-        pending = PendingSample()
         if rows:
-            pending = self._sampler.sample(self.model, hidden, rows)
+            states, pending = pending.hidden, self._sampler.sample(self.model, hidden, rows)
+            pending.hidden = states
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)
@@ -533,7 +549,8 @@ class Runner:
             draft = tokens.drafts.get(slot)
             end = first + count - (0 if draft is None else len(draft.token_ids) - num_right)
             texts.append(SlotText(slot, place, first, end, end + (slot in sampled.token_ids)))
-        return self._drafter.propose(tokens, texts, dict(launched.ready.plan.proposals))
+        wanted, hidden = dict(launched.ready.plan.proposals), launched.pending.hidden
+        return self._drafter.propose(tokens, texts, wanted, hidden)
 
 
 def _ahead(plan: StepPlan) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
@@ -213,6 +214,21 @@ def every_nth_full(
 
 
 NEXT_LAYERS = "nextn_predict_layers"
+
+
+def with_next_token(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with the first of the layers behind its own, if there are any, which guess more tokens
+    (DeepSeek-AI 2024, part 2.2); they share its embedding table and its head."""
+    if fields.count(f"num_{NEXT_LAYERS}", 0) == 0:
+        return spec
+    at = f"{spec.names.layers}.{spec.num_layers}"
+    head = DraftHeadSpec(
+        replace(spec.names, first_layer=spec.num_layers, norm=f"{at}.shared_head.norm"),
+        hidden_norm=f"{at}.hnorm",
+        embedding_norm=f"{at}.enorm",
+        joined=f"{at}.eh_proj",
+    )
+    return replace(spec, next_token=head)
 
 
 def gguf_layers(fields: Fields) -> Mapping[str, int]:
