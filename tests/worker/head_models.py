@@ -153,6 +153,8 @@ class HeadModel:
     head: MtpHead | EagleHead
     drafter: Path | None
     """Directory of a head that is not the model's own."""
+    num_parameters: int
+    """Numbers that the head has, and its model does not."""
 
     @torch.no_grad()
     def drafts(self, known: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
@@ -217,7 +219,9 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
     if kind == "mimo":
         changes["architectures"] = ["MiMoForCausalLM"]
     _configure(path, changes)
-    return HeadModel(path, target, head, None)
+    shared = ("embed_tokens.weight", "shared_head.head.weight")
+    own_tensors = [it for name, it in tensors.items() if not name.endswith(shared)]
+    return HeadModel(path, target, head, None, sum(it.numel() for it in own_tensors))
 
 
 def _maker(kind: str) -> tuple[Callable[..., PreTrainedModel], str, dict[str, Any]]:
@@ -285,7 +289,8 @@ def _with_eagle(kind: str, directory: Path, path: Path, target: PreTrainedModel)
             "transformer_layer_config": sizes,
         }
     (own / "config.json").write_text(json.dumps(config))
-    return HeadModel(path, target, head, own)
+    number = sum(it.numel() for name, it in tensors.items() if name not in ("d2t", "t2d"))
+    return HeadModel(path, target, head, own, number)
 
 
 def _add(path: Path, tensors: dict[str, Tensor]) -> None:
