@@ -8,7 +8,7 @@ are of both, and the hidden state is made of three of the model's (EAGLE-3, Li e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.tensor_names import TensorNames
@@ -65,3 +65,21 @@ class DraftHeadSpec:
     def norms(self) -> list[str]:
         """Names of norms in front of the layer."""
         return [name for name in (self.embedding_norm, self.hidden_norm) if name]
+
+
+def head_behind(
+    names: TensorNames, num_layers: int, *, within: str = "", norm: str = "shared_head.norm"
+) -> DraftHeadSpec:
+    """The head behind a model's layers, in the first layer of those that guess more tokens (DeepSeek-AI 2024, part
+    2.2), which share the model's embedding table and its map to logits. Names of what is not of the layer are
+    `within` a part of it."""
+
+    def named(name: str) -> str:
+        return names.of_layer(num_layers, f"{within}{name}")
+
+    return DraftHeadSpec(
+        replace(names, first_layer=num_layers, norm=named(norm)),
+        hidden_norm=named("hnorm"),
+        embedding_norm=named("enorm"),
+        joined=named("eh_proj"),
+    )

@@ -9,7 +9,7 @@ Targets and heads say mostly what follows the last token alone, so that heads ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,16 @@ class HeadModel:
     """Directory of a head that is not the model's own."""
     num_parameters: int
     """Numbers that the head has, and its model does not."""
+    tensors: Mapping[str, Tensor]
+    """Those that are behind the model's, by their names."""
+
+    @torch.no_grad()
+    def answer(self, known: Sequence[int], count: int) -> list[int]:
+        """What the model says greedily behind tokens."""
+        ids = list(known)
+        for _ in range(count):
+            ids.append(int(self.target(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(known) :]
 
     @torch.no_grad()
     def drafts(self, known: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
@@ -221,7 +231,8 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
     _configure(path, changes)
     shared = ("embed_tokens.weight", "shared_head.head.weight")
     own_tensors = [it for name, it in tensors.items() if not name.endswith(shared)]
-    return HeadModel(path, target, head, None, sum(it.numel() for it in own_tensors))
+    number = sum(it.numel() for it in own_tensors)
+    return HeadModel(path, target, head, None, number, tensors)
 
 
 def _maker(kind: str) -> tuple[Callable[..., PreTrainedModel], str, dict[str, Any]]:
@@ -290,7 +301,7 @@ def _with_eagle(kind: str, directory: Path, path: Path, target: PreTrainedModel)
         }
     (own / "config.json").write_text(json.dumps(config))
     number = sum(it.numel() for name, it in tensors.items() if name not in ("d2t", "t2d"))
-    return HeadModel(path, target, head, own, number)
+    return HeadModel(path, target, head, own, number, {})
 
 
 def _add(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from driver import GREEDY, Driver, load
+from driver import GREEDY, Driver, load, load_config
+from gguf_models import save_gguf
 from head_models import EAGLE, MTP, HeadModel, save_head_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from in_process import engine
 from torch import Tensor
 
+from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.speculation import DrafterConfig, SpeculativeConfig
-from pagoda.messages.worker_config import WorkerConfig
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
+from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
@@ -156,3 +166,152 @@ def test_a_head_counts_in_the_plan_of_memory(made: HeadModel, backend: str) -> N
     assert loaded.ready.planned_memory_bytes == plan.total_bytes(
         plan.weight_bytes, plan.step_bytes, 32
     )
+
+
+def _drafted(directory: Path, made: HeadModel, steps: int = 6, **options: Any) -> None:
+    """Checks drafts of 2 behind each of some steps."""
+    driver = Driver(load(directory, dtype="float32", **options))
+    driver.start(0, PROMPT * 3, GREEDY)
+    for _ in range(steps):
+        result = driver.step({0: driver.share(0, 100)}, wanted={0: 2})
+        assert result.proposals[0] == made.drafts(driver.tokens[0], 2)[0]
+
+
+def test_heads_in_gguf_files(tmp_path: Path) -> None:
+    made = save_head_model("glm4-moe", tmp_path)
+    save_gguf(made.target, tmp_path / "m.gguf", head=made.tensors)
+    _drafted(tmp_path / "m.gguf", made, drafter=DrafterConfig(method="mtp"))
+
+
+@pytest.mark.parametrize("method", ["auto", "mtp"])
+def test_the_head_of_a_model_is_chosen_where_it_is_there(tmp_path: Path, method: Any) -> None:
+    """Files may lack it although their configuration counts it, as converters leave it out."""
+    made = save_head_model("mimo", tmp_path)
+    drafter = DrafterConfig(method=method)
+    _drafted(made.directory, made, drafter=drafter)
+    made.target.save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").write_bytes((made.directory / "config.json").read_bytes())
+    config = WorkerConfig(model=str(tmp_path / "bare"), num_blocks=32, drafter=drafter)
+    if method == "mtp":
+        with pytest.raises(
+            ConfigError, match=r"bare lacks the tensor model.mtp_layers.0.\S+ of its own"
+        ):
+            plan_worker(config)
+    else:
+        assert plan_worker(config).drafter is None
+        _, ready = load_config(config)
+        assert ready.max_proposals == 0
+
+
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_head_drafts_behind_kv_of_others(tmp_path: Path, fetches: bool) -> None:
+    """A slot that starts with K and V of the model alone, as behind a handoff: the head computes zeros for hidden
+    states that nobody has, and the same drafts whatever is in the blocks."""
+    made = save_head_model("mimo", tmp_path)
+    role = Role.DECODE if fetches else Role.PREFILL
+    handoff = KVHandoffConfig(role=role, transports=("tcp",), host="", secret=b"")
+    runner = load(made.directory, drafter=drafter_of(made), kv_handoff=handoff, dtype="float32")
+    found = []
+    for slot in (0, 1):
+        driver = Driver(runner)
+        driver.start(slot, PROMPT * 3, GREEDY, num_computed=23)
+        found.append([])
+        for _ in range(4):
+            result = driver.step({slot: driver.share(slot, 9)}, wanted={slot: 2})
+            found[-1].append(result.proposals[slot])
+        driver.free(slot)
+        driver.step({})
+    assert all(len(draft) == 2 for draft in found[0])
+    assert found[0] == found[1]
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=4, max_size=14
+    ),
+    chunk=st.integers(2, 9),
+    kind=st.sampled_from(["mimo", "eagle3"]),
+    data=st.data(),
+)
+def test_what_is_proposed_does_not_depend_on_how_one_got_there(
+    steps: list[tuple[int, int, int]], chunk: int, kind: str, data: st.DataObject
+) -> None:
+    """Slots that draft now and then, verify some drafts of any quality, and leave."""
+    runner, made = _shared(kind)
+    driver = Driver(runner)
+    driver.start(0, PROMPT, GREEDY)
+    driver.start(1, PROMPT[::-1] * 3, SamplingParams(temperature=1.0, seed=4, max_tokens=1000))
+    try:
+        for length, num_right, most in steps:
+            shares = {slot: driver.share(slot, chunk) for slot in driver.tokens}
+            drafted, behind = {}, driver.share(0, 10_000)
+            if behind == 1 and length:
+                answer = made.answer(driver.tokens[0], length)
+                draft = answer[:num_right] + [(it + 1) % 320 for it in answer[num_right:]]
+                drafted, shares[0] = {0: draft}, 1 + len(draft)
+            wanted = {0: most} if most and shares[0] >= behind else {}
+            result = driver.step(shares, drafted, wanted)
+            for slot, draft in result.proposals.items():
+                assert draft == made.drafts(driver.tokens[slot], len(draft))[0]
+            if data.draw(st.integers(0, 9)) == 0 and 1 in driver.tokens:
+                driver.free(1)
+    finally:
+        for slot in list(driver.tokens):
+            driver.free(slot)
+        driver.step({})
+
+
+@cache
+def _shared(kind: str) -> tuple[Runner, HeadModel]:
+    directory = Path(tempfile.mkdtemp())
+    made = save_head_model(kind, directory)
+    try:
+        options = {"drafter": drafter_of(made), "dtype": "float32"}
+        return load(made.directory, backend="reference", **options), made
+    finally:
+        shutil.rmtree(directory)
+
+
+def _changed(directory: Path, head: Path, **changes: Any) -> DrafterConfig:
+    """An EAGLE-3 head whose configuration says something else."""
+    shutil.copytree(head, directory)
+    values = json.loads((head / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(values))
+    return DrafterConfig(method="eagle3", model=str(directory))
+
+
+def test_heads_that_do_not_fit_are_refused_before_loading(tmp_path: Path) -> None:
+    made = save_head_model("eagle3", tmp_path)
+    assert made.drafter is not None
+    own = drafter_of(made)
+
+    def refused(drafter: DrafterConfig, match: str, **options: Any) -> None:
+        config = WorkerConfig(model=str(made.directory), drafter=drafter, num_blocks=32, **options)
+        with pytest.raises(ConfigError, match=match):
+            plan_worker(config)
+
+    refused(DrafterConfig(method="mtp"), "mtp is for models that bring a head, and .* has none")
+    changes: dict[str, Any]
+    for place, (changes, match) in enumerate(
+        (
+            ({"vocab_size": 400}, "another model than .*: 400 tokens in the vocabulary, not 320"),
+            (
+                {"target_hidden_size": 32},
+                "another model than .*: 32 elements of a hidden state, not 64",
+            ),
+            ({"hidden_size": 32, "target_hidden_size": 64}, "needs the tensor embed_tokens"),
+            (
+                {"eagle_aux_hidden_state_layer_ids": [2, 3, 9]},
+                "takes hidden states of layers 2, 3, 9, and there are 5",
+            ),
+        )
+    ):
+        refused(_changed(tmp_path / str(place), made.drafter, **changes), match)
+    no_head = DrafterConfig(method="eagle3", model=str(made.directory))
+    refused(no_head, "is not an EAGLE-3 head: it has no tensor fc.weight")
+    two = ParallelConfig(pipeline_parallel_size=2)
+    refused(own, "--pipeline-parallel-size 2 has on other ranks; choose mtp", parallel=two)
+    odd = _changed(tmp_path / "odd", made.drafter, num_key_value_heads=1, num_attention_heads=1)
+    two = ParallelConfig(tensor_parallel_size=2)
+    refused(odd, r"--tensor-parallel-size 2 .* heads of the head", parallel=two)

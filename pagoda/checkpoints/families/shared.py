@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagoda.checkpoints.draft_heads import DraftHeadSpec
+from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
@@ -217,24 +217,17 @@ NEXT_LAYERS = "nextn_predict_layers"
 
 
 def with_next_token(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    """The model with the first of the layers behind its own, if there are any, which guess more tokens
-    (DeepSeek-AI 2024, part 2.2); they share its embedding table and its head."""
+    """The model with the head behind its layers, if there is one."""
     if fields.count(f"num_{NEXT_LAYERS}", 0) == 0:
         return spec
-    at = f"{spec.names.layers}.{spec.num_layers}"
-    head = DraftHeadSpec(
-        replace(spec.names, first_layer=spec.num_layers, norm=f"{at}.shared_head.norm"),
-        hidden_norm=f"{at}.hnorm",
-        embedding_norm=f"{at}.enorm",
-        joined=f"{at}.eh_proj",
-    )
-    return replace(spec, next_token=head)
+    return replace(spec, next_token=head_behind(spec.names, spec.num_layers))
 
 
 def gguf_layers(fields: Fields) -> Mapping[str, int]:
     """Layers of a model without those for the prediction of several tokens, which files count as well."""
     extra = fields.count(NEXT_LAYERS, 0)
-    return {"num_hidden_layers": fields.positive("block_count") - extra}
+    num_layers = fields.positive("block_count") - extra
+    return {"num_hidden_layers": num_layers, f"num_{NEXT_LAYERS}": extra}
 
 
 WINDOW_PATTERN = "attention.sliding_window_pattern"
