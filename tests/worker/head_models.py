@@ -53,6 +53,8 @@ class MtpHead(nn.Module):
         layer.model.norm = nn.Identity()
         with torch.no_grad():
             self.eh_proj.weight.normal_(std=0.02)
+            self.enorm.weight.copy_(1 + 0.1 * (self.enorm.weight - 1))
+            self.shared_head_norm.weight.copy_(target.model.norm.weight)
             of_embedding = slice(HIDDEN, None) if hidden_first else slice(HIDDEN)
             self.eh_proj.weight[:, of_embedding] += torch.eye(HIDDEN)
 
@@ -98,11 +100,13 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(HIDDEN, _DRAFT_VOCAB, bias=False)
         self.embed_tokens = nn.Embedding(VOCAB, HIDDEN) if embeds else target.model.embed_tokens
         self.has_embedding = embeds
-        said = torch.randperm(VOCAB)[:_DRAFT_VOCAB].sort().values
+        said = torch.cat([torch.arange(20), 20 + torch.randperm(VOCAB - 20)[: _DRAFT_VOCAB - 20]])
+        said = said.sort().values
         self.d2t = said - torch.arange(_DRAFT_VOCAB)
         with torch.no_grad():
-            for it in self.maps.values():
-                it.weight.normal_(std=0.2)
+            for name, it in self.maps.items():
+                it.weight.normal_(std=0.002 if name in ("o_proj", "down_proj") else 0.2)
+            self.maps["fc"].weight.mul_(0.1).add_(torch.eye(HIDDEN).repeat(1, 3) / 3)
             self.lm_head.weight.copy_(target.lm_head.weight[said])
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -186,7 +190,7 @@ def _calm(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                parameter.mul_(0.1)
+                parameter.mul_(0.01)
 
 
 def save_head_model(kind: str, directory: Path) -> HeadModel:
@@ -195,6 +199,8 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
     make, name, sizes = _maker(kind)
     target = make(name, **sizes)
     _calm(target)
+    if kind in EAGLE:  # it says the last token again, which hidden states tell
+        target.lm_head.weight.data.copy_(target.model.embed_tokens.weight)
     path = directory / "target"
     target.save_pretrained(path)
     if kind in EAGLE:
@@ -246,6 +252,8 @@ def _maker(kind: str) -> tuple[Callable[..., PreTrainedModel], str, dict[str, An
 
 def _sparse(kind: str) -> dict[str, Any]:
     """A layer alone with experts, as the model's last one has them."""
+    if kind == "glm4-moe-lite":
+        return {"mlp_layer_types": ["sparse"]}
     return {} if kind == "mimo" else {"first_k_dense_replace": 0}
 
 

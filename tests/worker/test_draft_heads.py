@@ -145,8 +145,8 @@ def test_a_head_changes_no_answer(
         )
         assert ours == theirs
     load = drafting.load()
-    assert load.num_accepted_tokens > 0
-    assert load.num_draft_tokens > load.num_accepted_tokens
+    assert load.num_draft_tokens > load.num_accepted_tokens > 0
+    assert load.num_preemptions > 0 or blocks > 9
 
 
 def test_a_head_counts_in_the_plan_of_memory(made: HeadModel, backend: str) -> None:
