@@ -8,7 +8,7 @@ are of both, and the hidden state is made of three of the model's (EAGLE-3, Li e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.tensor_names import TensorNames
@@ -18,10 +18,13 @@ from pagoda.checkpoints.tensor_names import TensorNames
 class DraftHeadSpec:
     """What a head has besides a decoder layer, the norm behind it, and the map to logits."""
 
-    names: TensorNames
-    """Names of the layer, of the norm behind it, and of tables that are the head's own."""
     hidden_norm: str
     """Name in full, as that of all tensors here."""
+    layers: str = "model.layers"
+    """Beginning of the names of its layer, whose number is `first_layer`."""
+    first_layer: int = 0
+    norm: str = "model.norm"
+    """Norm behind the layer."""
     embedding_norm: str = ""
     """Empty where it is the norm in front of the layer's attention (EAGLE-3)."""
     joined: str = ""
@@ -78,7 +81,9 @@ def head_behind(
         return names.of_layer(num_layers, f"{within}{name}")
 
     return DraftHeadSpec(
-        replace(names, first_layer=num_layers, norm=named(norm)),
+        layers=names.layers,
+        first_layer=num_layers,
+        norm=named(norm),
         hidden_norm=named("hnorm"),
         embedding_norm=named("enorm"),
         joined=named("eh_proj"),

@@ -51,7 +51,6 @@ def read_eagle_config(directory: Path, model: ModelSpec, dtype: str) -> ModelSpe
     told = {**usual, **given, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     spec = parse_model_config({**told, "tie_word_embeddings": False}, source=str(path))
     draft = DraftHeadSpec(
-        spec.names,
         hidden_norm=spec.names.of_layer(0, "hidden_norm"),
         fused="model.fc",
         fused_layers=_layers(fields, model),

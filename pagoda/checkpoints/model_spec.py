@@ -280,15 +280,16 @@ class ModelSpec:
 
     @property
     def head_of_next_token(self) -> ModelSpec | None:
-        """The head that comes with the model, whose layer is like the model's last one."""
-        if self.next_token is None:
+        """The head that comes with the model, whose layer is like the model's last one with attention."""
+        head = self.next_token
+        if head is None:
             return None
+        names = replace(
+            self.names, layers=head.layers, first_layer=head.first_layer, norm=head.norm
+        )
+        layers = [layer for layer in self.layers if layer.state is None]
         return replace(
-            self,
-            names=self.next_token.names,
-            layers=self.layers[-1:],
-            next_token=None,
-            draft_head=self.next_token,
+            self, names=names, layers=tuple(layers[-1:]), next_token=None, draft_head=head
         )
 
     @property

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 HIDDEN, VOCAB = 64, 320
 MTP = ("deepseek-v3", "glm4-moe", "glm4-moe-lite", "mimo")
+WITH_STATES = ("qwen3-next",)
 EAGLE = ("eagle3", "eagle3-speculators")
 _DRAFT_VOCAB = 200
 
@@ -42,19 +43,27 @@ class MtpHead(nn.Module):
     """In front of a layer of the model, and behind it."""
 
     def __init__(
-        self, target: PreTrainedModel, layer: PreTrainedModel, *, hidden_first: bool
+        self,
+        target: PreTrainedModel,
+        layer: PreTrainedModel,
+        *,
+        hidden_first: bool,
+        passes_normed: bool,
+        offset: bool,
     ) -> None:
+        """`offset`: norms of files are those of the definition less one."""
         super().__init__()
         eps = target.config.rms_norm_eps
         self.enorm, self.hnorm = RMSNorm(HIDDEN, eps), RMSNorm(HIDDEN, eps)
         self.eh_proj = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
         self.shared_head_norm = RMSNorm(HIDDEN, eps)
         self.layer, self.target, self._hidden_first = layer, target, hidden_first
+        self._passes_normed = passes_normed
         layer.model.norm = nn.Identity()
         with torch.no_grad():
             self.eh_proj.weight.normal_(std=0.02)
             self.enorm.weight.copy_(1 + 0.1 * (self.enorm.weight - 1))
-            self.shared_head_norm.weight.copy_(target.model.norm.weight)
+            self.shared_head_norm.weight.copy_(target.model.norm.weight + offset)
             of_embedding = slice(HIDDEN, None) if hidden_first else slice(HIDDEN)
             self.eh_proj.weight[:, of_embedding] += torch.eye(HIDDEN)
 
@@ -70,7 +79,7 @@ class MtpHead(nn.Module):
         """Hidden states [n, hidden] in front of the map to logits, and for the row behind."""
         x = self.layer.model(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
         normed = self.shared_head_norm(x)
-        return normed, normed if self._hidden_first else x
+        return normed, normed if self._passes_normed else x
 
     def tokens(self, normed: Tensor) -> Tensor:
         return self.target.lm_head(normed).argmax(-1)
@@ -207,7 +216,14 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
         return _with_eagle(kind, directory, path, target)
     layer = make(name, **sizes, num_hidden_layers=1, **_sparse(kind))
     _calm(layer)
-    head = MtpHead(target, layer, hidden_first=kind == "mimo")
+    offset = kind in WITH_STATES
+    head = MtpHead(
+        target,
+        layer,
+        hidden_first=kind == "mimo",
+        passes_normed=kind == "mimo" or offset,
+        offset=offset,
+    )
     layer.save_pretrained(
         directory / "layer"
     )  # before its norm is taken away, transformers renames nothing else
@@ -218,15 +234,24 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
         else f"model.layers.{target.config.num_hidden_layers}"
     )
     names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    if kind != "mimo":
+    if kind in WITH_STATES:
+        at, names = "mtp", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    elif kind != "mimo":
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     own = (head.enorm, head.hnorm, head.eh_proj, head.shared_head_norm)
-    tensors = {f"{at}.{name}.weight": it.weight for name, it in zip(names, own, strict=True)}
+    tensors = {
+        f"{at}.{name}.weight": it.weight - offset * (it is not head.eh_proj)
+        for name, it in zip(names, own, strict=True)
+    }
+    layer_at = f"{at}.layers.0" if kind in WITH_STATES else at
     tensors |= {
-        name.replace("model.layers.0", at): tensor
+        name.replace("model.layers.0", layer_at): tensor
         for name, tensor in saved.items()
         if name.startswith("model.layers.0.")
     }
+    if kind in WITH_STATES:
+        _add(path, tensors)
+        return HeadModel(path, target, head, None, sum(map(Tensor.numel, tensors.values())), {})
     if kind != "mimo":
         tensors[f"{at}.embed_tokens.weight"] = target.model.embed_tokens.weight.clone()
         tensors[f"{at}.shared_head.head.weight"] = target.lm_head.weight.clone()
@@ -252,6 +277,8 @@ def _maker(kind: str) -> tuple[Callable[..., PreTrainedModel], str, dict[str, An
 
 def _sparse(kind: str) -> dict[str, Any]:
     """A layer alone with experts, as the model's last one has them."""
+    if kind in WITH_STATES:
+        return {"layer_types": ["full_attention"]}
     if kind == "glm4-moe-lite":
         return {"mlp_layer_types": ["sparse"]}
     return {} if kind == "mimo" else {"first_k_dense_replace": 0}

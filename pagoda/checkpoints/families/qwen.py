@@ -60,7 +60,8 @@ def _adapt_mimo(spec: ModelSpec, fields: Fields) -> ModelSpec:
         return spec
     layers = "model.mtp_layers"
     head = DraftHeadSpec(
-        replace(spec.names, layers=layers, norm=f"{layers}.0.final_layernorm"),
+        layers=layers,
+        norm=f"{layers}.0.final_layernorm",
         hidden_norm=f"{layers}.0.hidden_layernorm",
         embedding_norm=f"{layers}.0.token_layernorm",
         joined=f"{layers}.0.input_proj",

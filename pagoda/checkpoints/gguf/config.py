@@ -114,7 +114,8 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     classifier, head = config.classifier, config.next_token
     if head is not None:
         within, norm = "nextn.", "shared_head_norm"
-        head = head_behind(names, config.num_layers, within=within, norm=norm)
+        behind = head_behind(names, config.num_layers, within=within, norm=norm)
+        head = replace(behind, passes_normed=head.passes_normed)
     spec = replace(
         config.with_layers(with_biases),
         names=names,
