@@ -16,7 +16,7 @@ from pagoda.checkpoints.tensor_names import TensorNames
 
 @dataclass(frozen=True)
 class DraftHeadSpec:
-    """What a head has besides a decoder layer, the norm behind it, and the map to logits."""
+    """Parts of a head besides a decoder layer, the norm behind it, and the map to logits."""
 
     hidden_norm: str
     """Name in full, as that of all tensors here."""

@@ -219,7 +219,7 @@ class ModelSpec:
     next_token: DraftHeadSpec | None = None
     """The head that comes with the model, and guesses one more token (MTP); None where there is none."""
     draft_head: DraftHeadSpec | None = None
-    """What makes a head of this layer; None of a model."""
+    """Parts of a head besides its layer, which is the only one; None of a model."""
 
     @property
     def num_layers(self) -> int:

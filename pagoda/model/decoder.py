@@ -35,7 +35,8 @@ from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.model.adapters import AdaptedLayer, Adapters
-from pagoda.model.loader import DenseMlp, Joint, Layer, Norm, WeightLoader
+from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
+from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 
@@ -103,8 +104,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         self._norm = loader.norm(config.names.norm) if has_norm else None
         draft = config.draft_head
         self._captured = captured
-        self._joint = loader.joint()
-        self.token_offsets = loader.token_offsets()
+        self._joint = load_joint(loader)
+        self.token_offsets = load_token_offsets(loader)
         """Numbers [outputs] that make a head's tokens the model's; None where they are the same."""
         self._embedding: LinearT | None = None
         if draft is not None and not draft.has_embedding:
@@ -276,7 +277,7 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     @property
     def draft_head(self) -> DraftHeadSpec | None:
-        """What makes a head of this; None of a model."""
+        """The specification of a head; None of a model."""
         return self._shard.config.draft_head
 
     @property
@@ -300,8 +301,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         return lambda: taken
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        """What a head makes of hidden states of its model's layers, each [n, hidden]."""
-        tensors = {layer_input(place): each for place, each in enumerate(hidden)}
+        """A head's hidden states, of those of its model's layers, each [n, hidden]."""
+        tensors = {fused_input(place): each for place, each in enumerate(hidden)}
         (fused,) = self._compiled(StepInput(tensors), [FUSED_HIDDEN])
         return fused
 
@@ -342,9 +343,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             tables = {"positions": self._tables.positions, "token_types": self._tables.token_types}
             named |= {**tables, "embedding_norm": self._tables.norm}
         if self._joint is not None:
-            named |= {"hidden_norm": self._joint.hidden_norm, "of_hidden": self._joint.of_hidden}
-            named |= {"of_embedding": self._joint.of_embedding}
-            named |= {f"fused.{place}": part for place, part in enumerate(self._joint.fused)}
+            named |= self._joint.named()
         named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             shared = vars(layer.mlp).get("shared")
@@ -368,7 +367,11 @@ class Decoder(Generic[LinearT, MetadataT]):
         attention_input: Value | None = None
         beside: Value | None = None
         if self._joint is not None:
-            x, attention_input, beside = self._join(ops, self._joint, x)
+            hidden = ops.input("hidden", config.hidden_size)
+            first_norm = self._layers[0].attention_norm
+            if self._joint.fused:
+                ops.result(FUSED_HIDDEN, self._joint.record_fused(ops))
+            x, attention_input, beside = self._joint.record(ops, x, hidden, first_norm, eps)
         tables = {
             name: ops.rotary_table(
                 ops.input("positions"), frequencies.to(self.backend.device), scale
@@ -434,30 +437,6 @@ class Decoder(Generic[LinearT, MetadataT]):
         draft = self._shard.config.draft_head
         return LAST_HIDDEN if draft is None or draft.passes_normed else PASSED_HIDDEN
 
-    def _join(
-        self, ops: GraphBuilder, joint: Joint[LinearT], embedded: Value
-    ) -> tuple[Value, Value | None, Value | None]:
-        """Hidden states in front of a head's layer; and, where its attention joins them with embeddings, what its
-        queries, keys and values are of, and what is added to them."""
-        config, draft = self._shard.config, self._shard.config.draft_head
-        eps, hidden = config.norm.eps, ops.input("hidden", config.hidden_size)
-        if joint.fused and draft is not None:
-            size = draft.model_hidden_size
-            first, *others = (
-                ops.linear(ops.input(layer_input(place), size), part)
-                for place, part in enumerate(joint.fused)
-            )
-            for other in others:
-                first = ops.add(first, other)
-            ops.result(FUSED_HIDDEN, first)
-        normed = _normed(ops, hidden, joint.hidden_norm, eps)
-        if joint.of_hidden is not None:
-            e = ops.linear(_normed(ops, embedded, joint.embedding_norm, eps), joint.of_embedding)
-            return ops.add(e, ops.linear(normed, joint.of_hidden)), None, None
-        e = _normed(ops, embedded, self._layers[0].attention_norm, eps)
-        x = normed if draft is not None and draft.adds_normed else hidden
-        return x, normed, ops.linear(e, joint.of_embedding)
-
     def _embed(self, ops: GraphBuilder, *, embeds_spans: bool) -> Value:
         """Embeddings of the tokens; with `embeds_spans`, those that are given for tokens of the id behind the
         vocabulary, whose row of the table is zeros."""
@@ -520,7 +499,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         adapters: Value | None,
         beside: Value | None = None,
     ) -> Value:
-        """What a layer attended to; `beside` is added to its queries, keys and values."""
+        """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
         held, states = caches
         cache, metadata = held.cache, ops.metadata(held.group)
         qkv = _adapted(

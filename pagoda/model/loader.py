@@ -98,20 +98,6 @@ class Layer(Generic[LinearT]):
 
 
 @dataclass(frozen=True)
-class Joint(Generic[LinearT]):
-    """What a head has in front of its layer (`DraftHeadSpec`)."""
-
-    embedding_norm: Norm | None
-    hidden_norm: Norm
-    of_embedding: LinearT
-    """Map of the embedding: its part of the map of both, or of the layer's queries, keys and values."""
-    of_hidden: LinearT | None
-    """Map of the hidden state; None where the layer's queries, keys and values are of it."""
-    fused: Sequence[LinearT]
-    """Maps of several hidden states of the model, whose sum is the head's."""
-
-
-@dataclass(frozen=True)
 class EncoderTables(Generic[LinearT]):
     """Tables that an encoder adds to the embeddings of tokens, and the norm of the sum."""
 
@@ -173,44 +159,6 @@ class WeightLoader(Generic[LinearT]):
             mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
             spec=spec,
         )
-
-    def joint(self) -> Joint[LinearT] | None:
-        """What a head has in front of its layer; None of a model."""
-        config, draft = self.shard.config, self.shard.config.draft_head
-        if draft is None:
-            return None
-        parts = {
-            linear.name: [
-                self.linear([linear], inputs=range(first, first + size))
-                for first in range(0, linear.inputs, size)
-            ]
-            for linear in draft.linears(config.hidden_size)
-            for size in (
-                draft.model_hidden_size if linear.name == draft.fused else config.hidden_size,
-            )
-        }
-        if draft.joined:
-            own = parts[draft.joined][:: -1 if draft.hidden_first else 1]
-            of_embedding, of_hidden = own
-        else:
-            linears, size = config.attention_linears(0).into, config.hidden_size
-            of_embedding, of_hidden = self.linear(linears, inputs=range(size)), None
-        return Joint(
-            self.norm(draft.embedding_norm) if draft.embedding_norm else None,
-            self.norm(draft.hidden_norm),
-            of_embedding,
-            of_hidden,
-            parts.get(draft.fused, []),
-        )
-
-    def token_offsets(self) -> Tensor | None:
-        """Numbers [outputs] int64 in host memory that make tokens of the model of those of a head."""
-        draft = self.shard.config.draft_head
-        if draft is None or not draft.token_offsets:
-            return None
-        offsets = torch.empty(draft.num_outputs, dtype=torch.int64)
-        self.source.read_into(draft.token_offsets, offsets)
-        return offsets
 
     def encoder_tables(self) -> EncoderTables[LinearT] | None:
         """The tables of an encoder's first stage."""

@@ -213,7 +213,7 @@ class Drafter:
         sought: set[int],
         hidden: Tensor | None,
     ) -> _Found:
-        """What follows the last row of each slot that is `sought`. A head has `hidden` states [n, hidden]."""
+        """Tokens behind the last row of each slot that is `sought`. A head has `hidden` states [n, hidden]."""
         if not parts:
             return _Found({}, {})
         lens = torch.tensor([len(part.positions) for part in parts])
