@@ -27,8 +27,10 @@ _REFUSED = ("fc_norm", "norm_output")
 """Keys of EAGLE-3.1, which norm what the head is given and what it passes on."""
 
 
-def read_eagle_config(directory: Path, model: ModelSpec, dtype: str) -> ModelSpec:
-    """The head of a directory for a model; weights are of `dtype` where the file does not say.
+def read_eagle_config(
+    directory: Path, model: ModelSpec, dtype: str
+) -> tuple[ModelSpec, DraftHeadSpec]:
+    """The head of a directory for a model, and its `draft_head`; `dtype` is that of weights if no file says.
 
     Raises ConfigError: a file is missing, corrupt or not of an EAGLE-3 head."""
     path = directory / "config.json"
@@ -70,7 +72,7 @@ def read_eagle_config(directory: Path, model: ModelSpec, dtype: str) -> ModelSpe
     missing = missing_tensor(spec, names)
     if missing is not None:
         raise ConfigError(f"{directory}: no file holds the tensor {missing} of an EAGLE-3 head.")
-    return spec
+    return spec, draft
 
 
 def _flat(values: Mapping[str, object]) -> dict[str, object]:

@@ -47,8 +47,8 @@ class SpeculativeConfig(
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A drafter with weights, which runs in the worker."""
 
-    method: Literal["auto", "draft_model", "mtp", "eagle3"]
-    """`auto` is `mtp` where the model brings a head that the worker can run, and nothing else."""
+    method: Method
+    """One with weights; `auto` is `mtp` where the model brings a head that can run, else none."""
     model: str = ""
     """Name of the files, as `WorkerConfig.model`; empty for those of the model itself."""
 

@@ -472,23 +472,8 @@ class Runner:
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
-        future, pending = self._future_tokens(tokens, ends), PendingSample()
-        if self._drafter is None or not self._drafter.needs:
-            hidden = self.model.forward(planned, hidden, wanted, future)
-        else:
-            needs, drafter = self._drafter.needs, self._drafter
-            rows = None if LAST_HIDDEN in needs else wanted
-            results = list(dict.fromkeys([LAST_HIDDEN, *needs]))
-            found = dict(
-                zip(
-                    results, self.model.compute(planned, hidden, rows, future, results), strict=True
-                )
-            )
-            states = drafter.states([found[name] for name in needs]).split(tokens.counts)
-            pending.hidden = dict(zip(tokens.slots, states, strict=True))
-            hidden = found[LAST_HIDDEN]
-            if rows is None:
-                hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
+        future = self._future_tokens(tokens, ends)
+        hidden, states = self._forward(tokens, planned, hidden, wanted, future)
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -496,15 +481,39 @@ class Runner:
         if self._spoil is not None:
             own = rows.keys() & self._request_ids.keys()
             self._spoil(hidden, {self._request_ids[slot]: rows[slot] for slot in own})
+        pending = PendingSample()
         if rows:
-            states, pending = pending.hidden, self._sampler.sample(self.model, hidden, rows)
-            pending.hidden = states
+            pending = self._sampler.sample(self.model, hidden, rows)
+        pending.hidden = states
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)
             pending.add(Sampled(prompts=prompts))
         pending.counts.append(self.model.take_expert_tokens())
         return pending
+
+    def _forward(
+        self,
+        tokens: StepTokens,
+        planned: PlannedBatch[Any],
+        hidden: Tensor | None,
+        wanted: list[int],
+        future: Sequence[FutureTokens],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Hidden states of the rows that are wanted, and those of each slot's rows for a head that drafts."""
+        drafter, model = self._drafter, self.model
+        if drafter is None or not drafter.needs:
+            return model.forward(planned, hidden, wanted, future), {}
+        rows = None if LAST_HIDDEN in drafter.needs else wanted
+        results = list(dict.fromkeys([LAST_HIDDEN, *drafter.needs]))
+        computed = model.compute(planned, hidden, rows, future, results)
+        found = dict(zip(results, computed, strict=True))
+        states = drafter.states([found[name] for name in drafter.needs])
+        last = found[LAST_HIDDEN]
+        if rows is None:
+            last = last[torch.tensor(wanted, dtype=torch.int64, device=last.device)]
+        each = states.split_with_sizes(tokens.counts)
+        return last, dict(zip(tokens.slots, each, strict=True))
 
     def _future_tokens(self, tokens: StepTokens, ends: Sequence[int]) -> Sequence[FutureTokens]:
         """Tokens of the step that only the device knows."""

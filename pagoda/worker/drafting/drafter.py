@@ -242,7 +242,7 @@ class Drafter:
                 token += int(offsets[token])
             known = 0 <= token < self._limits.vocab_size
             drafts[slot] = [token] if is_finite and known else []
-        each = passed[0].split(1) if passed else ()
+        each = passed[0].split_with_sizes([1] * len(rows)) if passed else ()
         return _Found(drafts, dict(zip(rows, each, strict=False)))
 
 

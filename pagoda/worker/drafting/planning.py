@@ -154,8 +154,7 @@ def _eagle_head(target: WorkerMemoryPlan, drafter: DrafterConfig) -> ModelSpec:
             f"{what} needs hidden states of layers that --pipeline-parallel-size "
             f"{config.parallel.pipeline_parallel_size} has on other ranks; choose mtp, draft_model or suffix."
         )
-    shape = read_eagle_config(Path(drafter.model), model, target.dtype_name)
-    draft = shape.draft_head
+    shape, draft = read_eagle_config(Path(drafter.model), model, target.dtype_name)
     sizes = (
         ("elements of a hidden state", draft.model_hidden_size, model.hidden_size),
         ("tokens in the vocabulary", shape.vocab_size, model.vocab_size),
