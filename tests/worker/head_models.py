@@ -263,7 +263,8 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
     shared = ("embed_tokens.weight", "shared_head.head.weight")
     own_tensors = [it for name, it in tensors.items() if not name.endswith(shared)]
     number = sum(it.numel() for it in own_tensors)
-    return HeadModel(path, target, head, None, number, tensors)
+    detached = {name: it.detach() for name, it in tensors.items()}
+    return HeadModel(path, target, head, None, number, detached)
 
 
 def _maker(kind: str) -> tuple[Callable[..., PreTrainedModel], str, dict[str, Any]]:

@@ -104,7 +104,9 @@ def test_drafts_are_those_of_the_definition(made: HeadModel, backend: str, chunk
         said = driver.tokens[0][len(before) :]
         if drafts:
             accepted.append(len(said) - 1)
-            expected.append(sum(all(map(int.__eq__, draft[:n], said)) for n in range(1, 4)))
+            expected.append(
+                sum(all(map(int.__eq__, draft[:n], said)) for n in range(1, len(draft) + 1))
+            )
         draft = result.proposals.get(0, [])
         if not said:
             assert not draft
@@ -121,7 +123,7 @@ def test_drafts_are_those_of_the_definition(made: HeadModel, backend: str, chunk
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("blocks", [512, 9])
+@pytest.mark.parametrize("blocks", [512, 7])
 def test_a_head_changes_no_answer(
     made: HeadModel, backend: str, tp: int, pp: int, blocks: int
 ) -> None:
@@ -145,8 +147,8 @@ def test_a_head_changes_no_answer(
         )
         assert ours == theirs
     load = drafting.load()
-    assert load.num_draft_tokens > load.num_accepted_tokens > 0
-    assert load.num_preemptions > 0 or blocks > 9
+    assert load.num_draft_tokens >= load.num_accepted_tokens > 0
+    assert load.num_preemptions > 0 or blocks > 7
 
 
 def test_a_head_counts_in_the_plan_of_memory(made: HeadModel, backend: str) -> None:
