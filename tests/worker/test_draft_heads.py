@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from drafted_answers import PROMPT, STEPS, check_proposals, requests, said
 from driver import GREEDY, Driver, load, load_config
 from gguf_models import save_gguf
 from head_models import EAGLE, MTP, HeadModel, save_head_model
@@ -22,8 +23,6 @@ from in_process import engine
 from torch import Tensor
 
 from pagoda.errors import ConfigError
-from pagoda.messages.frontend import GenerateRequest, Work
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.speculation import DrafterConfig, SpeculativeConfig
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -31,32 +30,11 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
-PROMPT = [7, 7, 9, 300, 7, 9, 11, 7]
-
 
 @pytest.fixture(scope="module", params=[*MTP, *EAGLE])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     kind: str = request.param
     return save_head_model(kind, tmp_path_factory.mktemp(kind))
-
-
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "reported": {"temperature": 1.0, "logprobs": 3},
-    "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "logprobs": 1},
-}
-
-
-def requests(length: int = 40) -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            request_id=name,
-            prompt_token_ids=PROMPT * 3 + [place],
-            work=Work(SamplingParams(**{"seed": 3, "max_tokens": length} | SAMPLING[name])),
-        )
-        for place, name in enumerate(SAMPLING)
-    ]
 
 
 def speculation_of(made: HeadModel) -> SpeculativeConfig:
@@ -133,19 +111,7 @@ def test_a_head_changes_no_answer(
     options = {"num_blocks": blocks, "max_num_batched_tokens": 23, "enable_prefix_caching": True}
     plain = engine(made.directory, backend, tp, pp, **options)
     drafting = engine(made.directory, backend, tp, pp, speculation=speculation_of(made), **options)
-    expected = list(plain.chunks(requests()))
-    found = list(drafting.chunks(requests()))
-    for name in SAMPLING:
-        ours, theirs = (
-            [
-                (token, chunk.logprobs[at] if chunk.logprobs else None)
-                for chunk in chunks
-                if chunk.request_id == name
-                for at, token in enumerate(chunk.token_ids)
-            ]
-            for chunks in (found, expected)
-        )
-        assert ours == theirs
+    assert said(drafting.chunks(requests())) == said(plain.chunks(requests()))
     load = drafting.load()
     assert load.num_draft_tokens >= load.num_accepted_tokens > 0
     assert load.num_preemptions > 0 or blocks > 7
@@ -229,9 +195,7 @@ def test_a_head_drafts_behind_kv_of_others(tmp_path: Path, fetches: bool) -> Non
 
 @settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
-    steps=st.lists(
-        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=4, max_size=14
-    ),
+    steps=STEPS,
     chunk=st.integers(2, 9),
     kind=st.sampled_from(["mimo", "eagle3"]),
     data=st.data(),
@@ -239,29 +203,11 @@ def test_a_head_drafts_behind_kv_of_others(tmp_path: Path, fetches: bool) -> Non
 def test_what_is_proposed_does_not_depend_on_how_one_got_there(
     steps: list[tuple[int, int, int]], chunk: int, kind: str, data: st.DataObject
 ) -> None:
-    """Slots that draft now and then, verify some drafts of any quality, and leave."""
     runner, made = _shared(kind)
     driver = Driver(runner)
-    driver.start(0, PROMPT, GREEDY)
-    driver.start(1, PROMPT[::-1] * 3, SamplingParams(temperature=1.0, seed=4, max_tokens=1000))
-    try:
-        for length, num_right, most in steps:
-            shares = {slot: driver.share(slot, chunk) for slot in driver.tokens}
-            drafted, behind = {}, driver.share(0, 10_000)
-            if behind == 1 and length:
-                answer = made.answer(driver.tokens[0], length)
-                draft = answer[:num_right] + [(it + 1) % 320 for it in answer[num_right:]]
-                drafted, shares[0] = {0: draft}, 1 + len(draft)
-            wanted = {0: most} if most and shares[0] >= behind else {}
-            result = driver.step(shares, drafted, wanted)
-            for slot, draft in result.proposals.items():
-                assert draft == made.drafts(driver.tokens[slot], len(draft))[0]
-            if data.draw(st.integers(0, 9)) == 0 and 1 in driver.tokens:
-                driver.free(1)
-    finally:
-        for slot in list(driver.tokens):
-            driver.free(slot)
-        driver.step({})
+    check_proposals(
+        driver, steps, chunk, data, made.answer, lambda known, count: made.drafts(known, count)[0]
+    )
 
 
 @cache
