@@ -38,8 +38,8 @@ class SpeculativeConfig(
 
     @property
     def drafter(self) -> DrafterConfig | None:
-        """The worker's part; None where nothing with weights drafts."""
-        if self.method in ("off", "ngram", "suffix"):
+        """The drafter with weights that is asked for by name; None without one."""
+        if self.method in ("auto", "off", "ngram", "suffix"):
             return None
         return DrafterConfig(method=self.method, model=self.model or "")
 
@@ -54,3 +54,4 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 OFF = SpeculativeConfig(method="off")
+HEAD_IF_ANY = DrafterConfig(method="auto")

@@ -27,6 +27,7 @@ from pagoda.messages.speculation import DrafterConfig, SpeculativeConfig
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker import backends
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
@@ -152,11 +153,17 @@ def test_heads_in_gguf_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "mtp"])
-def test_the_head_of_a_model_is_chosen_where_it_is_there(tmp_path: Path, method: Any) -> None:
+def test_the_head_of_a_model_is_chosen_where_it_is_there(
+    tmp_path: Path, method: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Files may lack it although their configuration counts it, as converters leave it out."""
     made = save_head_model("mimo", tmp_path)
     drafter = DrafterConfig(method=method)
     _drafted(made.directory, made, drafter=drafter)
+    backends.main([str(made.directory), "auto", "float32", "none"])
+    torch.set_num_threads(1)
+    assert "with a KV cache of" in (told := capsys.readouterr().out)
+    assert told.endswith(" and a head that drafts\n")
     made.target.save_pretrained(tmp_path / "bare")
     (tmp_path / "bare" / "config.json").write_bytes((made.directory / "config.json").read_bytes())
     config = WorkerConfig(model=str(tmp_path / "bare"), num_blocks=32, drafter=drafter)
