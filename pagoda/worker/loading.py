@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -56,7 +55,7 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
-from pagoda.worker.drafting.planning import choose_drafter, plan_drafter
+from pagoda.worker.drafting.planning import with_drafter
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv.sizing import allocate_kv, measured_blocks, planned_blocks, share_of
@@ -110,8 +109,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
         taken_bytes=backend.memory.taken_bytes(),
         adapters=tuple(adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
-    plan = replace(plan, config=msgspec.structs.replace(config, drafter=choose_drafter(plan)))
-    plan = replace(plan, drafter=plan_drafter(plan))
+    plan = with_drafter(plan)
     check_arena(config, plan.bytes_per_block)
     return replace(plan, num_blocks=planned_blocks(plan))
 

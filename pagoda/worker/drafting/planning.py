@@ -25,27 +25,28 @@ from pagoda.worker.memory_plan import WorkerMemoryPlan
 from pagoda.worker.number_formats import choose_dtype, choose_kv_dtype, choose_quantization
 
 
-def choose_drafter(target: WorkerMemoryPlan) -> DrafterConfig | None:
-    """The drafter that the configuration asks for: `auto` is the head that the model brings, if it can run."""
+def with_drafter(target: WorkerMemoryPlan) -> WorkerMemoryPlan:
+    """The plan with that of the drafter, which is loaded beside the model on each rank of its last stage.
+
+    `auto` becomes the head that the model brings, or none where it cannot run, on all ranks alike. Ranks share the
+    drafter as they share the model. Raises ConfigError: what is asked for by name does not fit the model."""
     drafter = target.config.drafter
-    if drafter is None or drafter.method != "auto":
-        return drafter
-    found = DrafterConfig(method="mtp")
-    try:
-        _check_target(target, found)
-        _next_token_head(target)
-    except ConfigError:
-        return None
-    return found
-
-
-def plan_drafter(target: WorkerMemoryPlan) -> WorkerMemoryPlan | None:
-    """The plan of the drafter that is loaded beside a model, on each rank of its last stage; None without one.
-
-    Ranks share the drafter as they share the model. Raises ConfigError: it does not fit the model."""
-    config, drafter = target.config, target.config.drafter
     if drafter is None:
-        return None
+        return target
+    if drafter.method != "auto":
+        return replace(target, drafter=_planned(target, drafter))
+    found: DrafterConfig | None = DrafterConfig(method="mtp")
+    try:
+        planned = _planned(target, DrafterConfig(method="mtp"))
+    except ConfigError:
+        found = planned = None
+    config = msgspec.structs.replace(target.config, drafter=found)
+    return replace(target, config=config, drafter=planned)
+
+
+def _planned(target: WorkerMemoryPlan, drafter: DrafterConfig) -> WorkerMemoryPlan | None:
+    """The drafter's plan; None on stages that lack it. Raises ConfigError: it does not fit the model."""
+    config = target.config
     _check_target(target, drafter)
     if drafter.method == "mtp":
         shape, model, what = _next_token_head(target), config.model, "the head of the model"
@@ -55,10 +56,12 @@ def plan_drafter(target: WorkerMemoryPlan) -> WorkerMemoryPlan | None:
         shape = load_model_config(drafter.model, config.load_format)
         model, what = drafter.model, "the draft model"
         _check_draft_model(shape, target, drafter)
-    if not target.shard.is_last:
-        return None
     place = RankPlace(tp=config.place.tp)
-    parallel = ParallelConfig(tensor_parallel_size=config.parallel.tensor_parallel_size)
+    shares_experts = config.parallel.expert_parallel and drafter.method == "mtp"
+    parallel = ParallelConfig(
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        expert_parallel=shares_experts and shape.experts is not None,
+    )
     own = msgspec.structs.replace(
         config,
         model=model,
@@ -76,6 +79,8 @@ def plan_drafter(target: WorkerMemoryPlan) -> WorkerMemoryPlan | None:
     dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
     quantization = choose_quantization(own, shape, capabilities)
     check_quantized_parts(shape, quantization, parallel)
+    if not target.shard.is_last:
+        return None
     max_model_len = target.max_model_len
     if shape.draft_head is None:
         max_model_len = min(max_model_len, shape.max_position_embeddings)
@@ -84,7 +89,7 @@ def plan_drafter(target: WorkerMemoryPlan) -> WorkerMemoryPlan | None:
     return replace(
         target,
         config=own,
-        shard=Shard(shape, range(shape.num_layers), tp_rank, tp_size),
+        shard=Shard(shape, range(shape.num_layers), tp_rank, tp_size, parallel.expert_parallel),
         quantization=quantization,
         dtype_name=dtype_name,
         kv_dtype_name=choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities),
