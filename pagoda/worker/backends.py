@@ -115,8 +115,15 @@ def _planned(model: str, load_format: str, dtype: str, quantization: str) -> str
     """The backend and the memory of a worker that loads the model. Raises ConfigError: it cannot."""
     from pagoda.worker.loading import plan_worker
 
-    formats = {"load_format": load_format, "dtype": dtype, "quantization": quantization}
-    plan = plan_worker(WorkerConfig(model=model, drafter=HEAD_IF_ANY, **formats))
+    plan = plan_worker(
+        WorkerConfig(
+            model=model,
+            load_format=load_format,
+            dtype=dtype,
+            quantization=quantization,
+            drafter=HEAD_IF_ANY,
+        )
+    )
     total = plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks)
     cache = format_bytes(plan.num_blocks * plan.bytes_per_block)
     head = "" if plan.drafter is None else " and a head that drafts"

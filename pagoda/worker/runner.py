@@ -510,7 +510,7 @@ class Runner:
         found = dict(zip(results, computed, strict=True))
         states = drafter.states([found[name] for name in drafter.needs])
         last = found[LAST_HIDDEN]
-        if rows is None:
+        if rows is None and wanted != [*range(len(last))]:
             last = last[torch.tensor(wanted, dtype=torch.int64, device=last.device)]
         each = states.split_with_sizes(tokens.counts)
         return last, dict(zip(tokens.slots, each, strict=True))
