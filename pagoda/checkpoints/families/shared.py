@@ -217,8 +217,8 @@ NEXT_LAYERS = "nextn_predict_layers"
 
 
 def with_next_token(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    """The model with the head behind its layers, if there is one."""
-    if fields.count(f"num_{NEXT_LAYERS}", 0) == 0:
+    """The model with the head behind its layers, which files may lack although config.json does not deny it."""
+    if fields.count(f"num_{NEXT_LAYERS}", 1) == 0:
         return spec
     return replace(spec, next_token=head_behind(spec.names, spec.num_layers))
 
