@@ -18,6 +18,7 @@ _BITS = "tests/worker/test_same_bits.py"
 _ROWS = "tests/worker/test_drafts.py::test_rows_of_a_slot_are_sampled_as_if_each_were_alone"
 _TOPOLOGIES = "tests/worker/test_drafts.py::test_drafts_change_no_answer"
 _DRAFT_MODELS = "tests/worker/test_draft_models.py"
+_HEADS = "tests/worker/test_draft_heads.py"
 _DRAFTER = "pagoda/worker/drafting/planning.py"
 _FLAG = "pagoda/llm/speculative_config.py"
 
@@ -80,8 +81,25 @@ PAIRS: list[Pair] = [
         "tokens and chunks in one step; choose another --backend.",
     ),
     *(
-        Pair(f"speculation ({method})", "any model", _FLAG, "is not there yet")
+        Pair(f"speculation ({method})", other, f"{_HEADS}::{test}", "")
         for method in ("mtp", "eagle3")
+        for other, test in (
+            ("topologies, preemption, chunks, prefix cache", "test_a_head_changes_no_answer"),
+            ("a start behind K and V of others", "test_a_head_drafts_behind_kv_of_others"),
+        )
+    ),
+    Pair("speculation (mtp)", "GGUF files", f"{_HEADS}::test_heads_in_gguf_files", ""),
+    *(
+        Pair(f"speculation ({method})", other, _DRAFTER, sentence)
+        for method, other, sentence in (
+            ("mtp", "models without a head", "mtp is for models that bring a head, and"),
+            (
+                "eagle3",
+                "pipeline parallelism",
+                "on other ranks; choose mtp, draft_model or suffix.",
+            ),
+            ("eagle3", "heads of other models", "is of another model than"),
+        )
     ),
     *(
         Pair("speculation (draft_model)", other, f"{_DRAFT_MODELS}::{test}", "")

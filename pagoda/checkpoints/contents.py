@@ -20,8 +20,10 @@ _ENCODERS = ("bert.", "roberta.")
 """Beginnings of names in files of an encoder that has a head."""
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names of norms in files that were made from TensorFlow's."""
-_BARE_EMBEDDING = "embed_tokens.weight"
-"""Embedding table in files of a decoder alone."""
+_BARE = ("embed_tokens.weight", "fc.weight")
+"""Tensors in files of a decoder alone: its embedding table, or the first map of an EAGLE-3 head."""
+_EAGLE_LAYER = "midlayer."
+"""Beginning of names in an EAGLE-3 head's only layer, which others call its first."""
 _WEIGHTS = (".weight", ".qweight", ".weight_packed")
 """Ends of the names of a linear layer's weight, plain, by AWQ and GPTQ, and by compressed-tensors."""
 _PARTS = frozenset(
@@ -48,7 +50,7 @@ def full_names(stored: Collection[str]) -> dict[str, str]:
     Files of a decoder alone (`Qwen3Model`) have them without `model.`, those of models that see or hear have one
     of `TEXT_PARTS` in front or within.
     """
-    is_bare = _BARE_EMBEDDING in stored
+    is_bare = any(name in stored for name in _BARE)
     return {_full_name(name, is_bare): name for name in stored}
 
 
@@ -59,6 +61,8 @@ def _full_name(stored: str, is_bare: bool) -> str:
             for old, new in _OLD_NORMS.items():
                 stored = stored.replace(old, new)
             return stored
+    if stored.startswith(_EAGLE_LAYER):
+        stored = f"layers.0.{stored.removeprefix(_EAGLE_LAYER)}"
     if is_bare and not stored.startswith((_HEAD, _DECODER)):
         return f"{_DECODER}{stored}"
     for part in TEXT_PARTS:
@@ -140,6 +144,8 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
             yield [f"{linear.name}.bias"]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
         yield [name]
+    if spec.draft_head is not None and spec.draft_head.token_offsets:
+        yield [spec.draft_head.token_offsets]
 
 
 def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[list[str]]:

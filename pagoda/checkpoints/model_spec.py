@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.linears import (
@@ -215,6 +216,10 @@ class ModelSpec:
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
     """Next tokens whose logits score a text, in a model that has no head for it."""
+    next_token: DraftHeadSpec | None = None
+    """The head that comes with the model, and guesses one more token (MTP); None where there is none."""
+    draft_head: DraftHeadSpec | None = None
+    """Parts of a head besides its layer, which is the only one; None of a model."""
 
     @property
     def num_layers(self) -> int:
@@ -268,13 +273,40 @@ class ModelSpec:
         """The layer that computes logits; a tied head is the embedding table."""
         if self.tie_word_embeddings:
             return self.embedding
-        return LinearSpec(self.names.head, self.vocab_size, self.hidden_size, LinearRole.HEAD)
+        outputs = self.vocab_size
+        if self.draft_head is not None:
+            outputs = self.draft_head.num_outputs or outputs
+        return LinearSpec(self.names.head, outputs, self.hidden_size, LinearRole.HEAD)
+
+    @property
+    def head_of_next_token(self) -> ModelSpec | None:
+        """The head that comes with the model, whose layer is like the model's last one with attention."""
+        head = self.next_token
+        if head is None:
+            return None
+        names = replace(
+            self.names, layers=head.layers, first_layer=head.first_layer, norm=head.norm
+        )
+        layers = [layer for layer in self.layers if layer.state is None]
+        return replace(
+            self, names=names, layers=tuple(layers[-1:]), next_token=None, draft_head=head
+        )
 
     @property
     def outer_linears(self) -> list[LinearSpec]:
         """Tables and heads, which belong to no layer; a tied head is the embedding table."""
+        draft = self.draft_head
+        if draft is not None:
+            own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
+            return [*own, *draft.linears(self.hidden_size)]
         tables = (self.embedding, self.head, self.positions, self.token_types)
         return [*filter(None, tables), *self.classifier_linears]
+
+    @property
+    def layer_inputs(self) -> range | None:
+        """Inputs of a layer's queries, keys and values that are hidden states, where others are embeddings."""
+        draft, size = self.draft_head, self.hidden_size
+        return range(size, 2 * size) if draft is not None and draft.joins_in_attention else None
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
         """The model whose layer `i` is `change(i, layer)`."""
@@ -291,9 +323,10 @@ class ModelSpec:
         """Linear layers of plain attention."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names, hidden = self.names, self.hidden_size
+        inputs = hidden if self.layer_inputs is None else self.layer_inputs.stop
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
         q, k, v = self._linears(
-            layer, (names.query, names.key, names.value), sizes, hidden,
+            layer, (names.query, names.key, names.value), sizes, inputs,
             (LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE),
         )  # fmt: skip
         if self.layers[layer].attention.output_gate:
@@ -468,8 +501,10 @@ class ModelSpec:
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of the tensors of an encoder's norm of embeddings."""
-        return self._norm_tensors(self.names.embedding_norm) if self.encoder else []
+        """Names and sizes of the tensors of an encoder's norm of embeddings, or of norms in front of a head."""
+        names = [self.names.embedding_norm] if self.encoder else []
+        names += self.draft_head.norms if self.draft_head else []
+        return [tensor for name in names for tensor in self._norm_tensors(name)]
 
     def _norm_tensors(self, name: str) -> list[tuple[str, int]]:
         ends = ("weight", "bias") if self.norm.bias else ("weight",)

@@ -66,6 +66,8 @@ class TensorNames:
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"
+    first_layer: int = 0
+    """Number that files give the first layer."""
     attention_norm: str = "input_layernorm"
     """Norm in front of attention."""
     query: str = "self_attn.q_proj"
@@ -137,7 +139,7 @@ class TensorNames:
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
     def of_layer(self, layer: int, name: str) -> str:
-        return f"{self.layers}.{layer}.{name}"
+        return f"{self.layers}.{self.first_layer + layer}.{name}"
 
 
 def places(

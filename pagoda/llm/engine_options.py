@@ -40,6 +40,7 @@ from pagoda.messages.engine_config import (
 )
 from pagoda.messages.kv_formats import KVDtype
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
+from pagoda.messages.speculation import HEAD_IF_ANY
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.registry import EXECUTORS, registered
@@ -206,7 +207,7 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             find_publisher().check(options.kv_events, 1)
         asked = read_speculative_config(options.speculative_config)
         speculation = speculation_of(asked, model, options.load_format)
-        worker["drafter"] = speculation.drafter
+        worker["drafter"] = HEAD_IF_ANY if speculation.method == "auto" else speculation.drafter
         return EngineConfig(
             **shared(options, EngineConfig),
             speculation=speculation,

@@ -13,7 +13,11 @@ from pagoda.errors import ConfigError
 from pagoda.messages.speculation import Method, SpeculativeConfig
 
 FLAG = "--speculative-config"
-_TO_COME = ("mtp", "eagle3")
+_WITH_FILES = {
+    "draft_model": "a smaller model of the same tokenizer",
+    "eagle3": "the directory of a head that was trained for this model",
+}
+"""Methods that need a `model`."""
 _KEYS_OF = {
     "prompt_lookup_min": "ngram",
     "prompt_lookup_max": "ngram",
@@ -42,21 +46,17 @@ def read_speculative_config(text: str | None) -> SpeculativeConfig:
         config = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {_sentence(str(error))}") from None
-    if config.method in _TO_COME:
-        raise ConfigError(
-            f"{FLAG}: the method {config.method} is not there yet; draft_model takes a smaller model, "
-            "suffix and ngram need no weights."
-        )
     if config.model is not None and config.method == "auto":
         config = msgspec.structs.replace(config, method="draft_model")
-    if config.model is None and config.method == "draft_model":
-        raise ConfigError(
-            f"{FLAG}: draft_model needs model, a smaller model of the same tokenizer."
+    if config.model is None and config.method in _WITH_FILES:
+        raise ConfigError(f"{FLAG}: {config.method} needs model, {_WITH_FILES[config.method]}.")
+    if config.model is not None and config.method not in _WITH_FILES:
+        why = (
+            "whose weights come with the model"
+            if config.method == "mtp"
+            else "which has no weights"
         )
-    if config.model is not None and config.method != "draft_model":
-        raise ConfigError(
-            f"{FLAG}: model has no use with the method {config.method}, which has no weights."
-        )
+        raise ConfigError(f"{FLAG}: model has no use with the method {config.method}, {why}.")
     for key, method in _KEYS_OF.items():
         if key in given and config.method not in (method, "auto" if method == "suffix" else method):
             raise ConfigError(f"{FLAG}: {key} needs the method {method}, not {config.method}.")
@@ -94,7 +94,7 @@ def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> S
         spec = load_model_config(model, load_format)
     except ConfigError:
         return config  # the worker says what is wrong with the model
-    if problem := _problem(spec):
+    if problem := _problem(spec, config.method):
         raise ConfigError(
             f'{FLAG}: {model} {problem}; leave it out, or say \'{{"method": "off"}}\'.'
         )
@@ -104,7 +104,9 @@ def speculation_of(config: SpeculativeConfig, model: str, load_format: str) -> S
     return msgspec.structs.replace(config, model=files.model)
 
 
-def _problem(spec: ModelSpec) -> str:
+def _problem(spec: ModelSpec, method: Method) -> str:
     if any(layer.kv_kind == "step" for layer in spec.layers):
         return "is an encoder, which says no tokens"
+    if method == "mtp" and spec.next_token is None:
+        return "brings no head that guesses tokens, which mtp is for"
     return ""

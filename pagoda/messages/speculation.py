@@ -38,18 +38,20 @@ class SpeculativeConfig(
 
     @property
     def drafter(self) -> DrafterConfig | None:
-        """The worker's part; None where nothing with weights drafts."""
-        if self.method != "draft_model" or self.model is None:
+        """The drafter with weights that is asked for by name; None without one."""
+        if self.method in ("auto", "off", "ngram", "suffix"):
             return None
-        return DrafterConfig(method=self.method, model=self.model)
+        return DrafterConfig(method=self.method, model=self.model or "")
 
 
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A drafter with weights, which runs in the worker."""
 
-    method: Literal["draft_model"]
-    model: str
-    """Name of the files, as `WorkerConfig.model`."""
+    method: Method
+    """One with weights; `auto` is `mtp` where the model brings a head that can run, else none."""
+    model: str = ""
+    """Name of the files, as `WorkerConfig.model`; empty for those of the model itself."""
 
 
 OFF = SpeculativeConfig(method="off")
+HEAD_IF_ANY = DrafterConfig(method="auto")

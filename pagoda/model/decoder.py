@@ -33,15 +33,26 @@ from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.row_sampling import SamplesRows
+from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.model.adapters import AdaptedLayer, Adapters
+from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 
 LAST_HIDDEN = "last_hidden"
 """Result of a stage: hidden states behind its last layer, normed on the last stage."""
+PASSED_HIDDEN = "passed_hidden"
+"""Result of a head: hidden states for its row behind."""
+FUSED_HIDDEN = "fused_hidden"
+"""Result of a head: hidden states that it makes of several of the model's."""
 _PLAN = Operation("plan", "plan")
 """Preparation of a step, before the operations of its forward pass."""
+
+
+def layer_input(layer: int) -> str:
+    """Name of the result of a stage that are the hidden states in front of a layer (`captured`)."""
+    return f"input_{layer}"
 
 
 class LayerCache(NamedTuple):
@@ -73,9 +84,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         *,
         has_adapters: bool = False,
         batch_invariant: bool = True,
+        lent: Decoder[LinearT, MetadataT] | None = None,
+        captured: Sequence[int] = (),
     ) -> None:
         """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 
+        A head takes tables that it lacks from its model, `lent`. `captured` are layers whose inputs are results.
         With `has_adapters`, tokens of a step may have adapters of `adapters`; see `Graph.batch_invariant`.
         """
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
@@ -88,11 +102,22 @@ class Decoder(Generic[LinearT, MetadataT]):
         self._ahead = backend if isinstance(backend, OverlapBackend) else None
         has_norm = shard.is_last and config.encoder is None
         self._norm = loader.norm(config.names.norm) if has_norm else None
-        self._embedding = loader.linear([config.embedding]) if shard.is_first else None
+        draft = config.draft_head
+        self._captured = captured
+        self._joint = load_joint(loader)
+        self.token_offsets = load_token_offsets(loader)
+        """Numbers [outputs] that make a head's tokens the model's; None where they are the same."""
+        self._embedding: LinearT | None = None
+        if draft is not None and not draft.has_embedding:
+            self._embedding = None if lent is None else lent._embedding
+        elif shard.is_first:
+            self._embedding = loader.linear([config.embedding])
         self._tables = loader.encoder_tables()
         self._classifier = loader.classifier()
         self.head: LinearT | None = None
-        if shard.is_last and config.gives_logits:
+        if draft is not None and not draft.has_head:
+            self.head = None if lent is None else lent.head
+        elif shard.is_last and config.gives_logits:
             tied = config.tie_word_embeddings and shard.is_first
             self.head = self._embedding if tied else loader.linear([config.head])
         self._rotary = {
@@ -164,17 +189,28 @@ class Decoder(Generic[LinearT, MetadataT]):
         stage gives those of the tokens `rows` only, [m, hidden], by default of all; in its last layer, others are
         computed as far as their keys and values need it. `future_tokens` are tokens that the device alone knows.
         """
+        return self.compute(planned, hidden, rows, future_tokens)[0]
+
+    def compute(
+        self,
+        planned: PlannedBatch[MetadataT],
+        hidden: Tensor | None,
+        rows: Sequence[int] | None = None,
+        future_tokens: Sequence[FutureTokens] = (),
+        results: Sequence[str] = (LAST_HIDDEN,),
+    ) -> tuple[Tensor, ...]:
+        """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
         tracer = self._tracer
         began = tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
         ready = tracer.kernel()
         if not ready:
-            (computed,) = compiled(step, [LAST_HIDDEN])
+            computed = compiled(step, results)
             if began:
                 tracer.span("forward", began)
             return computed
-        (computed,), times = compiled.traced(step, [LAST_HIDDEN], tracer)
+        computed, times = compiled.traced(step, results, tracer)
         if times and compiled is self._compiled:  # whose operations the trace names
             tracer.span("forward", began, {"ops_ns": [ready - began, *times]})
         else:
@@ -188,7 +224,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         Blocks that the step names may be written to.
         """
         hidden = None
-        if not self._shard.is_first:
+        if not self._shard.is_first or self._joint is not None:
             hidden = torch.zeros(len(batch.token_ids), self._shard.config.hidden_size)
         step = self._input(self.plan(batch), hidden, None)
         num_bytes = self._compiled.profile(step, [LAST_HIDDEN])
@@ -236,6 +272,15 @@ class Decoder(Generic[LinearT, MetadataT]):
         return self._shard.config.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self._shard.config.hidden_size
+
+    @property
+    def draft_head(self) -> DraftHeadSpec | None:
+        """The specification of a head; None of a model."""
+        return self._shard.config.draft_head
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 for a model that has none."""
         return len(self._expert_counts)
@@ -254,6 +299,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         taken: list[int] = self._expert_counts.tolist()
         self._expert_counts.zero_()
         return lambda: taken
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        """A head's hidden states, of those of its model's layers, each [n, hidden]."""
+        tensors = {fused_input(place): each for place, each in enumerate(hidden)}
+        (fused,) = self._compiled(StepInput(tensors), [FUSED_HIDDEN])
+        return fused
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [m, vocab] float32 of normed hidden states [m, hidden], on all ranks of the last stage."""
@@ -291,6 +342,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self._tables is not None:
             tables = {"positions": self._tables.positions, "token_types": self._tables.token_types}
             named |= {**tables, "embedding_norm": self._tables.norm}
+        if self._joint is not None:
+            named |= self._joint.named()
         named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             shared = vars(layer.mlp).get("shared")
@@ -311,6 +364,14 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops = GraphBuilder(self.backend.group, batch_invariant=self._batch_invariant)
         multipliers, eps = config.multipliers, config.norm.eps
         x = self._embed(ops, embeds_spans=embeds_spans)
+        attention_input: Value | None = None
+        beside: Value | None = None
+        if self._joint is not None:
+            hidden = ops.input("hidden", config.hidden_size)
+            first_norm = self._layers[0].attention_norm
+            if self._joint.fused:
+                ops.result(FUSED_HIDDEN, self._joint.record_fused(ops))
+            x, attention_input, beside = self._joint.record(ops, x, hidden, first_norm, eps)
         tables = {
             name: ops.rotary_table(
                 ops.input("positions"), frequencies.to(self.backend.device), scale
@@ -321,12 +382,16 @@ class Decoder(Generic[LinearT, MetadataT]):
         adapters: Value | None = None
         if self.adapters is not None:
             adapters, adapted = ops.input("adapters"), self.adapters.layers
-        for layer, maps, cache, states in zip(
-            self._layers, adapted, self.caches, self._states, strict=True
+        for index, layer, maps, cache, states in zip(
+            self._shard.layers, self._layers, adapted, self.caches, self._states, strict=True
         ):
-            h = _normed(ops, x, layer.attention_norm, eps)
+            if index in self._captured:
+                ops.result(layer_input(index), x)
+            h = attention_input or _normed(ops, x, layer.attention_norm, eps)
             table = tables.get(layer.spec.attention.rotary)
-            attended = self._attention(ops, layer, maps, (cache, states), table, h, adapters)
+            attended = self._attention(
+                ops, layer, maps, (cache, states), table, h, adapters, beside
+            )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
                 rows = ops.input("rows")
@@ -349,6 +414,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
         h = _normed(ops, x, self._norm, eps)
         ops.result(LAST_HIDDEN, h)
+        if self.passed_hidden == PASSED_HIDDEN:
+            ops.result(PASSED_HIDDEN, x)
         if self._classifier:
             *dense, out_layer = self._classifier
             for inner in dense:
@@ -360,9 +427,15 @@ class Decoder(Generic[LinearT, MetadataT]):
         if multipliers.logits_softcap is not None:
             logits = ops.softcap(logits, multipliers.logits_softcap)
         ops.result("logits", ops.all_gather(logits, self._shard.vocabulary_shares))
-        first_id = self._shard.vocabulary.start
+        first_id = self._shard.channels(config.head.outputs).start
         ops.result("argmax", ops.all_gather_argmax(ops.linear_argmax(h, self.head, first_id)))
         return ops.build()
+
+    @property
+    def passed_hidden(self) -> str:
+        """Name of the result that a head takes as hidden states of its row behind."""
+        draft = self._shard.config.draft_head
+        return LAST_HIDDEN if draft is None or draft.passes_normed else PASSED_HIDDEN
 
     def _embed(self, ops: GraphBuilder, *, embeds_spans: bool) -> Value:
         """Embeddings of the tokens; with `embeds_spans`, those that are given for tokens of the id behind the
@@ -424,12 +497,16 @@ class Decoder(Generic[LinearT, MetadataT]):
         table: RotaryTable | None,
         h: Value,
         adapters: Value | None,
+        beside: Value | None = None,
     ) -> Value:
+        """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
         held, states = caches
         cache, metadata = held.cache, ops.metadata(held.group)
         qkv = _adapted(
             ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
         )
+        if beside is not None:
+            qkv = ops.add(qkv, beside)
         if layer.of_kind is not None:
             return layer.of_kind.record(ops, h, qkv, metadata, table, states or [cache])
         if not isinstance(cache, KVCache):

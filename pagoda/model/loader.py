@@ -145,7 +145,7 @@ class WeightLoader(Generic[LinearT]):
 
         return Layer(
             attention_norm=norm(names.attention_norm, has=spec.pre_norm),
-            qkv=self.linear(linears.into, bias=attention.qkv_bias),
+            qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
@@ -202,10 +202,16 @@ class WeightLoader(Generic[LinearT]):
         self.source.read_into(name, out)
         return out
 
-    def linear(self, linears: Sequence[LinearSpec], *, bias: bool = False) -> LinearT:
-        """This rank's parts of linear layers of the same input, as one."""
+    def linear(
+        self,
+        linears: Sequence[LinearSpec],
+        *,
+        bias: bool = False,
+        inputs: range | None = None,
+    ) -> LinearT:
+        """This rank's parts of linear layers of the same input, as one; of some `inputs` where these are given."""
         began = self.tracer.e2e()
-        weights = [self.weight(linear) for linear in linears]
+        weights = [self.weight(linear, inputs) for linear in linears]
         _check_act_orders(linears, weights)
         biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
         loaded = self.tracer.e2e()
@@ -217,8 +223,10 @@ class WeightLoader(Generic[LinearT]):
         self.on_loaded(num_bytes)
         return prepared
 
-    def weight(self, linear: LinearSpec) -> LinearWeight:
+    def weight(self, linear: LinearSpec, inputs: range | None = None) -> LinearWeight:
         part = self.shard.part_of(linear)
+        if inputs is not None:
+            part = LinearShard(part.outputs, inputs)
         weight = self.source.linear(linear, self.dtype)
         if self._quantization is not None:
             # Outputs are rounded whole, so that ranks which share their inputs have the codes of one alone.

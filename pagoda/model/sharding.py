@@ -106,8 +106,8 @@ class Shard:
 
     @property
     def vocabulary_shares(self) -> list[int]:
-        """Number of tokens that each rank holds."""
-        vocab, size = self.config.vocab_size, self.tp_size
+        """Number of tokens whose logits each rank computes."""
+        vocab, size = self.config.head.outputs, self.tp_size
         return [len(channel_share(vocab, rank, size)) for rank in range(size)]
 
     def channels(self, count: int) -> range:
@@ -179,6 +179,9 @@ class Shard:
         config = self.config
         for layer in self.layers:
             yield from config.layer_linears(layer, self.experts)
+        if config.draft_head is not None:
+            yield from config.outer_linears
+            return
         if self.is_first:
             yield config.embedding
             yield from filter(None, (config.positions, config.token_types))

@@ -23,6 +23,7 @@ from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_INTEGERS = {"I32": "int32", "I64": "int64"}
 """Number formats of safetensors files, with the names that torch has for them."""
 _PATTERN_SIZE = 2**20 - 3
 
@@ -101,7 +102,7 @@ class DummyWeights:
 
     def read_into(self, name: str, out: Tensor) -> None:
         if out.dim() == 1:
-            out.fill_(0 if name.endswith(".bias") else 1)
+            out.fill_(0 if name.endswith(".bias") or not out.is_floating_point() else 1)
             return
         pattern = (self._pattern * out.shape[1] ** -0.5).to(out.dtype)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
@@ -134,7 +135,8 @@ class CheckpointWeights:
         self._handles: dict[Path, Any] = {}
 
     def read_into(self, name: str, out: Tensor) -> None:
-        out.copy_(self.tensor(name, tuple(out.shape), READABLE))
+        stored_as = READABLE if out.is_floating_point() else _INTEGERS
+        out.copy_(self.tensor(name, tuple(out.shape), stored_as))
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         stored = linear.stored

@@ -30,6 +30,7 @@ from pagoda.devices import (
 )
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, format_bytes
+from pagoda.messages.speculation import HEAD_IF_ANY
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.needed_operations import needed_operations
 
@@ -115,11 +116,18 @@ def _planned(model: str, load_format: str, dtype: str, quantization: str) -> str
     from pagoda.worker.loading import plan_worker
 
     plan = plan_worker(
-        WorkerConfig(model=model, load_format=load_format, dtype=dtype, quantization=quantization)
+        WorkerConfig(
+            model=model,
+            load_format=load_format,
+            dtype=dtype,
+            quantization=quantization,
+            drafter=HEAD_IF_ANY,
+        )
     )
     total = plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks)
     cache = format_bytes(plan.num_blocks * plan.bytes_per_block)
-    return f"{plan.backend_summary}, in {format_bytes(total)} of memory with a KV cache of {cache}"
+    head = "" if plan.drafter is None else " and a head that drafts"
+    return f"{plan.backend_summary}, in {format_bytes(total)} of memory with a KV cache of {cache}{head}"
 
 
 def _described(name: str) -> str:

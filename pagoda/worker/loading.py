@@ -55,7 +55,7 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
-from pagoda.worker.drafting.planning import plan_drafter
+from pagoda.worker.drafting.planning import with_drafter
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv.sizing import allocate_kv, measured_blocks, planned_blocks, share_of
@@ -109,7 +109,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
         taken_bytes=backend.memory.taken_bytes(),
         adapters=tuple(adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
-    plan = replace(plan, drafter=plan_drafter(plan))
+    plan = with_drafter(plan)
     check_arena(config, plan.bytes_per_block)
     return replace(plan, num_blocks=planned_blocks(plan))
 
@@ -153,7 +153,7 @@ def load_runner(
         own = (
             None
             if plan.drafter is None
-            else _load_model(plan.drafter, tracer, on_loaded, on_progress)
+            else _load_model(plan.drafter, tracer, on_loaded, on_progress, lent=model)
         )
     adapter = None
     if model.adapters is not None:
@@ -171,7 +171,7 @@ def load_runner(
         adapter=adapter,
     )
     if plan.drafter is not None and own is not None:
-        step_bytes += profile_steps(
+        step_bytes += plan.drafter.kept_hidden_bytes + profile_steps(
             own,
             num_tokens=plan.drafter.step_tokens,
             max_model_len=plan.drafter.max_model_len,
@@ -256,8 +256,9 @@ def _load_model(
     tracer: Tracer,
     on_loaded: Callable[[int], None],
     on_progress: Callable[[], None],
+    lent: Decoder[Any, Any] | None = None,
 ) -> Decoder[Any, Any]:
-    """The model of a plan, over caches of one block."""
+    """The model of a plan, over caches of one block; a head takes from `lent` what it shares with its model."""
     config, shard, backend = plan.config, plan.shard, plan.backend
     one_block = allocate_cache(backend, shard, 1, plan.block_size, plan.dtype, plan.kv_dtype)
     with _weights(plan) as source:
@@ -272,6 +273,8 @@ def _load_model(
             plan.layer_caches([one_block] * len(shard.layers)),
             has_adapters=config.has_adapters,
             batch_invariant=config.batch_invariant,
+            lent=lent,
+            captured=plan.captured_layers,
         )
 
 
@@ -456,7 +459,8 @@ def _weights(plan: WorkerMemoryPlan) -> Iterator[WeightSource]:
         yield GgufWeights(read_gguf(path))
     else:
         with open_checkpoint(path) as checkpoint:
-            checkpoint.refuse_unread(plan.shard.config)
+            if plan.shard.config.draft_head is None:
+                checkpoint.refuse_unread(plan.shard.config)
             planned, stored = plan.quantization, plan.shard.config.quantization
             read_by = planned if isinstance(planned, CheckpointQuantization) else stored
             if isinstance(read_by, CheckpointQuantization):

@@ -19,6 +19,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import adapter_bytes
 from pagoda.model.decoder import LayerCache
 from pagoda.model.sharding import Shard
+from pagoda.worker.drafting.drafter import MOST_BEHIND
 from pagoda.worker.input_batch import input_batch_bytes
 from pagoda.worker.memory import sampling_bytes
 from pagoda.worker.number_formats import torch_dtype
@@ -90,8 +91,22 @@ class WorkerMemoryPlan:
         if self.shard.is_first and self.backend.capabilities.embeds_spans:
             # Embeddings that are given, and their sum with those of tokens.
             numbers += 2 * self.step_tokens * self.shard.config.hidden_size
-        own = numbers * torch.float32.itemsize
+        own = numbers * torch.float32.itemsize + self.kept_hidden_bytes
         return own if self.drafter is None else own + self.drafter.step_bytes
+
+    @property
+    def kept_hidden_bytes(self) -> int:
+        """Bytes of the model's hidden states for a head: of a step, and of tokens that it has not computed yet."""
+        if self.shard.config.draft_head is None:
+            return 0
+        rows = self.step_tokens + self.config.max_num_seqs * MOST_BEHIND
+        return rows * self.shard.config.hidden_size * torch.float32.itemsize
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers whose inputs a drafter takes."""
+        draft = None if self.drafter is None else self.drafter.shard.config.draft_head
+        return () if draft is None else draft.fused_layers
 
     @property
     def computes_whole_prompts(self) -> bool:

@@ -29,6 +29,8 @@ class PendingSample:
     on_device: list[_OnDevice] = field(default_factory=list)
     counts: list[Callable[[], list[int]]] = field(default_factory=list)
     """Tokens that went to each expert."""
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    """Hidden states [n, hidden] of each slot's tokens, for a head that drafts."""
 
     @classmethod
     def of(cls, sampled: Sampled) -> PendingSample:
@@ -73,4 +75,5 @@ def joined(pending_parts: Iterable[PendingSample]) -> PendingSample:
         whole.parts += pending.parts
         whole.on_device += pending.on_device
         whole.counts += pending.counts
+        whole.hidden |= pending.hidden
     return whole

@@ -28,7 +28,7 @@ from pagoda.backend.base import DeviceLostError, FutureTokens
 from pagoda.backend.kv_store import DeviceEvent
 from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.model.decoder import Decoder, PlannedBatch
+from pagoda.model.decoder import LAST_HIDDEN, Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
@@ -472,7 +472,8 @@ class Runner:
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
-        hidden = self.model.forward(planned, hidden, wanted, self._future_tokens(tokens, ends))
+        future = self._future_tokens(tokens, ends)
+        hidden, states = self._forward(tokens, planned, hidden, wanted, future)
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -483,12 +484,36 @@ class Runner:
         pending = PendingSample()
         if rows:
             pending = self._sampler.sample(self.model, hidden, rows)
+        pending.hidden = states
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)
             pending.add(Sampled(prompts=prompts))
         pending.counts.append(self.model.take_expert_tokens())
         return pending
+
+    def _forward(
+        self,
+        tokens: StepTokens,
+        planned: PlannedBatch[Any],
+        hidden: Tensor | None,
+        wanted: list[int],
+        future: Sequence[FutureTokens],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Hidden states of the rows that are wanted, and those of each slot's rows for a head that drafts."""
+        drafter, model = self._drafter, self.model
+        if drafter is None or not drafter.needs:
+            return model.forward(planned, hidden, wanted, future), {}
+        rows = None if LAST_HIDDEN in drafter.needs else wanted
+        results = list(dict.fromkeys([LAST_HIDDEN, *drafter.needs]))
+        computed = model.compute(planned, hidden, rows, future, results)
+        found = dict(zip(results, computed, strict=True))
+        states = drafter.states([found[name] for name in drafter.needs])
+        last = found[LAST_HIDDEN]
+        if rows is None and wanted != [*range(len(last))]:
+            last = last[torch.tensor(wanted, dtype=torch.int64, device=last.device)]
+        each = states.split_with_sizes(tokens.counts)
+        return last, dict(zip(tokens.slots, each, strict=True))
 
     def _future_tokens(self, tokens: StepTokens, ends: Sequence[int]) -> Sequence[FutureTokens]:
         """Tokens of the step that only the device knows."""
@@ -533,7 +558,8 @@ class Runner:
             draft = tokens.drafts.get(slot)
             end = first + count - (0 if draft is None else len(draft.token_ids) - num_right)
             texts.append(SlotText(slot, place, first, end, end + (slot in sampled.token_ids)))
-        return self._drafter.propose(tokens, texts, dict(launched.ready.plan.proposals))
+        wanted, hidden = dict(launched.ready.plan.proposals), launched.pending.hidden
+        return self._drafter.propose(tokens, texts, wanted, hidden)
 
 
 def _ahead(plan: StepPlan) -> int:

@@ -60,7 +60,7 @@ def test_a_minimal_file_takes_the_usual_values() -> None:
 
 _BIASED = (
     *("Qwen2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "SeedOssForCausalLM"),
-    "Qwen2MoeForCausalLM",
+    *("Qwen2MoeForCausalLM", "MiMoForCausalLM"),
 )
 _SPARSE = (
     *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV2ForCausalLM"),

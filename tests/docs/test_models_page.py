@@ -19,7 +19,12 @@ def test_the_page_has_every_family() -> None:
 def test_every_family_is_compared() -> None:
     texts = {
         node.value
-        for name in ("tiny_models.py", "family_models.py", "../e2e/encoder_models.py")
+        for name in (
+            "tiny_models.py",
+            "family_models.py",
+            "head_models.py",
+            "../e2e/encoder_models.py",
+        )
         for node in ast.walk(ast.parse((WORKER / name).read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

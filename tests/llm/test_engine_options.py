@@ -20,7 +20,7 @@ from pagoda.llm.engine_options import (
     ParallelOptions,
 )
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
-from pagoda.messages.speculation import SpeculativeConfig
+from pagoda.messages.speculation import HEAD_IF_ANY, SpeculativeConfig
 from pagoda.messages.worker_config import KVTierConfig, Role, WorkerConfig
 from pagoda.plugins.disaggregation.options import HandoffOptions
 from pagoda.plugins.kv_events.address import KVEventsAddress
@@ -55,7 +55,8 @@ def refused(sentence: str) -> Any:
 
 
 def test_defaults_are_those_of_the_engine() -> None:
-    expected = EngineConfig(worker=WorkerConfig(model="dir"), speculation=SpeculativeConfig())
+    worker = WorkerConfig(model="dir", drafter=HEAD_IF_ANY)
+    expected = EngineConfig(worker=worker, speculation=SpeculativeConfig())
     assert EngineOptions().engine_config("dir") == configured(model="dir") == expected
 
 

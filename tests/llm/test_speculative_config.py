@@ -21,7 +21,8 @@ MISTAKES = {
     '{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}': (
         "prompt_lookup_min must be at most prompt_lookup_max (3), got 5."
     ),
-    '{"method": "eagle3", "model": "head"}': "the method eagle3 is not there yet; draft_model takes",
+    '{"method": "eagle3"}': "eagle3 needs model, the directory of a head that was trained for this model.",
+    '{"method": "mtp", "model": "head"}': "has no use with the method mtp, whose weights come with the model.",
     '{"method": "draft_model"}': "draft_model needs model, a smaller model of the same tokenizer.",
     '{"method": "suffix", "model": "small"}': "model has no use with the method suffix, which has no weights.",
     "[1]": "takes a JSON object such as",

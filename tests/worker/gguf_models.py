@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,12 @@ def save_gguf(
     choose: Choose = lambda _: Kind.F32,
     *,
     joins_latents: bool = False,
+    head: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package.
 
-    With `joins_latents`, latent attention is as in files of before April 2025.
+    With `joins_latents`, latent attention is as in files of before April 2025. `head` are the tensors of layers
+    behind those of the model, by their names in a checkpoint; without them there is but a sign of these.
     """
     config = model.config
     architecture = ARCHITECTURES[type(model).__name__.removesuffix("ForCausalLM")]
@@ -116,7 +118,7 @@ def save_gguf(
     known_as = _ENUM.get(architecture, architecture.upper().replace("-", "_"))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[known_as], 99)
     stored = {}
-    published = _published(model, path.parent, joins_latents=joins_latents)
+    published = _published(model, path.parent, head or {}, joins_latents=joins_latents)
     if getattr(config, "linear_num_value_heads", None) is not None:
         published = dict(delta_tensors(published, config, tiled=architecture.startswith("qwen35")))
     for name, values in published.items():
@@ -151,7 +153,7 @@ def save_gguf(
         for kind in ("long", "short"):
             factors = np.array(_rope(config)[f"{kind}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
-    for layer in range(_num_extra(config)):
+    for layer in range(0 if head else _num_extra(config)):
         name = f"blk.{config.num_hidden_layers + layer}.nextn.eh_proj.weight"
         writer.add_tensor(name, np.zeros((4, 8), dtype=np.float32))
     finish(writer)
@@ -164,12 +166,16 @@ def _num_extra(config: Any) -> int:
 
 
 def _published(
-    model: transformers.PreTrainedModel, scratch: Path, *, joins_latents: bool
+    model: transformers.PreTrainedModel,
+    scratch: Path,
+    more: Mapping[str, torch.Tensor],
+    *,
+    joins_latents: bool,
 ) -> dict[str, torch.Tensor]:
     """Tensors by their names in a checkpoint; those of experts as one, as the converter merges them."""
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         model.save_pretrained(directory)
-        tensors = load_file(Path(directory) / "model.safetensors")
+        tensors = load_file(Path(directory) / "model.safetensors") | dict(more)
     merged: dict[str, torch.Tensor | list[torch.Tensor]] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: _numbers(item[0])):
         found = re.fullmatch(r"(.+\.experts)\.\d+(\..+)", name)

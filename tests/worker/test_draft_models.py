@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from drafted_answers import PROMPT, STEPS, check_proposals, requests, said
 from driver import GREEDY, Driver, load
 from family_models import make_model as make_other_model
 from hypothesis import HealthCheck, given, settings
@@ -21,34 +22,12 @@ from tiny_models import continuation, make_model, save_model
 from transformers import PreTrainedModel
 
 from pagoda.errors import ConfigError
-from pagoda.messages.frontend import GenerateRequest, Work
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.speculation import DrafterConfig, SpeculativeConfig
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
-
-PROMPT = [7, 7, 9, 300, 7, 9, 11, 7]
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "greedy too": {"temperature": 0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "reported": {"temperature": 1.0, "logprobs": 3},
-    "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "logprobs": 1},
-}
-
-
-def requests(length: int = 40) -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            request_id=name,
-            prompt_token_ids=PROMPT * 3 + [place],
-            work=Work(SamplingParams(**{"seed": 3, "max_tokens": length} | SAMPLING[name])),
-        )
-        for place, name in enumerate(SAMPLING)
-    ]
 
 
 def drafted_by(model: Path, most: int = 4) -> SpeculativeConfig:
@@ -85,19 +64,7 @@ def test_a_draft_model_changes_no_answer(
     drafting = engine(
         models["qwen3"], backend, tp, pp, speculation=drafted_by(models[draft]), **options
     )
-    expected = list(plain.chunks(requests()))
-    found = list(drafting.chunks(requests()))
-    for name in SAMPLING:
-        ours, theirs = (
-            [
-                (token, chunk.logprobs[at] if chunk.logprobs else None)
-                for chunk in chunks
-                if chunk.request_id == name
-                for at, token in enumerate(chunk.token_ids)
-            ]
-            for chunks in (found, expected)
-        )
-        assert ours == theirs
+    assert said(drafting.chunks(requests())) == said(plain.chunks(requests()))
     load = drafting.load()
     assert load.num_draft_tokens > 0
     if draft == "qwen3" and blocks == 512:
@@ -174,38 +141,22 @@ def test_drafts_are_greedy_continuations_by_the_draft_model(
 
 @settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
-    steps=st.lists(
-        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=4, max_size=14
-    ),
+    steps=STEPS,
     chunk=st.integers(2, 9),
     data=st.data(),
 )
 def test_what_is_proposed_does_not_depend_on_how_one_got_there(
     steps: list[tuple[int, int, int]], chunk: int, data: st.DataObject
 ) -> None:
-    """Slots that draft now and then, verify some drafts of any quality, and leave."""
     runner, oracle = _shared()
-    driver = Driver(runner)
-    driver.start(0, PROMPT, GREEDY)
-    driver.start(1, PROMPT[::-1] * 3, SamplingParams(temperature=1.0, seed=4, max_tokens=1000))
-    try:
-        for length, num_right, most in steps:
-            shares = {slot: driver.share(slot, chunk) for slot in driver.tokens}
-            drafted, behind = {}, driver.share(0, 10_000)
-            if behind == 1 and length:
-                answer = continuation(_target(), driver.tokens[0], length)
-                draft = answer[:num_right] + [(it + 1) % 320 for it in answer[num_right:]]
-                drafted, shares[0] = {0: draft}, 1 + len(draft)
-            wanted = {0: most} if most and shares[0] >= behind else {}
-            result = driver.step(shares, drafted, wanted)
-            for slot, draft in result.proposals.items():
-                assert draft == continuation(oracle, driver.tokens[slot], len(draft))
-            if data.draw(st.integers(0, 9)) == 0 and 1 in driver.tokens:
-                driver.free(1)
-    finally:
-        for slot in list(driver.tokens):
-            driver.free(slot)
-        driver.step({})
+
+    def answer(known: list[int], count: int) -> list[int]:
+        return continuation(_target(), known, count)
+
+    def drafts(known: list[int], count: int) -> list[int]:
+        return continuation(oracle, known, count)
+
+    check_proposals(Driver(runner), steps, chunk, data, answer, drafts)
 
 
 @pytest.mark.parametrize("fetches", [False, True])

@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MixtralForCausalLM": "mistral",
         "Qwen2ForCausalLM": "qwen",
         "Qwen2MoeForCausalLM": "qwen",
+        "MiMoForCausalLM": "qwen",
         "Qwen3ForCausalLM": "qwen",
         "Qwen3MoeForCausalLM": "qwen",
         "Phi3ForCausalLM": "llama",

@@ -17,6 +17,7 @@ from pagoda.checkpoints.families.shared import (
     text_sizes,
     with_attention,
     with_experts,
+    with_next_token,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
@@ -146,7 +147,6 @@ DEEPSEEK_V2 = Family(
 
 
 # ---- DeepSeek-V3: latent attention, and experts scored by sigmoids behind some dense layers (DeepSeek-AI 2024)
-# Layers that predict several tokens at once, which lie behind the others in files, are not read.
 
 _SIZES = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
 _GATING = "expert_gating_func"
@@ -155,9 +155,8 @@ _GATING = "expert_gating_func"
 def _adapt_deepseek_v3(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("rope_interleave", True)
     experts = sigmoid_experts(fields, _SIZES, scale=2.5, groups=(8, 4))
-    return with_experts(
-        with_latents(spec, fields), experts, layers_behind_dense(fields, spec.num_layers, 3)
-    )
+    layers = layers_behind_dense(fields, spec.num_layers, 3)
+    return with_next_token(with_experts(with_latents(spec, fields), experts, layers), fields)
 
 
 def _gguf_values_deepseek_v3(fields: Fields) -> Mapping[str, object]:

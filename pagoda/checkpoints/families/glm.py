@@ -14,6 +14,7 @@ from pagoda.checkpoints.families.shared import (
     sigmoid_experts,
     with_attention,
     with_experts,
+    with_next_token,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
@@ -58,7 +59,6 @@ GLM4 = replace(
 
 
 # ---- GLM-4.5: experts scored by sigmoids behind some dense layers, and one for all tokens (Zeng et al. 2025)
-# Layers for the prediction of several tokens at once, which lie behind the others in files, are not read.
 
 _SIZES_GLM4_MOE = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
 
@@ -67,7 +67,8 @@ def _adapt_glm4_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
     qk_norm = "head" if fields.flag("use_qk_norm", False) else None
     spec = with_attention(spec, qk_norm=qk_norm, output_bias=False)
     experts = sigmoid_experts(fields, _SIZES_GLM4_MOE, scale=1.0)
-    return with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 1))
+    spec = with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 1))
+    return with_next_token(spec, fields)
 
 
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
@@ -118,7 +119,8 @@ def _adapt_glm4_moe_lite(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("rope_interleave", True)
     experts = sigmoid_experts(fields, _SIZES_GLM4_MOE_LITE, scale=1.8)
     spec = with_latents(spec, fields, usual_query_rank=768)
-    return with_experts(spec, experts, _sparse_layers(fields, spec.num_layers))
+    spec = with_experts(spec, experts, _sparse_layers(fields, spec.num_layers))
+    return with_next_token(spec, fields)
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:

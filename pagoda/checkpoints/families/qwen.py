@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     expert_counts,
@@ -45,6 +47,34 @@ QWEN2 = Family(
         "qwen2_5_vl_text": _QWEN2_VL,
     },
     aliases=frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}),
+    defaults={"num_key_value_heads": 32},
+)
+
+
+# ---- MiMo: Qwen2 with a head that guesses one more token (LLM-Core Xiaomi 2025)
+
+
+def _adapt_mimo(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    spec = _adapt_qwen2(spec, fields)
+    if fields.count("num_nextn_predict_layers", 0) == 0:
+        return spec
+    layers = "model.mtp_layers"
+    head = DraftHeadSpec(
+        layers=layers,
+        norm=f"{layers}.0.final_layernorm",
+        hidden_norm=f"{layers}.0.hidden_layernorm",
+        embedding_norm=f"{layers}.0.token_layernorm",
+        joined=f"{layers}.0.input_proj",
+        hidden_first=True,
+        passes_normed=True,
+    )
+    return replace(spec, next_token=head)
+
+
+MIMO = Family(
+    "MiMoForCausalLM",
+    "MiMo-7B",
+    _adapt_mimo,
     defaults={"num_key_value_heads": 32},
 )
 

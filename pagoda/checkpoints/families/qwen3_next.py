@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.families.qwen import GGUF_EXPERTS, SHARED_NAMES, with_shared_expert
 from pagoda.checkpoints.families.shared import (
     NEXT_LAYERS,
@@ -23,9 +24,17 @@ from pagoda.checkpoints.state_layers import GatedDeltaSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 # ---- Qwen3.5: a gated delta rule in three of four layers, gated attention in the others (Qwen 2025)
-# Layers that predict several tokens at once (`mtp.` in files) are left out.
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
+_HEAD = DraftHeadSpec(
+    layers="mtp.layers",
+    norm="mtp.norm",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    joined="mtp.fc",
+    passes_normed=True,
+)
+"""The head that guesses one more token; files have it or not, whatever config.json says."""
 _KEEP_STATES = "attention.recurrent_layers"
 """Metadata of newer files: whether each layer has a delta rule."""
 
@@ -37,7 +46,8 @@ def adapt_delta(spec: ModelSpec, fields: Fields) -> ModelSpec:
     kinds = layer_kinds(fields, spec.num_layers, (_DELTA, _ATTENTION), usual)
     spec = with_attention(spec, qk_norm="head", output_gate=True)
     layers = [layer for layer, kind in enumerate(kinds) if kind == _DELTA]
-    return with_state(spec, _delta(fields), layers, bias=False)
+    spec = with_state(spec, _delta(fields), layers, bias=False)
+    return replace(spec, next_token=_HEAD)
 
 
 def _delta(fields: Fields) -> GatedDeltaSpec:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
@@ -215,10 +216,18 @@ def every_nth_full(
 NEXT_LAYERS = "nextn_predict_layers"
 
 
+def with_next_token(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with the head behind its layers, which files may lack although config.json does not deny it."""
+    if fields.count(f"num_{NEXT_LAYERS}", 1) == 0:
+        return spec
+    return replace(spec, next_token=head_behind(spec.names, spec.num_layers))
+
+
 def gguf_layers(fields: Fields) -> Mapping[str, int]:
     """Layers of a model without those for the prediction of several tokens, which files count as well."""
     extra = fields.count(NEXT_LAYERS, 0)
-    return {"num_hidden_layers": fields.positive("block_count") - extra}
+    num_layers = fields.positive("block_count") - extra
+    return {"num_hidden_layers": num_layers, f"num_{NEXT_LAYERS}": extra}
 
 
 WINDOW_PATTERN = "attention.sliding_window_pattern"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.contents import unread_tensors
+from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields, nearest
@@ -110,10 +111,15 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
             mlp = replace(mlp, bias=has_bias(names.gate, names.up, names.down))
         return replace(layer, attention=attention, mlp=mlp)
 
-    classifier = config.classifier
+    classifier, head = config.classifier, config.next_token
+    if head is not None:
+        within, norm = "nextn.", "shared_head_norm"
+        behind = head_behind(names, config.num_layers, within=within, norm=norm)
+        head = replace(behind, passes_normed=head.passes_normed)
     spec = replace(
         config.with_layers(with_biases),
         names=names,
+        next_token=head,
         classifier=None if classifier is None else replace(classifier, out=SCORE, dense="cls"),
         rotary={**config.rotary, "default": replace(rotary, scaling=scaling)},
         quantization=None if all(map(is_dense, matrices(file))) else GgufQuantization(file),

@@ -14,6 +14,7 @@ from pagoda.backend.kv_store import DeviceEvent
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.speculation import DrafterConfig
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.backend_check.small_models import WITH_EXPERTS, WITH_STATES, model_directory
@@ -38,17 +39,27 @@ WITH_BOTH: Mapping[str, object] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 16,
 }
+WITH_HEAD: Mapping[str, object] = {
+    **{key: size for key, size in WITH_EXPERTS.items() if "expert" not in key and "moe" not in key},
+    "architectures": ["MiMoForCausalLM"],
+    "num_nextn_predict_layers": 1,
+}
 
 
 def _run(
-    config: Mapping[str, object], backend: Any, monkeypatch: pytest.MonkeyPatch
+    config: Mapping[str, object],
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: DrafterConfig | None = None,
 ) -> tuple[list[StepResult], list[bool]]:
     """Results of steps, and which steps were computed when the next one had been launched."""
     monkeypatch.setattr(loading, "choose_backend", lambda *_: (backend, "test"))
     with model_directory(config) as directory:
         sizes: dict[str, Any] = {"num_blocks": 8, "max_num_seqs": 2, "max_model_len": 16}
         plan = loading.plan_worker(
-            WorkerConfig(model=directory, load_format="dummy", dtype="float32", **sizes)
+            WorkerConfig(
+                model=directory, load_format="dummy", dtype="float32", drafter=drafter, **sizes
+            )
         )
         runner = loading.load_runner(plan, Tracer("worker")).runner
     assert isinstance(runner, Runner)
@@ -62,7 +73,9 @@ def _run(
     results, were_computed = [], []
     under_way: deque[tuple[Ticket[StepResult], DeviceEvent | None]] = deque()
     for step, shares in enumerate(SHARES):
-        ticket = runner.submit(StepPlan(step, [0, 1], [*shares], starts if step == 0 else []))
+        wanted = [] if drafter is None else [(0, 3), (1, step)]
+        begun = starts if step == 0 else []
+        ticket = runner.submit(StepPlan(step, [0, 1], [*shares], begun, proposals=wanted))
         under_way.append((ticket, ticket.launch()))
         if len(under_way) == 2:
             before, done = under_way.popleft()
@@ -84,3 +97,13 @@ def test_two_steps_are_under_way_at_once(
     assert [it.expert_tokens for it in own] == [it.expert_tokens for it in expected]
     assert any(own[-1].expert_tokens) == ("num_experts" in config)
     assert device.num_replayed > 0
+
+
+def test_a_head_drafts_behind_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched before it has drafted behind the one in front."""
+    drafter = DrafterConfig(method="auto")
+    own, _ = _run(WITH_HEAD, GpuBackend(CountingDevice()), monkeypatch, drafter)
+    expected, _ = _run(WITH_HEAD, ReferenceBackend(), monkeypatch, drafter)
+    assert [it.token_ids for it in own] == [it.token_ids for it in expected]
+    assert [it.proposals for it in own] == [it.proposals for it in expected]
+    assert [len(it.proposals.get(1, [])) for it in own] == [0, 1, 2, 3, 4]
