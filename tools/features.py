@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features that may be asked for together: which exclude each other, which are refused, and the sets of them that
+tests compute, so that every other pair stands in one of these (a covering array of strength two).
+
+A feature that ceases to be refused loses its lines in `REFUSED`, and joins the sets by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "the method of --speculative-config": ("suffix", "ngram", "draft model", "MTP", "EAGLE-3"),
+    "--quantization": ("int8", "int4", "fp8"),
+    "the files of a model": ("W8A8 files", "W4A16 files", "FP8 files", "MXFP4 files", "GGUF files"),
+    "the layers of a model": ("windows", "states", "MLA", "encoders"),
+    "--backend": ("reference", "cpu", "cuda", "pypto"),
+}
+"""What a server has one of; no architecture that Pagoda runs has two of these kinds of layers."""
+_METHODS, ROUNDED, _FILES, LAYERS, _BACKENDS = CHOICES.values()
+_REQUESTS = ("grammars", "tools", "log-probabilities", "n > 1", "adapters")
+_RANKS = ("tensor parallelism", "pipeline parallelism", "expert parallelism")
+OVER_PROCESSES = ("tiers", "handoff", "data parallelism", "Ray")
+"""Features of several processes, which the sets of whole servers have, all at once."""
+FEATURES: tuple[str, ...] = (
+    *_METHODS,
+    *_REQUESTS,
+    "prefix cache",
+    *_RANKS,
+    *OVER_PROCESSES,
+    "int8 KV",
+    *ROUNDED,
+    *_FILES,
+    *LAYERS,
+    *_BACKENDS,
+)
+"""In the order of the page."""
+
+
+class Refusal(NamedTuple):
+    """A sentence that refuses a pair before anything is loaded, or a request to a server that has the other."""
+
+    sentence: str
+    module: str
+
+
+Pair = frozenset[str]
+
+
+def _all(one: str, others: Collection[str], sentence: str, module: str) -> dict[Pair, Refusal]:
+    return {frozenset((one, other)): Refusal(sentence, module) for other in others if other != one}
+
+
+_FLAG = "pagoda/llm/speculative_config.py"
+_FORMATS = "pagoda/worker/number_formats.py"
+_DRAFTERS = "pagoda/worker/drafting/planning.py"
+_DEVICES = "pagoda/devices.py"
+_LACKING = "which this model needs; choose another --backend."
+_QUANTIZED = "is quantized already"
+
+REFUSED: dict[Pair, Refusal] = {
+    **_all("MTP", FEATURES, "is not there yet", _FLAG),
+    **_all("EAGLE-3", FEATURES, "is not there yet", _FLAG),
+    **{
+        it: refusal
+        for method in ("suffix", "ngram", "draft model")
+        for it, refusal in {
+            **_all(method, ["states"], "has layers with a state, which would have moved on", _FLAG),
+            **_all(method, ["encoders"], "is an encoder, which says no tokens", _FLAG),
+        }.items()
+    },
+    **{
+        it: refusal
+        for rounded in ROUNDED
+        for it, refusal in _all(
+            rounded,
+            ["W8A8 files", "W4A16 files", "MXFP4 files", "GGUF files"],
+            _QUANTIZED,
+            _FORMATS,
+        ).items()
+    },
+    **_all(
+        "encoders",
+        [it for it in _REQUESTS if it != "adapters"],
+        "gives vectors or scores of texts and generates none",
+        "pagoda/engine/scheduler.py",
+    ),
+    **_all(
+        "encoders",
+        ["expert parallelism"],
+        "needs a model with experts",
+        "pagoda/checkpoints/topology.py",
+    ),
+    **_all(
+        "pypto", ["suffix", "ngram"], "tokens and chunks in one step", "pagoda/engine/assembly.py"
+    ),
+    **_all("pypto", ["draft model"], "samples several tokens of a request in a step", _DRAFTERS),
+    **_all(
+        "pypto", _RANKS, "shares a model out over the devices of one rank, not over ranks", _DEVICES
+    ),
+    **_all("pypto", LAYERS, _LACKING, "pagoda/backend/base.py"),
+    **_all("pypto", ["int8 KV"], "--kv-cache-dtype", _FORMATS),
+    **_all("pypto", ROUNDED, "this backend does not compute with", _FORMATS),
+    **_all(
+        "pypto",
+        ["adapters"],
+        "the PyPTO programs have no adapters",
+        "pagoda/plugins/pypto/backend.py",
+    ),
+    **_all("fp8", ["cpu"], "this backend does not compute with", _FORMATS),
+}
+
+
+def pair(one: str, other: str) -> Pair:
+    return frozenset((one, other))
+
+
+def choice_of(one: str, other: str) -> str:
+    """What has one value, of which these are two; empty if there is none."""
+    return next((name for name, it in CHOICES.items() if one in it and other in it), "")
+
+
+def together(features: Sequence[str] = FEATURES) -> Iterator[Pair]:
+    """Pairs that are not refused."""
+    for one, other in combinations(features, 2):
+        if not choice_of(one, other) and pair(one, other) not in REFUSED:
+            yield pair(one, other)
+
+
+def _covering(pairs: Sequence[Pair], features: Sequence[str]) -> list[tuple[str, ...]]:
+    """Few sets of features that go together, so that each of the pairs stands in one of them.
+
+    Each set begins with the first pair that is left, and takes what brings most pairs that are left (the greedy
+    algorithm of AETG, Cohen et al. 1997)."""
+    allowed, left, sets = set(together(features)), dict.fromkeys(pairs), []
+    while left:
+        chosen = sorted(next(iter(left)), key=features.index)
+        while True:
+            fitting = [
+                it
+                for it in features
+                if it not in chosen and all(pair(it, other) in allowed for other in chosen)
+            ]
+            gains = [sum(pair(it, other) in left for other in chosen) for it in fitting]
+            if not any(gains):
+                break
+            chosen.append(fitting[gains.index(max(gains))])
+        for found in combinations(chosen, 2):
+            left.pop(pair(*found), None)
+        sets.append(tuple(sorted(chosen, key=features.index)))
+    return sets
+
+
+IN_PROCESS = tuple(it for it in FEATURES if it not in (*OVER_PROCESSES, "pypto"))
+SETS = _covering(list(together(IN_PROCESS)), IN_PROCESS)
