@@ -7,7 +7,7 @@ A feature that ceases to be refused loses its lines in `REFUSED`, and joins the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models that have the features of a set: kinds of layers, experts, and formats of weights, in files or on load."""
+"""Tiny models that have the features of a set: kinds of layers, experts, formats of weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from family_models import FAMILIES as MORE_FAMILIES
 from family_models import make_model as make_other_model
 from gguf_encoders import save_gguf_encoder
 from gguf_models import save_gguf
-from quantized_models import Format, awq_format, fp8_format, gptq_format, int8_format
-from quantized_models import packed_format, store_quantized
+from quantized_models import (
+    Format,
+    awq_format,
+    fp8_format,
+    gptq_format,
+    int8_format,
+    packed_format,
+    store_quantized,
+)
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
@@ -78,8 +85,8 @@ def _make(family: str) -> transformers.PreTrainedModel:
 def save_featured(
     features: Collection[str], directory: Path, number: int = 0
 ) -> transformers.PreTrainedModel:
-    """Saves a model with the features in `directory`, or in `directory / "model.gguf"`; sets with other numbers have
-    other layouts of a format."""
+    """Saves a model with the features in `directory`, a GGUF file as `model.gguf`; sets of other numbers have other
+    layouts of a format."""
     model = _make(family_of(features))
     if "GGUF files" in features:
         directory.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import msgspec
 from adapter_files import save_adapter
 from feature_models import FLAGS, save_featured
 from in_process import InProcessEngine, engine
-from test_drafts import EOS, PROMPT, SAMPLING, sampling_of
+from test_drafts import EOS, PROMPT, sampling_of
 from test_masked_answers import GRAMMARS, TEXTS
 
 from pagoda.checkpoints.adapters import adapter_digest
@@ -30,7 +30,7 @@ from pagoda.text.answer_formats import ParserChoice
 from pagoda.text.grammars.tool_grammars import CallableTool, CallRules, answer_grammar
 
 Answers = dict[str, tuple[list[int], list[TokenLogprobs | PromptLogprobs], bytes]]
-"""Tokens of each request, what is reported of them and of the prompt's, and the vector, where one was asked for."""
+"""Tokens of each request, what is reported of them and of the prompt, and the vector, if one was asked for."""
 LENGTH = 24
 WEATHER = CallableTool(
     "weather",
@@ -109,28 +109,29 @@ def asked(of: Featured) -> list[GenerateRequest]:
         grammars[5] = forced_call()
     adapters = ["", *(adapter.digest for adapter in of.numbers.get("adapters", ()))]
     is_encoder = "encoders" in features
-    found = []
-    for place, kind in enumerate(kinds):
-        sampling = msgspec.structs.replace(sampling_of(kind), max_tokens=LENGTH, logprobs=None)
+
+    def request(place: int, choice: int) -> GenerateRequest:
+        sampling = msgspec.structs.replace(
+            sampling_of(kinds[place]), max_tokens=LENGTH, logprobs=None, seed=3 + choice
+        )
         if place % 2:
             sampling = msgspec.structs.replace(sampling, **reports)
         if is_encoder:
             sampling = msgspec.structs.replace(sampling, max_tokens=0, min_tokens=0)
-        for choice in range(2 if "n > 1" in features and kind == "sampled" else 1):
-            found.append(
-                GenerateRequest(
-                    request_id=f"{place} {kind} {choice}",
-                    prompt_token_ids=PROMPT * 5 + [place],
-                    work=Work(
-                        msgspec.structs.replace(sampling, seed=3 + choice),
-                        eos_token_ids=(*EOS, *TEXTS.eos_token_ids),
-                        pooling=Pooling.MEAN if is_encoder else None,
-                        adapter=adapters[place % len(adapters)],
-                    ),
-                    grammar=grammars[place],
-                )
-            )
-    return found
+        return GenerateRequest(
+            request_id=f"{place} {choice}",
+            prompt_token_ids=PROMPT * 5 + [place],
+            work=Work(
+                sampling,
+                eos_token_ids=(*EOS, *TEXTS.eos_token_ids),
+                pooling=Pooling.MEAN if is_encoder else None,
+                adapter=adapters[place % len(adapters)],
+            ),
+            grammar=grammars[place],
+        )
+
+    choices = 2 if "n > 1" in features else 1
+    return [request(place, choice) for place in range(len(kinds)) for choice in range(choices)]
 
 
 def forced_call() -> Grammar:
