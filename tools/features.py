@@ -129,20 +129,20 @@ def together(features: Sequence[str] = FEATURES) -> Iterator[Pair]:
             yield pair(one, other)
 
 
-def _covering(pairs: Sequence[Pair], features: Sequence[str]) -> list[tuple[str, ...]]:
-    """Few sets of features that go together, so that each of the pairs stands in one of them.
+def _covering(
+    pairs: Sequence[Pair], features: Sequence[str], apart: Sequence[str] = ()
+) -> list[tuple[str, ...]]:
+    """Few sets of features that go together, so that each of the pairs stands in one of them; of those in `apart`
+    each has one at most.
 
-    Each set begins with the first pair that is left, and takes what brings most pairs that are left (the greedy
+    A set begins with the first pair that is left, and takes what brings most pairs that are left (the greedy
     algorithm of AETG, Cohen et al. 1997)."""
-    allowed, left, sets = set(together(features)), dict.fromkeys(pairs), []
+    allowed = {it for it in together(features) if not it <= set(apart)}
+    left, sets = dict.fromkeys(pairs), list[tuple[str, ...]]()
     while left:
         chosen = sorted(next(iter(left)), key=features.index)
         while True:
-            fitting = [
-                it
-                for it in features
-                if it not in chosen and all(pair(it, other) in allowed for other in chosen)
-            ]
+            fitting = [it for it in features if all(pair(it, other) in allowed for other in chosen)]
             gains = [sum(pair(it, other) in left for other in chosen) for it in fitting]
             if not any(gains):
                 break
@@ -153,5 +153,23 @@ def _covering(pairs: Sequence[Pair], features: Sequence[str]) -> list[tuple[str,
     return sets
 
 
-IN_PROCESS = tuple(it for it in FEATURES if it not in (*OVER_PROCESSES, "pypto"))
-SETS = _covering(list(together(IN_PROCESS)), IN_PROCESS)
+_OTHERS = tuple(it for it in FEATURES if it != "pypto")
+_IN_PROCESS = tuple(it for it in _OTHERS if it not in OVER_PROCESSES)
+SETS = _covering(list(together(_IN_PROCESS)), _IN_PROCESS)
+"""Sets of features of one engine, by number."""
+SERVER_SETS = _covering(
+    [it for it in together(_OTHERS) if it & set(OVER_PROCESSES)], _OTHERS, _RANKS[:2]
+)
+"""Sets of features of several engines in processes, by number, with two workers of an engine at most."""
+PROVEN: dict[Pair, str] = {}
+"""Pairs that tests of their own compare, by the name of the test."""
+
+
+def proof(one: str, other: str) -> str:
+    """The test that compares a pair which is not refused; empty if there is none."""
+    both = pair(one, other)
+    for name, sets in (("features_together", SETS), ("servers_with_features", SERVER_SETS)):
+        found = next((number for number, it in enumerate(sets) if both <= set(it)), None)
+        if found is not None:
+            return f"tests/worker/test_{name}.py::test_{name}[{found}]"
+    return PROVEN.get(both, "")

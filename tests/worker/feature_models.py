@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,15 @@ from quantized_models import (
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
+import pagoda
+
 _DECODER, _ENCODER = r"(?<!linear_attn\.out)_proj(_with_mqa)?", r"layer\..*(query|key|value|dense)"
 """Ends of the names of linear maps."""
-VOCAB = 330
-"""Tokens of all of these models, a multiple of no size of ranks or tiles."""
+_TINY = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
+"""The model whose tokenizer these models have."""
+VOCAB = 960
+ENDS: list[int] = json.loads((_TINY / "generation_config.json").read_text())["eos_token_id"]
+"""Tokens behind answers."""
 _SIZES = {
     "vocab_size": VOCAB,
     "moe_intermediate_size": 64,
@@ -85,8 +91,8 @@ def _make(family: str) -> transformers.PreTrainedModel:
 def save_featured(
     features: Collection[str], directory: Path, number: int = 0
 ) -> transformers.PreTrainedModel:
-    """Saves a model with the features in `directory`, a GGUF file as `model.gguf`; sets of other numbers have other
-    layouts of a format."""
+    """Saves a model with the features in `directory`, a GGUF file as `model.gguf`; sets of other numbers have
+    other layouts of a format."""
     model = _make(family_of(features))
     if "GGUF files" in features:
         directory.mkdir(exist_ok=True)
@@ -105,6 +111,8 @@ def save_featured(
             )
         else:
             model.save_pretrained(directory)
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(_TINY / name, directory)
     return model
 
 

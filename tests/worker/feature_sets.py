@@ -4,33 +4,54 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from adapter_files import save_adapter
-from feature_models import FLAGS, save_featured
+from feature_models import ENDS, FLAGS, save_featured
 from in_process import InProcessEngine, engine
-from test_drafts import EOS, PROMPT, sampling_of
-from test_masked_answers import GRAMMARS, TEXTS
+from test_drafts import PROMPT, sampling_of
+from test_masked_answers import GRAMMARS
 
 from pagoda.checkpoints.adapters import adapter_digest
+from pagoda.engine.structured_output.vocabulary import TokenTexts, TokenTextsOrder
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
     GenerateRequest,
     Grammar,
     Pooling,
     PromptLogprobs,
+    TokenChunk,
     TokenLogprobs,
     Work,
 )
 from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.text.answer_formats import ParserChoice
 from pagoda.text.grammars.tool_grammars import CallableTool, CallRules, answer_grammar
+from pagoda.text.token_texts import token_texts
 
-Answers = dict[str, tuple[list[int], list[TokenLogprobs | PromptLogprobs], bytes]]
-"""Tokens of each request, what is reported of them and of the prompt, and the vector, if one was asked for."""
+
+@dataclass
+class Answer:
+    """All that is said to a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    reports: list[TokenLogprobs | PromptLogprobs] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens and of the answer's."""
+    vector: bytes = b""
+
+    def add(self, chunk: TokenChunk) -> None:
+        assert chunk.error is None, chunk.error
+        self.tokens += chunk.token_ids
+        self.reports += filter(None, [chunk.prompt_logprobs])
+        self.reports += chunk.logprobs or []
+        self.vector += chunk.embedding or b""
+
+
+Answers = dict[str, Answer]
 LENGTH = 24
 WEATHER = CallableTool(
     "weather",
@@ -53,9 +74,17 @@ class Featured:
     numbers: dict[str, Any]
     features: Collection[str]
 
+    @cached_property
+    def texts(self) -> TokenTexts | None:
+        """The texts of the model's tokens, where there are grammars."""
+        if not {"grammars", "tools"} & set(self.features):
+            return None
+        directory = self.model.parent if self.model.is_file() else self.model
+        return token_texts(TokenTextsOrder(str(directory), "auto", simulated=False))
+
     def plain(self) -> InProcessEngine:
         """An engine that does nothing but compute, for one request at a time."""
-        return engine(self.model, self.backend, token_texts=TEXTS, **self.numbers)
+        return engine(self.model, self.backend, token_texts=self.texts, **self.numbers)
 
     def featured(self) -> InProcessEngine:
         features = self.features
@@ -63,7 +92,7 @@ class Featured:
             self.model,
             self.backend,
             pp=2 if "pipeline parallelism" in features else 1,
-            token_texts=TEXTS,
+            token_texts=self.texts,
             speculation=self.speculation,
             enable_prefix_caching="prefix cache" in features,
             max_num_batched_tokens=2048 if "encoders" in features else 23,
@@ -90,9 +119,10 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
     if "draft model" in features:
         save_featured((), directory / "draft")
         speculation = SpeculativeConfig(method="draft_model", model=str(directory / "draft"))
-    for method in ("suffix", "ngram"):
-        if method in features:
-            speculation = SpeculativeConfig(method=method)  # type: ignore[arg-type]
+    if "suffix" in features:
+        speculation = SpeculativeConfig(method="suffix")
+    if "ngram" in features:
+        speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4)
     backend = next((it for it in ("reference", "cuda") if it in features), "cpu")
     return Featured(path, backend, speculation, numbers, features)
 
@@ -104,9 +134,9 @@ def asked(of: Featured) -> list[GenerateRequest]:
     kinds = ("greedy", "sampled", "penalised", "held back", "greedy", "sampled")
     grammars: list[Grammar | None] = [None] * len(kinds)
     if "grammars" in features:
-        grammars[3:5] = GRAMMARS[:2]
+        grammars[4:] = GRAMMARS[:2]
     if "tools" in features:
-        grammars[5] = forced_call()
+        grammars[2] = forced_call()
     adapters = ["", *(adapter.digest for adapter in of.numbers.get("adapters", ()))]
     is_encoder = "encoders" in features
 
@@ -114,16 +144,18 @@ def asked(of: Featured) -> list[GenerateRequest]:
         sampling = msgspec.structs.replace(
             sampling_of(kinds[place]), max_tokens=LENGTH, logprobs=None, seed=3 + choice
         )
+        if place < 2:  # a text that repeats itself, as drafters want it
+            sampling = msgspec.structs.replace(sampling, allowed_token_ids=tuple(sorted({*PROMPT})))
         if place % 2:
             sampling = msgspec.structs.replace(sampling, **reports)
         if is_encoder:
             sampling = msgspec.structs.replace(sampling, max_tokens=0, min_tokens=0)
         return GenerateRequest(
             request_id=f"{place} {choice}",
-            prompt_token_ids=PROMPT * 5 + [place],
+            prompt_token_ids=[place] + PROMPT * 5,
             work=Work(
                 sampling,
-                eos_token_ids=(*EOS, *TEXTS.eos_token_ids),
+                eos_token_ids=tuple(ENDS),
                 pooling=Pooling.MEAN if is_encoder else None,
                 adapter=adapters[place % len(adapters)],
             ),
@@ -138,20 +170,15 @@ def forced_call() -> Grammar:
     """The grammar of an answer that has to call a tool."""
     return answer_grammar(
         lambda _: None,
-        ParserChoice("hermes", "none").formats(""),
+        ParserChoice("llama3_json", "none").formats(""),
         calls=CallRules([WEATHER], must_call=True, is_single=True),
-        tool_format="hermes",
+        tool_format="llama3_json",
         reasoning=None,
     )
 
 
 def answers(model: InProcessEngine, requests: Sequence[GenerateRequest]) -> Answers:
-    found: Answers = {request.request_id: ([], [], b"") for request in requests}
+    found = {request.request_id: Answer() for request in requests}
     for chunk in model.chunks(requests):
-        tokens, logprobs, vector = found[chunk.request_id]
-        found[chunk.request_id] = (
-            tokens + chunk.token_ids,
-            [*logprobs, *filter(None, [chunk.prompt_logprobs]), *(chunk.logprobs or [])],
-            vector + (chunk.embedding or b""),
-        )
+        found[chunk.request_id].add(chunk)
     return found
