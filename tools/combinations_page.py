@@ -6,8 +6,14 @@ A pair is exact, and names a test, or is refused, and names the module whose sen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from tools.features import CHOICES, FEATURES, REFUSED, choice_of, features_of, pair, proof
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "combinations.md"
@@ -70,20 +76,9 @@ PAIRS: list[Pair] = [
     *_with_speculation(f"{_BITS}::test_quantized_checkpoints", "quantized checkpoints"),
     Pair(
         "speculation",
-        "layers with a state",
-        _FLAG,
-        "has layers with a state, which would have moved on behind drafts that are wrong",
-    ),
-    Pair("speculation", "encoders", _FLAG, "is an encoder, which says no tokens"),
-    Pair(
-        "speculation",
         "backends without mixed steps",
         "pagoda/engine/assembly.py",
         "tokens and chunks in one step; choose another --backend.",
-    ),
-    *(
-        Pair(f"speculation ({method})", "any model", _FLAG, "is not there yet")
-        for method in ("mtp", "eagle3")
     ),
     *(
         Pair("speculation (draft_model)", other, f"{_DRAFT_MODELS}::{test}", "")
@@ -105,13 +100,101 @@ PAIRS: list[Pair] = [
 
 _HEAD = """# Combinations
 
-What goes together, and what shows it. *Exact*: the answers are those of a server without the feature, in every bit
-of tokens and log-probabilities; the test compares them. *Refused*: a sentence says so before anything is loaded.
-Written by `make docs` from `tools/combinations_page.py`; a test looks for every test and every sentence.
+What goes together, and what shows it. *Exact*: the answers are those of a server that does nothing but compute, one
+request at a time, in every bit of tokens, log-probabilities and vectors; the test compares them. Formats, ranks and
+backends have bits of their own, and are compared with themselves. *Refused*: one sentence says so before anything is
+loaded, or to the request. Written by `make docs` from `tools/features.py` and `tools/combinations_page.py`; a test looks
+for every test and every sentence, and for pairs without either.
+
+## Every feature with every other
+
+A number is a test of a set of features that has both, a letter a sentence that refuses, and – stands between two values
+of one choice.
+
+"""
+_SETS = """
+## Tests
+
+Features that are asked for together in each; `pytest 'tests/worker/test_features_together.py::test_features_together[0]'`
+runs one.
+
+| | test | features |
+|---|---|---|
+"""
+_SENTENCES = """
+## Sentences
+
+| | sentence | in |
+|---|---|---|
+"""
+_CHOICES = """
+## Choices
+
+A server has one value of each: """
+_MORE = """
+## Speculation in detail
 
 | | with | | |
 |---|---|---|---|
 """
+
+
+def _letters(number: int) -> str:
+    """a, b, … z, aa, ab…"""
+    first, last = divmod(number, 26)
+    return (_letters(first - 1) if first else "") + chr(ord("a") + last)
+
+
+def _numbered(names: Iterable[T]) -> dict[T, int]:
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+def _matrix() -> str:
+    """The table of all features, and lists of the tests and sentences that it refers to."""
+    pairs = list(combinations(FEATURES, 2))
+    refusals = _numbered(REFUSED[pair(*it)] for it in pairs if pair(*it) in REFUSED)
+    tests = _numbered(it for one, other in pairs if (it := _proof_of(one, other)))
+
+    def cell(one: str, other: str) -> str:
+        if choice_of(one, other):
+            return "–"
+        refusal = REFUSED.get(pair(one, other))
+        if refusal is not None:
+            return _letters(refusals[refusal])
+        return str(1 + tests[_proof_of(one, other)])
+
+    rows = [f"| | {' | '.join(str(1 + at) for at in range(len(FEATURES) - 1))} |"]
+    rows.append("|---" * len(FEATURES) + "|")
+    for at, one in enumerate(FEATURES):
+        cells = [cell(one, other) for other in FEATURES[:at]]
+        rows.append(
+            f"| {1 + at} {one} | " + " | ".join([*cells, *[""] * (len(FEATURES) - 1 - at)]) + " |"
+        )
+    sets = [
+        f"| {1 + number} | `{it}` | {', '.join(features_of(it))} |" for it, number in tests.items()
+    ]
+    sentences = [
+        f"| {_letters(at)} | “{it.sentence}” | `{it.module}` |" for it, at in refusals.items()
+    ]
+    choices = "; ".join(f"{what} ({', '.join(values)})" for what, values in CHOICES.items())
+    return (
+        "\n".join(rows)
+        + "\n"
+        + _SETS
+        + "\n".join(sets)
+        + "\n"
+        + _SENTENCES
+        + "\n".join(sentences)
+        + "\n"
+        + _CHOICES
+        + choices
+        + ".\n"
+    )
+
+
+def _proof_of(one: str, other: str) -> str:
+    is_left = choice_of(one, other) or pair(one, other) in REFUSED
+    return "" if is_left else proof(one, other)
 
 
 def page() -> str:
@@ -122,7 +205,7 @@ def page() -> str:
         + " |"
         for one, other, proof, sentence in PAIRS
     )
-    return _HEAD + "\n".join(rows) + "\n"
+    return _HEAD + _matrix() + _MORE + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,10 +16,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "--quantization": ("int8", "int4", "fp8"),
     "the files of a model": ("W8A8 files", "W4A16 files", "FP8 files", "MXFP4 files", "GGUF files"),
     "the layers of a model": ("windows", "states", "MLA", "encoders"),
-    "--backend": ("reference", "cpu", "cuda", "pypto"),
+    "the architecture of a model, as gpt-oss alone has such files": (
+        *("MXFP4 files", "states", "MLA", "encoders"),
+    ),
+    "--backend": ("cpu", "reference", "cuda", "pypto"),
 }
 """What a server has one of; no architecture that Pagoda runs has two of these kinds of layers."""
-_METHODS, ROUNDED, _FILES, LAYERS, _BACKENDS = CHOICES.values()
+_METHODS, ROUNDED, _FILES, LAYERS, _, _BACKENDS = CHOICES.values()
 _REQUESTS = ("grammars", "tools", "log-probabilities", "n > 1", "adapters")
 _RANKS = ("tensor parallelism", "pipeline parallelism", "expert parallelism")
 OVER_PROCESSES = ("tiers", "handoff", "data parallelism", "Ray")
@@ -153,23 +156,42 @@ def _covering(
     return sets
 
 
-_OTHERS = tuple(it for it in FEATURES if it != "pypto")
-_IN_PROCESS = tuple(it for it in _OTHERS if it not in OVER_PROCESSES)
+_ON_HOSTS = tuple(it for it in FEATURES if it not in ("cuda", "pypto"))
+_IN_PROCESS = tuple(it for it in _ON_HOSTS if it not in OVER_PROCESSES)
+_ON_GPUS = (*(it for it in _IN_PROCESS if it not in _BACKENDS), "cuda")
 SETS = _covering(list(together(_IN_PROCESS)), _IN_PROCESS)
 """Sets of features of one engine, by number."""
+GPU_SETS = _covering([it for it in together(_ON_GPUS) if "cuda" in it], _ON_GPUS)
+"""The same on GPUs, where one of each pair is the backend."""
 SERVER_SETS = _covering(
-    [it for it in together(_OTHERS) if it & set(OVER_PROCESSES)], _OTHERS, _RANKS[:2]
+    [it for it in together(_ON_HOSTS) if it & set(OVER_PROCESSES)], _ON_HOSTS, _RANKS[:2]
 )
 """Sets of features of several engines in processes, by number, with two workers of an engine at most."""
 PROVEN: dict[Pair, str] = {}
 """Pairs that tests of their own compare, by the name of the test."""
+_TESTS = {
+    "tests/worker/test_features_together.py::test_features_together": SETS,
+    "pagoda/plugins/cuda/tests/test_features_on_gpus.py::test_features_on_gpus": GPU_SETS,
+    "tests/worker/test_servers_with_features.py::test_servers_with_features": SERVER_SETS,
+}
+
+
+def features_of(test: str) -> tuple[str, ...]:
+    """The features that a test asks for together."""
+    name, _, case = test.removesuffix("]").partition("[")
+    if name in _TESTS:
+        return _TESTS[name][int(case)]
+    found = {it for both, proven in PROVEN.items() if proven == test for it in both}
+    return tuple(sorted(found, key=FEATURES.index))
 
 
 def proof(one: str, other: str) -> str:
     """The test that compares a pair which is not refused; empty if there is none."""
     both = pair(one, other)
-    for name, sets in (("features_together", SETS), ("servers_with_features", SERVER_SETS)):
+    if both in PROVEN:
+        return PROVEN[both]
+    for name, sets in _TESTS.items():
         found = next((number for number, it in enumerate(sets) if both <= set(it)), None)
         if found is not None:
-            return f"tests/worker/test_{name}.py::test_{name}[{found}]"
-    return PROVEN.get(both, "")
+            return f"{name}[{found}]"
+    return ""

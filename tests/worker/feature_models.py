@@ -22,6 +22,7 @@ from quantized_models import (
     Format,
     awq_format,
     fp8_format,
+    fp8_tensors_format,
     gptq_format,
     int8_format,
     packed_format,
@@ -36,6 +37,7 @@ _DECODER, _ENCODER = r"(?<!linear_attn\.out)_proj(_with_mqa)?", r"layer\..*(quer
 """Ends of the names of linear maps."""
 _TINY = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 """The model whose tokenizer these models have."""
+TOKENIZER = _TINY / "tokenizer.json"
 VOCAB = 960
 ENDS: list[int] = json.loads((_TINY / "generation_config.json").read_text())["eos_token_id"]
 """Tokens behind answers."""
@@ -53,7 +55,7 @@ FLAGS = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 _FILES: dict[str, tuple[Format, ...]] = {
     "W8A8 files": (int8_format(),),
     "W4A16 files": (packed_format(4, 32, symmetric=False), awq_format(32), gptq_format(4, 32)),
-    "FP8 files": (fp8_format((32, 32)),),
+    "FP8 files": (fp8_tensors_format("channel"), fp8_format((32, 32))),
 }
 """Checkpoints that are quantized, each format in the layouts that there are."""
 
@@ -67,7 +69,7 @@ def family_of(features: Collection[str]) -> str:
     if "windows" in features:
         if "GGUF files" in features and has_experts:
             return "gpt-oss"
-        return "qwen3-moe-windowed" if has_experts else "gemma3"
+        return "qwen2-moe" if has_experts else "gemma3"
     if "states" in features:
         return "qwen3-next" if has_experts else "qwen3.5-dense"
     if "MLA" in features:
@@ -82,8 +84,8 @@ def _make(family: str) -> transformers.PreTrainedModel:
     sizes = {name: it for name, it in _SIZES.items() if name == "vocab_size" or known.get(name)}
     if family == "gpt-oss":
         sizes["intermediate_size"] = 64
-    if family == "qwen3-moe-windowed":
-        sizes["max_window_layers"] = 1
+    if family == "qwen2-moe":
+        sizes |= {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}
     make = make_other_model if family in MORE_FAMILIES else make_model
     return make(family, **sizes)
 
@@ -105,7 +107,9 @@ def save_featured(
     else:
         layouts = next((it for name, it in _FILES.items() if name in features), ())
         if layouts:
-            layout = _without_states(layouts[number % len(layouts)])
+            layout = layouts[number % len(layouts)]
+            if {"states", "windows", "encoders"} & set(features):
+                layout = _with_others_dense(layouts[0])
             store_quantized(
                 model, directory, layout, _ENCODER if "encoders" in features else _DECODER
             )
@@ -116,12 +120,11 @@ def save_featured(
     return model
 
 
-def _without_states(how: Format) -> Format:
-    """The format, with maps around states as they were; published files leave them so, too."""
+def _with_others_dense(how: Format) -> Format:
+    """The format, with maps around states and gates as they were; published files leave them so, too."""
     config = how.quantization_config
-    if "ignore" in config:
-        config = config | {"ignore": [*config["ignore"], "re:.*linear_attn.*", "re:pooler.*"]}
-    return replace(how, quantization_config=config)
+    ignored = {"ignore": [*config["ignore"], "re:.*linear_attn.*", "re:.*_gate$", "re:pooler.*"]}
+    return replace(how, quantization_config=config | ignored, top={})
 
 
 def _kind_of(name: str) -> gguf.GGMLQuantizationType:

@@ -11,19 +11,18 @@ from typing import Any
 
 import msgspec
 from adapter_files import save_adapter
-from feature_models import ENDS, FLAGS, save_featured
+from feature_models import ENDS, FLAGS, TOKENIZER, save_featured
 from in_process import InProcessEngine, engine
 from test_drafts import PROMPT, sampling_of
 from test_masked_answers import GRAMMARS
 
 from pagoda.checkpoints.adapters import adapter_digest
-from pagoda.engine.structured_output.vocabulary import TokenTexts, TokenTextsOrder
+from pagoda.engine.structured_output.vocabulary import TokenTexts
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
     GenerateRequest,
     Grammar,
     Pooling,
-    PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
     Work,
@@ -31,7 +30,6 @@ from pagoda.messages.frontend import (
 from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.text.answer_formats import ParserChoice
 from pagoda.text.grammars.tool_grammars import CallableTool, CallRules, answer_grammar
-from pagoda.text.token_texts import token_texts
 
 
 @dataclass
@@ -39,20 +37,24 @@ class Answer:
     """All that is said to a request."""
 
     tokens: list[int] = field(default_factory=list)
-    reports: list[TokenLogprobs | PromptLogprobs] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens and of the answer's."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+    """The columns of `PromptLogprobs`."""
     vector: bytes = b""
 
     def add(self, chunk: TokenChunk) -> None:
         assert chunk.error is None, chunk.error
         self.tokens += chunk.token_ids
-        self.reports += filter(None, [chunk.prompt_logprobs])
-        self.reports += chunk.logprobs or []
+        self.logprobs += chunk.logprobs or []
+        if (found := chunk.prompt_logprobs) is not None:
+            ranks, top, values = self.prompt
+            columns = ranks + found.ranks, top + found.top_token_ids, values + found.logprobs
+            self.prompt = columns
         self.vector += chunk.embedding or b""
 
 
 Answers = dict[str, Answer]
-LENGTH = 24
+LENGTH = 16
 WEATHER = CallableTool(
     "weather",
     {
@@ -79,8 +81,7 @@ class Featured:
         """The texts of the model's tokens, where there are grammars."""
         if not {"grammars", "tools"} & set(self.features):
             return None
-        directory = self.model.parent if self.model.is_file() else self.model
-        return token_texts(TokenTextsOrder(str(directory), "auto", simulated=False))
+        return TokenTexts(TOKENIZER.read_text(encoding="utf-8"), tuple(ENDS))
 
     def plain(self) -> InProcessEngine:
         """An engine that does nothing but compute, for one request at a time."""
@@ -124,6 +125,8 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
     if "ngram" in features:
         speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4)
     backend = next((it for it in ("reference", "cuda") if it in features), "cpu")
+    if "fp8" in features and backend == "cpu":
+        backend = "reference"  # the kernels for CPUs have no products of such weights
     return Featured(path, backend, speculation, numbers, features)
 
 
@@ -152,7 +155,7 @@ def asked(of: Featured) -> list[GenerateRequest]:
             sampling = msgspec.structs.replace(sampling, max_tokens=0, min_tokens=0)
         return GenerateRequest(
             request_id=f"{place} {choice}",
-            prompt_token_ids=[place] + PROMPT * 5,
+            prompt_token_ids=[place, *PROMPT * 8],
             work=Work(
                 sampling,
                 eos_token_ids=tuple(ENDS),
@@ -162,8 +165,10 @@ def asked(of: Featured) -> list[GenerateRequest]:
             grammar=grammars[place],
         )
 
-    choices = 2 if "n > 1" in features else 1
-    return [request(place, choice) for place in range(len(kinds)) for choice in range(choices)]
+    found = [request(place, 0) for place in range(len(kinds))]
+    if "n > 1" in features:  # which are requests of other seeds
+        found += [request(place, 1) for place, kind in enumerate(kinds) if kind == "sampled"]
+    return found
 
 
 def forced_call() -> Grammar:
