@@ -7,7 +7,7 @@ A pair is exact, and names a test, or is refused, and names the module whose sen
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -100,43 +100,40 @@ PAIRS: list[Pair] = [
 
 _HEAD = """# Combinations
 
-What goes together, and what shows it. *Exact*: the answers are those of a server that does nothing but compute, one
-request at a time, in every bit of tokens, log-probabilities and vectors; the test compares them. Formats, ranks and
-backends have bits of their own, and are compared with themselves. *Refused*: one sentence says so before anything is
-loaded, or to the request. Written by `make docs` from `tools/features.py` and `tools/combinations_page.py`; a test looks
-for every test and every sentence, and for pairs without either.
+What goes together, and what shows it. *Exact*: the answers are those of a server that does nothing but compute,
+one request at a time, in every bit of tokens, log-probabilities and vectors; the test compares them. Formats,
+ranks and backends have bits of their own, and are compared with themselves. *Refused*: one sentence says so before
+anything is loaded, or to the request. Written by `make docs` from `tools/features.py` and
+`tools/combinations_page.py`; a test looks for every test and every sentence, and for pairs without either.
 
 ## Every feature with every other
 
-A number is a test of a set of features that has both, a letter a sentence that refuses, and – stands between two values
-of one choice.
+A number is a test of a set of features that has both, a letter a sentence that refuses, and – stands between two
+values of one choice. Columns have the numbers of rows.
 
 """
-_SETS = """
+_TESTS = """
 ## Tests
 
-Features that are asked for together in each; `pytest 'tests/worker/test_features_together.py::test_features_together[0]'`
-runs one.
+Features that are asked for together in each.
 
 | | test | features |
-|---|---|---|
-"""
+|---|---|---|"""
 _SENTENCES = """
 ## Sentences
 
 | | sentence | in |
-|---|---|---|
-"""
+|---|---|---|"""
 _CHOICES = """
 ## Choices
 
-A server has one value of each: """
+A server has one value of each.
+"""
 _MORE = """
 ## Speculation in detail
 
 | | with | | |
-|---|---|---|---|
-"""
+|---|---|---|---|"""
 
 
 def _letters(number: int) -> str:
@@ -150,51 +147,37 @@ def _numbered(names: Iterable[T]) -> dict[T, int]:
 
 
 def _matrix() -> str:
-    """The table of all features, and lists of the tests and sentences that it refers to."""
+    """The table of all features, and lists of the tests, sentences and choices that it refers to."""
     pairs = list(combinations(FEATURES, 2))
-    refusals = _numbered(REFUSED[pair(*it)] for it in pairs if pair(*it) in REFUSED)
-    tests = _numbered(it for one, other in pairs if (it := _proof_of(one, other)))
+    refusals = _numbered(REFUSED[it] for it in starmap(pair, pairs) if it in REFUSED)
+    tests = _numbered(filter(None, starmap(proof, pairs)))
 
     def cell(one: str, other: str) -> str:
         if choice_of(one, other):
             return "–"
         refusal = REFUSED.get(pair(one, other))
-        if refusal is not None:
-            return _letters(refusals[refusal])
-        return str(1 + tests[_proof_of(one, other)])
+        return str(1 + tests[proof(one, other)]) if refusal is None else _letters(refusals[refusal])
 
-    rows = [f"| | {' | '.join(str(1 + at) for at in range(len(FEATURES) - 1))} |"]
-    rows.append("|---" * len(FEATURES) + "|")
-    for at, one in enumerate(FEATURES):
-        cells = [cell(one, other) for other in FEATURES[:at]]
-        rows.append(
-            f"| {1 + at} {one} | " + " | ".join([*cells, *[""] * (len(FEATURES) - 1 - at)]) + " |"
-        )
-    sets = [
-        f"| {1 + number} | `{it}` | {', '.join(features_of(it))} |" for it, number in tests.items()
-    ]
-    sentences = [
-        f"| {_letters(at)} | “{it.sentence}” | `{it.module}` |" for it, at in refusals.items()
-    ]
-    choices = "; ".join(f"{what} ({', '.join(values)})" for what, values in CHOICES.items())
-    return (
-        "\n".join(rows)
-        + "\n"
-        + _SETS
-        + "\n".join(sets)
-        + "\n"
-        + _SENTENCES
-        + "\n".join(sentences)
-        + "\n"
-        + _CHOICES
-        + choices
-        + ".\n"
+    columns = range(1, len(FEATURES))
+    return "\n".join(
+        [
+            f"| | {' | '.join(map(str, columns))} |",
+            "|---" * len(FEATURES) + "|",
+            *(
+                f"| {1 + at} {one} | "
+                + " | ".join(cell(one, it) if it in FEATURES[:at] else "" for it in FEATURES[:-1])
+                + " |"
+                for at, one in enumerate(FEATURES)
+            ),
+            _TESTS,
+            *(f"| {1 + at} | `{it}` | {', '.join(features_of(it))} |" for it, at in tests.items()),
+            _SENTENCES,
+            *(f"| {_letters(at)} | “{it[0]}” | `{it[1]}` |" for it, at in refusals.items()),
+            _CHOICES,
+            *(f"- {what}: {', '.join(values)}" for what, values in CHOICES.items()),
+            _MORE,
+        ]
     )
-
-
-def _proof_of(one: str, other: str) -> str:
-    is_left = choice_of(one, other) or pair(one, other) in REFUSED
-    return "" if is_left else proof(one, other)
 
 
 def page() -> str:
@@ -205,7 +188,7 @@ def page() -> str:
         + " |"
         for one, other, proof, sentence in PAIRS
     )
-    return _HEAD + _matrix() + _MORE + "\n".join(rows) + "\n"
+    return "\n".join([_HEAD + _matrix(), *rows, ""])
 
 
 if __name__ == "__main__":

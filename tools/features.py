@@ -60,12 +60,13 @@ _FLAG = "pagoda/llm/speculative_config.py"
 _FORMATS = "pagoda/worker/number_formats.py"
 _DRAFTERS = "pagoda/worker/drafting/planning.py"
 _DEVICES = "pagoda/devices.py"
+_BESIDE_METHODS = tuple(it for it in FEATURES if it not in _METHODS)
 _LACKING = "which this model needs; choose another --backend."
 _QUANTIZED = "is quantized already"
 
 REFUSED: dict[Pair, Refusal] = {
-    **_all("MTP", FEATURES, "is not there yet", _FLAG),
-    **_all("EAGLE-3", FEATURES, "is not there yet", _FLAG),
+    **_all("MTP", _BESIDE_METHODS, "is not there yet", _FLAG),
+    **_all("EAGLE-3", _BESIDE_METHODS, "is not there yet", _FLAG),
     **{
         it: refusal
         for method in ("suffix", "ngram", "draft model")
@@ -100,11 +101,9 @@ REFUSED: dict[Pair, Refusal] = {
         "pypto", ["suffix", "ngram"], "tokens and chunks in one step", "pagoda/engine/assembly.py"
     ),
     **_all("pypto", ["draft model"], "samples several tokens of a request in a step", _DRAFTERS),
-    **_all(
-        "pypto", _RANKS, "shares a model out over the devices of one rank, not over ranks", _DEVICES
-    ),
+    **_all("pypto", _RANKS, "shares a model out over the devices of one rank", _DEVICES),
     **_all("pypto", LAYERS, _LACKING, "pagoda/backend/base.py"),
-    **_all("pypto", ["int8 KV"], "--kv-cache-dtype", _FORMATS),
+    **_all("pypto", ["int8 KV"], " on this backend", _FORMATS),
     **_all("pypto", ROUNDED, "this backend does not compute with", _FORMATS),
     **_all(
         "pypto",
@@ -112,6 +111,13 @@ REFUSED: dict[Pair, Refusal] = {
         "the PyPTO programs have no adapters",
         "pagoda/plugins/pypto/backend.py",
     ),
+    **_all(
+        "pypto",
+        ["W8A8 files", "W4A16 files", "GGUF files"],
+        "the PyPTO programs take no quantized weights",
+        "pagoda/plugins/pypto/backend.py",
+    ),
+    **_all("pypto", ["MXFP4 files"], _LACKING, "pagoda/backend/base.py"),
     **_all("fp8", ["cpu"], "this backend does not compute with", _FORMATS),
 }
 
@@ -167,9 +173,45 @@ SERVER_SETS = _covering(
     [it for it in together(_ON_HOSTS) if it & set(OVER_PROCESSES)], _ON_HOSTS, _RANKS[:2]
 )
 """Sets of features of several engines in processes, by number, with two workers of an engine at most."""
-PROVEN: dict[Pair, str] = {}
+_PYPTO = "tests/e2e/test_pypto_features.py::test_features_of_requests_files_and_replicas"
+_PROOFS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "pypto",
+        (*(it for it in _REQUESTS if it != "adapters"), "data parallelism", "FP8 files"),
+        _PYPTO,
+    ),
+    ("pypto", ("Ray",), "tests/e2e/test_pypto_features.py::test_a_worker_on_a_ray_cluster"),
+    (
+        "pypto",
+        ("prefix cache",),
+        "tests/e2e/test_pypto_serving.py::test_losses_of_the_device_preemption_and_prefix_hits_change_no_token",
+    ),
+    (
+        "pypto",
+        ("tiers",),
+        "tests/e2e/test_pypto_serving.py::test_kv_comes_back_from_host_memory_and_disk",
+    ),
+    (
+        "pypto",
+        ("handoff",),
+        "tests/e2e/test_pypto_serving.py::test_prefill_and_decode_on_two_hosts_of_two_chips",
+    ),
+    (
+        "cuda",
+        ("handoff",),
+        "tests/e2e/test_handoff_on_device.py::test_a_network_moves_kv_of_emulated_gpus",
+    ),
+    (
+        "cuda",
+        ("tiers", "data parallelism", "Ray"),
+        "pagoda/plugins/cuda/tests/test_servers_on_gpus.py::test_tiers_replicas_and_ray",
+    ),
+)
+PROVEN: dict[Pair, str] = {
+    pair(one, other): test for one, others, test in _PROOFS for other in others
+}
 """Pairs that tests of their own compare, by the name of the test."""
-_TESTS = {
+SETS_OF_TESTS = {
     "tests/worker/test_features_together.py::test_features_together": SETS,
     "pagoda/plugins/cuda/tests/test_features_on_gpus.py::test_features_on_gpus": GPU_SETS,
     "tests/worker/test_servers_with_features.py::test_servers_with_features": SERVER_SETS,
@@ -179,18 +221,20 @@ _TESTS = {
 def features_of(test: str) -> tuple[str, ...]:
     """The features that a test asks for together."""
     name, _, case = test.removesuffix("]").partition("[")
-    if name in _TESTS:
-        return _TESTS[name][int(case)]
+    if name in SETS_OF_TESTS:
+        return SETS_OF_TESTS[name][int(case)]
     found = {it for both, proven in PROVEN.items() if proven == test for it in both}
     return tuple(sorted(found, key=FEATURES.index))
 
 
 def proof(one: str, other: str) -> str:
-    """The test that compares a pair which is not refused; empty if there is none."""
+    """The test that compares a pair; empty of one that is refused or of one choice."""
     both = pair(one, other)
+    if choice_of(one, other) or both in REFUSED:
+        return ""
     if both in PROVEN:
         return PROVEN[both]
-    for name, sets in _TESTS.items():
+    for name, sets in SETS_OF_TESTS.items():
         found = next((number for number, it in enumerate(sets) if both <= set(it)), None)
         if found is not None:
             return f"{name}[{found}]"

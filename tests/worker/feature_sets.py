@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from test_masked_answers import GRAMMARS
 
 from pagoda.checkpoints.adapters import adapter_digest
 from pagoda.engine.structured_output.vocabulary import TokenTexts
+from pagoda.fleet.endpoint import Endpoint
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
     GenerateRequest,
@@ -106,6 +108,7 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
     model = save_featured(features, directory / "model", number)
     path = directory / "model" / ("model.gguf" if "GGUF files" in features else "")
     numbers: dict[str, Any] = {
+        "dtype": "float32",
         "block_size": 64 if "states" in features else 16,  # with room for a state
         "tp": 2 if {"tensor parallelism", "expert parallelism"} & set(features) else 1,
         "experts": "expert parallelism" in features,
@@ -186,4 +189,12 @@ def answers(model: InProcessEngine, requests: Sequence[GenerateRequest]) -> Answ
     found = {request.request_id: Answer() for request in requests}
     for chunk in model.chunks(requests):
         found[chunk.request_id].add(chunk)
+    return found
+
+
+async def ask(endpoint: Endpoint, request: GenerateRequest) -> Answer:
+    found = Answer()
+    async with aclosing(endpoint.generate(request)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            found.add(chunk)
     return found

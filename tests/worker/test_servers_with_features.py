@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers with sets of features: answers are those of an engine that does nothing but compute, in every bit.
 
-Prompts are computed by one engine and handed over to two others, among which requests are shared out; the workers of
-all of them run on a Ray cluster, and keep blocks in host memory.
+Prompts are computed by one engine and handed over to two others, among which requests are shared out; the workers
+of all of them run on a Ray cluster, and keep blocks in host memory.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import pytest
-from feature_sets import Answer, Featured, answers, asked, featured
+from feature_sets import Featured, answers, ask, asked, featured
 from handoff_engines import LEASE_S, pod_of, until_free
 from ports import free_ports
 
 from benchmarks.ray_nodes import RayCluster, ray_cluster
-from pagoda.fleet.endpoint import Endpoint
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import GenerateRequest
 from pagoda.plugins.disaggregation.options import HandoffOptions
 from tools.features import SERVER_SETS
 
@@ -57,6 +54,7 @@ def config(
     )
     engine = EngineOptions(
         backend=of.backend,
+        dtype=numbers["dtype"],
         quantization=numbers["quantization"],
         kv_cache_dtype=numbers["kv_cache_dtype"],
         block_size=numbers["block_size"],
@@ -75,14 +73,6 @@ def config(
     executor = ExecutorOptions(executor="ray", ray_address=address)
     files = executor.resolve(engine, str(of.model), parallel)
     return executor.engine_config(engine, files.model, parallel, handoff)
-
-
-async def ask(endpoint: Endpoint, request: GenerateRequest) -> Answer:
-    found = Answer()
-    async with aclosing(endpoint.generate(request)) as chunks:  # type: ignore[type-var]
-        async for chunk in chunks:
-            found.add(chunk)
-    return found
 
 
 @pytest.mark.parametrize("number", range(len(SERVER_SETS)))
