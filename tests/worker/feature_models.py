@@ -69,7 +69,9 @@ def family_of(features: Collection[str]) -> str:
     if "windows" in features:
         if "GGUF files" in features and has_experts:
             return "gpt-oss"
-        return "qwen2-moe" if has_experts else "gemma3"
+        if has_experts:
+            return "qwen2-moe"
+        return "gemma3" if "GGUF files" in features else "qwen2-windowed"
     if "states" in features:
         return "qwen3-next" if has_experts else "qwen3.5-dense"
     if "MLA" in features:
@@ -84,8 +86,10 @@ def _make(family: str) -> transformers.PreTrainedModel:
     sizes = {name: it for name, it in _SIZES.items() if name == "vocab_size" or known.get(name)}
     if family == "gpt-oss":
         sizes["intermediate_size"] = 64
+    if family in ("gpt-oss", "deepseek-v3", "qwen2-moe"):
+        sizes["num_hidden_layers"] = 2
     if family == "qwen2-moe":
-        sizes |= {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}
+        sizes |= {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     make = make_other_model if family in MORE_FAMILIES else make_model
     return make(family, **sizes)
 

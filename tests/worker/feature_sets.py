@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from test_masked_answers import GRAMMARS
 
 from pagoda.checkpoints.adapters import adapter_digest
 from pagoda.engine.structured_output.vocabulary import TokenTexts
+from pagoda.errors import PagodaError
 from pagoda.fleet.endpoint import Endpoint
+from pagoda.llm.engine_options import EngineOptions
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
     GenerateRequest,
@@ -56,6 +59,14 @@ class Answer:
 
 
 Answers = dict[str, Answer]
+_METHODS = {
+    "suffix": "suffix",
+    "ngram": "ngram",
+    "draft model": "draft_model",
+    "MTP": "mtp",
+    "EAGLE-3": "eagle3",
+}
+"""Values of `method` in `--speculative-config`."""
 LENGTH = 16
 WEATHER = CallableTool(
     "weather",
@@ -127,8 +138,8 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
         speculation = SpeculativeConfig(method="suffix")
     if "ngram" in features:
         speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4)
-    backend = next((it for it in ("reference", "cuda") if it in features), "cpu")
-    if "fp8" in features and backend == "cpu":
+    backend = next((it for it in ("cpu", "reference", "cuda", "pypto") if it in features), "cpu")
+    if "fp8" in features and "cpu" not in features and backend == "cpu":
         backend = "reference"  # the kernels for CPUs have no products of such weights
     return Featured(path, backend, speculation, numbers, features)
 
@@ -198,3 +209,20 @@ async def ask(endpoint: Endpoint, request: GenerateRequest) -> Answer:
         async for chunk in chunks:
             found.add(chunk)
     return found
+
+
+def refusal_of(features: Collection[str], directory: Path) -> str:
+    """The sentence that refuses the features, as flags or when requests use them; empty if none does."""
+    of = featured(features, directory)
+    method = next((it for it in _METHODS if it in features), None)
+    config = json.dumps({"method": _METHODS[method]}) if method is not None else None
+    if method == "draft model":
+        config = json.dumps({"model": of.speculation.model})
+    try:
+        EngineOptions(speculative_config=config, lora=()).engine_config(str(of.model))
+        engine = of.featured()
+        requests = asked(replace(of, features=[it for it in features if it != "encoders"]))
+        answers(engine, requests)
+    except (PagodaError, RuntimeError) as error:
+        return str(error)
+    return ""

@@ -38,7 +38,7 @@ MAX_WORKERS = 6
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     with ray_cluster(HEAD, free_ports(1, "")[0]) as cluster:
-        cluster.add(SECOND, num_cpus=MAX_WORKERS - 1)
+        cluster.add(SECOND, num_cpus=MAX_WORKERS)
         yield cluster
 
 

@@ -13,7 +13,9 @@ from feature_sets import answers, asked, featured
 
 from tools.features import GPU_SETS
 
-PROMPT_LENGTH, LENGTH = 4, 3
+LENGTHS = {"1 0": 6, "1 1": 6, "2 0": 2, "4 0": 2}
+"""Tokens of the answers to requests by their ids: two of one prompt, a call and a grammar."""
+PROMPT_LENGTH = 4
 
 
 @pytest.mark.parametrize("number", range(len(GPU_SETS)))
@@ -27,13 +29,13 @@ def test_features_on_gpus(number: int, tmp_path: Path) -> None:
                 it.work,
                 sampling=msgspec.structs.replace(
                     it.work.sampling,
-                    max_tokens=min(LENGTH, it.work.sampling.max_tokens or 0),
-                    min_tokens=0,
+                    max_tokens=min(LENGTHS[it.request_id], it.work.sampling.max_tokens or 0),
                 ),
             ),
         )
         for it in asked(of)
-        if it.grammar is not None or it.request_id[0] in "1"
+        if it.request_id in LENGTHS
+        and (it.request_id == "1 0" or it.grammar or "n > 1" in of.features)
     ]
     alone, together = of.plain(), of.featured()
     expected = {id_: it for each in requests for id_, it in answers(alone, [each]).items()}

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features that do not go with PyPTO are refused by the sentences that docs/combinations.md names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from feature_sets import refusal_of
+
+from pagoda.devices import check_backend
+from pagoda.errors import ConfigError
+from tools.features import FEATURES, REFUSED
+
+OTHERS = [
+    other
+    for other in FEATURES
+    if frozenset(("pypto", other)) in REFUSED and other not in ("MTP", "EAGLE-3")
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_does_not_go_with_pypto(
+    other: str, install: Callable[..., None], tmp_path: Path
+) -> None:
+    install()
+    if other.endswith("parallelism"):
+        with pytest.raises(ConfigError) as caught:
+            check_backend("pypto", [], 2)
+        said = str(caught.value)
+    else:
+        said = refusal_of(("pypto", other), tmp_path)
+    assert REFUSED[frozenset(("pypto", other))].sentence in said
