@@ -102,15 +102,13 @@ REFUSED: dict[Pair, Refusal] = {
     ),
     **_all("pypto", ["draft model"], "samples several tokens of a request in a step", _DRAFTERS),
     **_all("pypto", _RANKS, "shares a model out over the devices of one rank", _DEVICES),
-    **_all("pypto", LAYERS, _LACKING, "pagoda/backend/base.py"),
+    **_all("pypto", ["states", "MLA", "encoders"], _LACKING, "pagoda/backend/base.py"),
+    **_all(
+        "pypto", ["windows"], "where the PyPTO programs compute", "pagoda/plugins/pypto/pattern.py"
+    ),
     **_all("pypto", ["int8 KV"], " on this backend", _FORMATS),
     **_all("pypto", ROUNDED, "this backend does not compute with", _FORMATS),
-    **_all(
-        "pypto",
-        ["adapters"],
-        "programs have no adapters",
-        "pagoda/plugins/pypto/backend.py",
-    ),
+    **_all("pypto", ["adapters"], _LACKING, "pagoda/backend/base.py"),
     **_all(
         "pypto",
         ["W8A8 files", "W4A16 files", "GGUF files"],
@@ -173,12 +171,17 @@ SERVER_SETS = _covering(
     [it for it in together(_ON_HOSTS) if it & set(OVER_PROCESSES)], _ON_HOSTS, _RANKS[:2]
 )
 """Sets of features of several engines in processes, by number, with two workers of an engine at most."""
-_PYPTO = "tests/e2e/test_pypto_features.py::test_features_of_requests_files_and_replicas"
+_PYPTO = "tests/e2e/test_pypto_features.py::test_features_of_requests_and_replicas"
 _PROOFS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "pypto",
-        (*(it for it in _REQUESTS if it != "adapters"), "data parallelism", "FP8 files"),
+        (*(it for it in _REQUESTS if it != "adapters"), "data parallelism"),
         _PYPTO,
+    ),
+    (
+        "pypto",
+        ("FP8 files",),
+        "tests/e2e/test_pypto_features.py::test_files_in_8_bit_floats_are_dense_once_loaded",
     ),
     ("pypto", ("Ray",), "tests/e2e/test_pypto_features.py::test_a_worker_on_a_ray_cluster"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,6 @@ from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOp
 from pagoda.messages.speculation import OFF
 
 FEATURES = ("grammars", "tools", "log-probabilities", "n > 1", "prefix cache")
-
-
-def _fp8_files(directory: Path) -> Path:
-    """The embedded model with weights in 8-bit floats, which become dense again."""
-    model = AutoModelForCausalLM.from_pretrained(TOKENIZER.parent, dtype="float32")
-    store_quantized(model, directory, fp8_tensors_format("channel"))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(TOKENIZER.with_name(name), directory)
-    return directory
 
 
 async def _answers(
@@ -61,12 +53,25 @@ async def _answers(
         await dispatcher.close()
 
 
-async def test_features_of_requests_files_and_replicas(tmp_path: Path) -> None:
-    model = _fp8_files(tmp_path / "model")
-    expected = await _answers(Featured(model, "reference", OFF, {}, FEATURES), 1)
+async def test_features_of_requests_and_replicas(tmp_path: Path) -> None:
+    expected = await _answers(Featured(TOKENIZER.parent, "reference", OFF, {}, FEATURES), 1)
     with installed(log=str(tmp_path)):
-        assert await _answers(Featured(model, "pypto", OFF, {}, FEATURES), 2) == expected
+        of = Featured(TOKENIZER.parent, "pypto", OFF, {}, FEATURES)
+        assert await _answers(of, 2) == expected
     assert violations(tmp_path) == []
+
+
+async def test_files_in_8_bit_floats_are_dense_once_loaded(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TOKENIZER.parent, dtype="float32")
+    meant, _ = store_quantized(model, tmp_path / "files", fp8_tensors_format("channel"))
+    meant.save_pretrained(tmp_path / "dense")
+    for name, place in product(
+        ("tokenizer", "tokenizer_config", "generation_config"), ("files", "dense")
+    ):
+        shutil.copy(TOKENIZER.with_name(f"{name}.json"), tmp_path / place)
+    expected = await _answers(Featured(tmp_path / "dense", "reference", OFF, {}, ()), 1)
+    with installed(log=str(tmp_path)):
+        assert await _answers(Featured(tmp_path / "files", "pypto", OFF, {}, ()), 1) == expected
 
 
 async def test_a_worker_on_a_ray_cluster(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def family_of(features: Collection[str]) -> str:
             return "gpt-oss"
         if has_experts:
             return "qwen2-moe"
+        if "pypto" in features:
+            return "qwen3-windowed"
         return "gemma3" if "GGUF files" in features else "qwen2-windowed"
     if "states" in features:
         return "qwen3-next" if has_experts else "qwen3.5-dense"
@@ -82,6 +84,9 @@ def family_of(features: Collection[str]) -> str:
 def _make(family: str) -> transformers.PreTrainedModel:
     if family == "bert":
         return make_encoder("BertModel")
+    if family == "qwen3-windowed":
+        windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+        return make_model("qwen3", vocab_size=VOCAB, **windows)
     known = MORE_FAMILIES[family][1] if family in MORE_FAMILIES else {"moe_intermediate_size": 0}
     sizes = {name: it for name, it in _SIZES.items() if name == "vocab_size" or known.get(name)}
     if family == "gpt-oss":

@@ -118,9 +118,10 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
     """Writes the files of a model that has the features; `number` is that of the set."""
     model = save_featured(features, directory / "model", number)
     path = directory / "model" / ("model.gguf" if "GGUF files" in features else "")
+    sizes = {"states": 64, "pypto": 128}
     numbers: dict[str, Any] = {
         "dtype": "float32",
-        "block_size": 64 if "states" in features else 16,  # with room for a state
+        "block_size": next((sizes[it] for it in sizes if it in features), 16),
         "tp": 2 if {"tensor parallelism", "expert parallelism"} & set(features) else 1,
         "experts": "expert parallelism" in features,
         "kv_cache_dtype": "int8" if "int8 KV" in features else "auto",
