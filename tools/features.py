@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "--backend": ("cpu", "reference", "cuda", "pypto"),
 }
-"""What a server has one of; no architecture that Pagoda runs has two of these kinds of layers."""
+"""Values of which a server has one; no architecture that Pagoda runs has two of these kinds of layers."""
 _METHODS, ROUNDED, _FILES, LAYERS, _, _BACKENDS = CHOICES.values()
 _REQUESTS = ("grammars", "tools", "log-probabilities", "n > 1", "adapters")
 _RANKS = ("tensor parallelism", "pipeline parallelism", "expert parallelism")
@@ -39,7 +39,7 @@ FEATURES: tuple[str, ...] = (
     *LAYERS,
     *_BACKENDS,
 )
-"""In the order of the page."""
+"""All features, as the page lists them."""
 
 
 class Refusal(NamedTuple):
@@ -125,7 +125,7 @@ def pair(one: str, other: str) -> Pair:
 
 
 def choice_of(one: str, other: str) -> str:
-    """What has one value, of which these are two; empty if there is none."""
+    """Name of the choice of which these are two values; empty if there is none."""
     return next((name for name, it in CHOICES.items() if one in it and other in it), "")
 
 

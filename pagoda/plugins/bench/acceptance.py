@@ -58,7 +58,7 @@ def drafted(metrics: str) -> Drafted:
 
 
 async def drafted_by(client: OpenAIClient) -> Drafted:
-    """What the server has drafted so far; nothing if it shows no metrics."""
+    """Drafts of the server so far; none if it shows no metrics."""
     try:
         status, body = await client.post_raw("/metrics", None, "GET")
     except PagodaError:
