@@ -79,6 +79,7 @@ async def test_a_worker_on_a_ray_cluster(tmp_path: Path) -> None:
     expected = await _answers(Featured(TOKENIZER.parent, "reference", OFF, {}, ()), 1)
     of = Featured(TOKENIZER.parent, "pypto", OFF, {}, ())
     with installed(log=str(tmp_path)), ray_cluster("127.0.0.1", free_ports(1, "")[0]) as cluster:
+        cluster.add("127.0.0.2")
         executor = ExecutorOptions(executor="ray", ray_address=cluster.address)
         assert await _answers(of, 1, executor) == expected
     assert violations(tmp_path) == []
