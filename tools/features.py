@@ -165,8 +165,10 @@ _IN_PROCESS = tuple(it for it in _ON_HOSTS if it not in OVER_PROCESSES)
 _ON_GPUS = (*(it for it in _IN_PROCESS if it not in _BACKENDS), "cuda")
 SETS = _covering(list(together(_IN_PROCESS)), _IN_PROCESS)
 """Sets of features of one engine, by number."""
-GPU_SETS = _covering([it for it in together(_ON_GPUS) if "cuda" in it], _ON_GPUS, _RANKS)
-"""The same on GPUs, where one of each pair is the backend."""
+GPU_SETS = _covering(
+    [it for it in together(_ON_GPUS) if "cuda" in it], _ON_GPUS, (*_RANKS, "grammars", "tools")
+)
+"""The same on GPUs, where one of each pair is the backend; apart is what takes the interpreter long."""
 SERVER_SETS = _covering(
     [it for it in together(_ON_HOSTS) if it & set(OVER_PROCESSES)], _ON_HOSTS, _RANKS[:2]
 )
