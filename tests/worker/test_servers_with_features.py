@@ -92,7 +92,6 @@ async def test_servers_with_features(number: int, cluster: RayCluster, tmp_path:
                 found = await asyncio.gather(*(ask(pod.dispatcher, it) for it in requests))
                 assert list(found) == expected
         tiers = [tier for engine in engines for tier in (await engine.load()).tiers]
-        print([(tier.name, tier.num_stored, tier.num_loaded) for tier in tiers])
         if "encoders" not in of.features:  # which keep nothing
             for name in ("host", "remote"):
                 assert sum(tier.num_loaded for tier in tiers if tier.name == name) > 0
