@@ -166,7 +166,9 @@ _ON_GPUS = (*(it for it in _IN_PROCESS if it not in _BACKENDS), "cuda")
 SETS = _covering(list(together(_IN_PROCESS)), _IN_PROCESS)
 """Sets of features of one engine, by number."""
 GPU_SETS = _covering(
-    [it for it in together(_ON_GPUS) if "cuda" in it], _ON_GPUS, (*_RANKS, "grammars", "tools")
+    [it for it in together(_ON_GPUS) if "cuda" in it],
+    _ON_GPUS,
+    (*_RANKS, *_REQUESTS, "prefix cache"),
 )
 """The same on GPUs, where one of each pair is the backend; apart is what takes the interpreter long."""
 SERVER_SETS = _covering(
