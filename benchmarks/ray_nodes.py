@@ -30,9 +30,9 @@ _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
 class RayNode:
-    """`ray start` in the foreground, with one core to give away."""
+    """`ray start` in the foreground, with cores to give away."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, num_cpus: int) -> None:
         """Returns when the node has joined."""
         source = str(Path(pagoda.__file__).parents[1])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
@@ -42,7 +42,7 @@ class RayNode:
                     *_RAY,
                     "start",
                     "--block",
-                    "--num-cpus=1",
+                    f"--num-cpus={num_cpus}",
                     "--object-store-memory=78643200",
                     "--min-worker-port=0",
                     "--max-worker-port=0",
@@ -101,12 +101,14 @@ class RayCluster:
         """Starts a head at the same address, which knows nothing of the cluster before it."""
         self._head = self._add(*self._head_arguments)
 
-    def add(self, address: str) -> RayNode:
-        return self._add(f"--address={self.address}", f"--node-ip-address={address}")
+    def add(self, address: str, num_cpus: int = 1) -> RayNode:
+        place = f"--address={self.address}", f"--node-ip-address={address}"
+        return self._add(*place, num_cpus=num_cpus)
 
-    def _add(self, *arguments: str) -> RayNode:
+    def _add(self, *arguments: str, num_cpus: int = 1) -> RayNode:
         self._num_nodes += 1
-        node = RayNode(list(arguments), self._directory / f"node{self._num_nodes}.log")
+        log = self._directory / f"node{self._num_nodes}.log"
+        node = RayNode(list(arguments), log, num_cpus)
         self._nodes.append(node)
         return node
 

@@ -12,9 +12,14 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from benchmarks.figure import Figure
 from pagoda.engine.batching import SchedulerLimits
+from pagoda.engine.drafting.assembly import build_speculator
+from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import MonotonicClock
@@ -24,6 +29,7 @@ from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import SimConfig
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.speculation import SpeculativeConfig
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
 from pagoda.plugins.sim.executor import SimWorker
 
@@ -33,6 +39,7 @@ _WARM_UP_STEPS = 16
 _STEPS = 160
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 512
+_DRAFTING = 32_000
 _ROOM = _WARM_UP_STEPS + _STEPS + 4
 """Tokens that an answer may have: more than are measured, so that none ends."""
 
@@ -63,6 +70,8 @@ def measure_scheduling() -> list[Figure]:
     measured.append((many, _measure(1_000, _MANY), "≤ 3 ms a step"))
     burst = f"{_BURST} arrivals with a host tier, and the step that admits {_MANY} of them"
     measured.append((burst, _measure_burst(), "≤ 0.3 s in all"))
+    drafting = f"drafting, {_RUNNING} running, context {_DRAFTING // 1000} k, all indexes behind"
+    measured.append((drafting, _measure_drafting(), "≤ 0.5 ms a step"))
     command = "python -m benchmarks.main_job scheduling"
     return [
         Figure(what=what, measured=figures, target=target, command=command)
@@ -79,6 +88,48 @@ def _measure(context: int, num_running: int = _RUNNING) -> str:
         steps.scheduler.add(_request(index, context - index % _BLOCK_SIZE))
     steps.begin()
     return steps.measure()
+
+
+def _measure_drafting() -> str:
+    """The part of it that seeks drafts, judges them and indexes texts, with room for a draft of each request."""
+    room = _DRAFTING + _ROOM
+    steps = _Steps(
+        max_model_len=room, num_blocks=_RUNNING * _blocks(room), max_num_seqs=2 * _RUNNING
+    )
+    speculator = build_speculator(SpeculativeConfig(), 0)
+    steps.scheduler.batcher.speculator = timed = _Timed(speculator)  # type: ignore[assignment]
+    for index in range(_RUNNING):
+        steps.scheduler.add(_request(index, _DRAFTING - index % _BLOCK_SIZE))
+    steps.begin()
+    return steps.measure(timed.take)
+
+
+class _Timed:
+    """A speculator whose calls are timed."""
+
+    def __init__(self, speculator: Speculator | None) -> None:
+        self._speculator, self._spent_s = speculator, 0.0
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        spent, self._spent_s = self._spent_s, 0.0
+        return spent
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._speculator, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._speculator, name, value)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments, **options)
+        self._spent_s += time.perf_counter() - start
+        return result
 
 
 def _measure_burst() -> str:
@@ -172,13 +223,17 @@ class _Steps:
         self.scheduler.update(result)
         return planning + time.perf_counter() - start
 
-    def measure(self) -> str:
-        """Median, mean and p99 of many steps, after some to warm up."""
+    def measure(self, taken: Callable[[], float] | None = None) -> str:
+        """Median, mean and p99 of many steps, after some to warm up; `taken` gives a part of the last one's."""
         gc.collect()
         gc.freeze()  # as the engine does once its block pool exists
         for _ in range(_WARM_UP_STEPS):
             self.step()
-        seconds = sorted(self.step() for _ in range(_STEPS))
+        seconds = []
+        for _ in range(_STEPS):
+            whole = self.step()
+            seconds.append(whole if taken is None else taken())
+        seconds.sort()
         gc.unfreeze()
         median, p99 = seconds[len(seconds) // 2], seconds[int(0.99 * len(seconds))]
         mean = sum(seconds) / len(seconds)

@@ -6,8 +6,14 @@ A pair is exact, and names a test, or is refused, and names the module whose sen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations, starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from tools.features import CHOICES, FEATURES, REFUSED, choice_of, features_of, pair, proof
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "combinations.md"
@@ -73,7 +79,6 @@ PAIRS: list[Pair] = [
     *_with_speculation(_TOPOLOGIES, "few blocks, chunks, topologies"),
     *_with_speculation(f"{_BITS}::test_gguf_files", "GGUF files"),
     *_with_speculation(f"{_BITS}::test_quantized_checkpoints", "quantized checkpoints"),
-    Pair("speculation", "encoders", _FLAG, "is an encoder, which says no tokens"),
     Pair(
         "speculation",
         "backends without mixed steps",
@@ -139,13 +144,84 @@ PAIRS: list[Pair] = [
 
 _HEAD = """# Combinations
 
-What goes together, and what shows it. *Exact*: the answers are those of a server without the feature, in every bit
-of tokens and log-probabilities; the test compares them. *Refused*: a sentence says so before anything is loaded.
-Written by `make docs` from `tools/combinations_page.py`; a test looks for every test and every sentence.
+What goes together, and what shows it. *Exact*: the answers are those of a server that does nothing but compute,
+one request at a time, in every bit of tokens, log-probabilities and vectors; the test compares them. Formats,
+ranks and backends have bits of their own, and are compared with themselves. *Refused*: one sentence says so before
+anything is loaded, or to the request. Written by `make docs` from `tools/features.py` and
+`tools/combinations_page.py`; a test looks for every test and every sentence, and for pairs without either.
+
+## Every feature with every other
+
+A number is a test of a set of features that has both, a letter a sentence that refuses, and – stands between two
+values of one choice. Columns have the numbers of rows.
+
+"""
+_TESTS = """
+## Tests
+
+Features that are asked for together in each.
+
+| | test | features |
+|---|---|---|"""
+_SENTENCES = """
+## Sentences
+
+| | sentence | in |
+|---|---|---|"""
+_CHOICES = """
+## Choices
+
+A server has one value of each.
+"""
+_MORE = """
+## Speculation in detail
 
 | | with | | |
-|---|---|---|---|
-"""
+|---|---|---|---|"""
+
+
+def _letters(number: int) -> str:
+    """a, b, … z, aa, ab…"""
+    first, last = divmod(number, 26)
+    return (_letters(first - 1) if first else "") + chr(ord("a") + last)
+
+
+def _numbered(names: Iterable[T]) -> dict[T, int]:
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+def _matrix() -> str:
+    """The table of all features, and lists of the tests, sentences and choices that it refers to."""
+    pairs = list(combinations(FEATURES, 2))
+    refusals = _numbered(REFUSED[it] for it in starmap(pair, pairs) if it in REFUSED)
+    tests = _numbered(filter(None, starmap(proof, pairs)))
+
+    def cell(one: str, other: str) -> str:
+        if choice_of(one, other):
+            return "–"
+        refusal = REFUSED.get(pair(one, other))
+        return str(1 + tests[proof(one, other)]) if refusal is None else _letters(refusals[refusal])
+
+    columns = range(1, len(FEATURES))
+    return "\n".join(
+        [
+            f"| | {' | '.join(map(str, columns))} |",
+            "|---" * len(FEATURES) + "|",
+            *(
+                f"| {1 + at} {one} | "
+                + " | ".join(cell(one, it) if it in FEATURES[:at] else "" for it in FEATURES[:-1])
+                + " |"
+                for at, one in enumerate(FEATURES)
+            ),
+            _TESTS,
+            *(f"| {1 + at} | `{it}` | {', '.join(features_of(it))} |" for it, at in tests.items()),
+            _SENTENCES,
+            *(f"| {_letters(at)} | “{it[0]}” | `{it[1]}` |" for it, at in refusals.items()),
+            _CHOICES,
+            *(f"- {what}: {', '.join(values)}" for what, values in CHOICES.items()),
+            _MORE,
+        ]
+    )
 
 
 def page() -> str:
@@ -156,7 +232,7 @@ def page() -> str:
         + " |"
         for one, other, proof, sentence in PAIRS
     )
-    return _HEAD + "\n".join(rows) + "\n"
+    return "\n".join([_HEAD + _matrix(), *rows, ""])
 
 
 if __name__ == "__main__":

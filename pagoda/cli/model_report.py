@@ -14,6 +14,7 @@ from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli.weight_traffic import BYTES_PER_WEIGHT, held_bytes
+from pagoda.engine.drafting.matching import INDEX_BYTES, MOST_POOL_BYTES
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import format_bytes
 from pagoda.messages.kv_groups import KVKind, layer_groups
@@ -76,6 +77,8 @@ def model_facts(spec: ModelSpec, dtype: str) -> Iterator[tuple[str, str]]:
     yield "layers", ", ".join(_layers(spec))
     yield "weights", ", ".join(_weights(spec, dtype))
     yield "KV cache", "; ".join(_kv_cache(spec))
+    if spec.gives_logits and all(layer.state is None for layer in spec.layers):
+        yield "drafts", _draft_indexes()
     short = spec.short_context
     others = (
         f"; above --max-model-len {short} frequencies of all prompts are others" if short else ""
@@ -92,6 +95,12 @@ def _gives(spec: ModelSpec) -> str:
             "vectors of texts (POST /v1/embeddings), of which /v1/rerank and /v1/score make cosines"
         )
     return "text, and vectors of texts (POST /v1/embeddings)"
+
+
+def _draft_indexes() -> str:
+    """Memory of an engine in which `suffix`, which `auto` takes, looks up drafts."""
+    pools = format_bytes(MOST_POOL_BYTES)
+    return f"{INDEX_BYTES} B of the engine a token of a running request, and at most {pools} for recent answers"
 
 
 def _kv_cache(spec: ModelSpec) -> Iterator[str]:

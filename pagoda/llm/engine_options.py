@@ -30,6 +30,7 @@ from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.plugin import KVTierPlugin, tier_plugins
 from pagoda.kv.publishing import find_publisher
+from pagoda.llm.drafting_flags import config_of_flags
 from pagoda.llm.option_fields import checked, flag_of, given_fields, require, shared
 from pagoda.llm.speculative_config import read_speculative_config, speculation_of
 from pagoda.messages.engine_config import (
@@ -40,7 +41,7 @@ from pagoda.messages.engine_config import (
 )
 from pagoda.messages.kv_formats import KVDtype
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
-from pagoda.messages.speculation import HEAD_IF_ANY
+from pagoda.messages.speculation import HEAD_IF_ANY, MAX_DRAFT_TOKENS, SpeculativeConfig
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.registry import EXECUTORS, registered
@@ -129,6 +130,28 @@ class _NearOptions:
     speculative_config: Annotated[str | None, Parameter(metavar="JSON", show_default=False)] = None
     """Draft tokens, so that a step says several, such as '{"method": "ngram"}'; no answer depends on it. There are
     auto, suffix, ngram and off, with vLLM's keys; the default is auto."""
+    spec_type: Annotated[
+        str | None, Parameter(name=["--spec-type", "--speculative-algorithm"], show_default=False)
+    ] = None
+    """The method of --speculative-config as llama.cpp says it (ngram-simple, draft-simple, none) or SGLang (NGRAM,
+    STANDALONE)."""
+    model_draft: Annotated[
+        str | None,
+        Parameter(
+            name=["--model-draft", "-md", "--speculative-draft-model-path"],
+            metavar="MODEL",
+            show_default=False,
+        ),
+    ] = None
+    """A smaller model of the same tokenizer, which drafts."""
+    draft_max: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] | None,
+        Parameter(
+            name=["--draft-max", "--spec-draft-n-max", "--speculative-num-draft-tokens"],
+            show_default=False,
+        ),
+    ] = None
+    """The most drafts of a request in a step."""
     kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
     """Publish which blocks the KV cache gains and loses at tcp://HOST:PORT, for vLLM's subscribers; replays at the
     next port."""
@@ -205,8 +228,7 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             )
         if options.kv_events is not None:
             find_publisher().check(options.kv_events, 1)
-        asked = read_speculative_config(options.speculative_config)
-        speculation = speculation_of(asked, model, options.load_format)
+        speculation = speculation_of(options.asked_speculation(), model, options.load_format)
         worker["drafter"] = HEAD_IF_ANY if speculation.method == "auto" else speculation.drafter
         return EngineConfig(
             **shared(options, EngineConfig),
@@ -221,6 +243,13 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             faults=faults,
             worker_timeout_s=options.worker_timeout,
         )
+
+    def asked_speculation(self) -> SpeculativeConfig:
+        """The speculation that the flags ask for. Raises ConfigError: there is none such."""
+        text = config_of_flags(
+            self.spec_type, self.model_draft, self.draft_max, self.speculative_config
+        )
+        return read_speculative_config(text)
 
     def given_of(self, *plugins: KVTierPlugin) -> list[str]:
         """The names of those options of tiers that have another value than the default."""
@@ -411,7 +440,7 @@ class ExecutorOptions:
             raise ConfigError(f"--executor must be one of {known}, got {self.executor!r}.")
         checked(self)
         checked(engine)
-        speculation = read_speculative_config(engine.speculative_config)
+        speculation = engine.asked_speculation()
         if parallel.config(engine.backend).num_ranks > 1 or parallel.data_parallel_size > 1:
             engine.check_calibrates_alone("several devices or replicas")
         for name in (*given_fields(engine), *given_fields(parallel)):

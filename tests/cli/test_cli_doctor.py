@@ -140,6 +140,14 @@ def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in said
 
 
+def test_memory_of_drafting_is_told_where_there_is_drafting() -> None:
+    """Recent answers of 32 API keys, of 65,536 tokens of 20 bytes each."""
+    said = dict(model_facts(config("qwen3-4b"), "auto"))
+    assert said["drafts"] == (
+        "12 B of the engine a token of a running request, and at most 40.0 MiB for recent answers"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -274,6 +282,7 @@ def test_what_an_encoder_gives(architecture: str, gives: str) -> None:
     said = dict(model_facts(config("qwen3-0.6b", **shape), "auto"))
     assert said["gives"].startswith(gives)
     assert said["KV cache"].startswith("none is kept: ")
+    assert "drafts" not in said
     assert "28 with attention both ways" in said["layers"]
 
 

@@ -50,6 +50,8 @@ def test_every_flag_is_an_argument(field: str, tmp_path: Path) -> None:
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
         "speculative_config": '{"method": "suffix", "num_speculative_tokens": 5}',
+        "spec_type": "ngram-simple",
+        "model_draft": "qwen3-0.6b",
         "enable_prefix_caching": False,
         "kv_events": "tcp://127.0.0.1:5557",
         "kv_host_bytes": "2GiB",

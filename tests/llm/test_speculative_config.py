@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from cyclopts import App
 
 from pagoda.errors import ConfigError
 from pagoda.llm.engine_options import EngineOptions
@@ -47,3 +50,52 @@ def test_keys_of_vllm() -> None:
     named = read_speculative_config('{"model": "small", "num_speculative_tokens": 3}')
     assert (named.method, named.model) == ("draft_model", "small")
     assert read_speculative_config(None) == SpeculativeConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        ("-md small --draft-max 3", {"method": "draft_model", "model": "small", "most": 3}),
+        ("--spec-type ngram-simple --spec-draft-n-max 8", {"method": "ngram", "most": 8}),
+        ("--spec-type none", {"method": "off"}),
+        (
+            "--speculative-algorithm STANDALONE --speculative-draft-model-path small",
+            {"method": "draft_model", "model": "small"},
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-num-draft-tokens 4",
+            {"method": "ngram", "most": 4},
+        ),
+    ],
+)
+def test_flags_of_llama_cpp_and_sglang(flags: str, config: dict[str, Any]) -> None:
+    def command(*, engine: EngineOptions | None = None) -> EngineOptions | None:
+        return engine
+
+    app = App()
+    app.default(command)
+    found = app(flags.split(), result_action="return_value").asked_speculation()
+    said = {"num_speculative_tokens": config.pop("most")} if "most" in config else {}
+    assert found == SpeculativeConfig(**config, **said)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"spec_type": "EAGLE"},
+            "--spec-type (--speculative-algorithm) must be one of none, draft-simple,",
+        ),
+        ({"spec_type": "draft-mtp"}, "the method mtp is not there yet"),
+        ({"spec_type": "draft-simple"}, "draft_model needs model"),
+        ({"draft_max": 99}, "--draft-max must be int <= 32, got 99."),
+        (
+            {"model_draft": "small", "speculative_config": "{}"},
+            "--model-draft says a part of --speculative-config; give one of them, not both.",
+        ),
+    ],
+)
+def test_mistakes_in_them_are_sentences(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(**options).engine_config("model")
+    assert problem in str(caught.value)

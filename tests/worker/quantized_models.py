@@ -349,16 +349,20 @@ def save_quantized(
 
 
 def store_quantized(
-    model: transformers.PreTrainedModel, directory: Path, how: Format
+    model: transformers.PreTrainedModel,
+    directory: Path,
+    how: Format,
+    linears: str = r"_proj(_with_mqa)?",
 ) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
-    """Writes a model; returns it with the weights that the files stand for, and those weights."""
+    """Writes a model; returns it with the weights that the files stand for, and those weights. Names of its linear
+    maps end as the pattern `linears` says."""
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     meant: dict[str, np.ndarray] = {}
     for name, tensor in load_file(_file(directory)).items():
         module = name.removesuffix(".weight")
-        if re.search(r"_proj(_with_mqa)?\.weight$", name) is None and not (
+        if re.search(rf"({linears})\.weight$", name) is None and not (
             how.head and module == "lm_head"
         ):
             tensors[name] = dense[name] = tensor

@@ -31,8 +31,10 @@ MAX_POOLS = 32
 _END = -1
 """Stands between answers in a pool; it is no token."""
 
-_INDEX_BYTES = 12
+INDEX_BYTES = 12
 """Bytes of an index for each token; a pool has a list of tokens too."""
+_POOL_BYTES = POOL_TOKENS * (INDEX_BYTES + 8)
+MOST_POOL_BYTES = MAX_POOLS * _POOL_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,7 @@ class MatchingDrafter:
     @property
     def num_bytes(self) -> int:
         own = sum(len(index.tokens) for index in self._own.values())
-        pools = len(self._pools) * POOL_TOKENS
-        return _INDEX_BYTES * own + (_INDEX_BYTES + 8) * pools
+        return INDEX_BYTES * own + _POOL_BYTES * len(self._pools)
 
     def take(self, request: Request, token_ids: list[int]) -> None:
         """Nobody has asked the worker."""

@@ -28,6 +28,7 @@ from pagoda.cli.options import Count, GeneralOptions, Length
 from pagoda.cli.progress import progress
 from pagoda.concurrency import event_loop
 from pagoda.errors import ConfigError, PagodaError
+from pagoda.plugins.bench.acceptance import NO_DRAFTS, Drafted, drafted_by
 from pagoda.plugins.bench.datasets import RandomLengths, Sample, random_samples
 from pagoda.plugins.bench.load import LoadOptions, ask_sample, run_load
 from pagoda.plugins.bench.metrics import BenchReport, summarize
@@ -35,18 +36,6 @@ from pagoda.plugins.bench.sampling import LoadSampling
 
 _MIN_PROMPTS = 4
 _LETTERS = string.ascii_uppercase
-
-FIGURES: Mapping[str, Callable[[BenchReport], float | None]] = {
-    "output tokens/s": lambda report: report.output_token_rate,
-    "requests/s": lambda report: report.request_rate,
-    "TTFT p50, ms": lambda report: report.ttft_ms.median,
-    "TTFT p99, ms": lambda report: report.ttft_ms.p99,
-    "TPOT p50, ms": lambda report: report.tpot_ms.median,
-    "TPOT p99, ms": lambda report: report.tpot_ms.p99,
-    "ITL p50, ms": lambda report: report.itl_ms.median,
-    "ITL p99, ms": lambda report: report.itl_ms.p99,
-}
-"""The figures that are compared: more is better for rates, less for times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +51,25 @@ class Measured:
     report: BenchReport
     lengths: Sequence[tuple[int, int]]
     """Prompt and answer tokens of each request that did not fail, as the server counts them."""
+    drafted: Drafted = NO_DRAFTS
+    """Drafts of the run, as far as the server's metrics tell of them."""
+
+
+FIGURES: Mapping[str, Callable[[Measured], float | None]] = {
+    "output tokens/s": lambda run: run.report.output_token_rate,
+    "requests/s": lambda run: run.report.request_rate,
+    "TTFT p50, ms": lambda run: run.report.ttft_ms.median,
+    "TTFT p99, ms": lambda run: run.report.ttft_ms.p99,
+    "TPOT p50, ms": lambda run: run.report.tpot_ms.median,
+    "TPOT p99, ms": lambda run: run.report.tpot_ms.p99,
+    "ITL p50, ms": lambda run: run.report.itl_ms.median,
+    "ITL p99, ms": lambda run: run.report.itl_ms.p99,
+    "drafts accepted": lambda run: run.drafted.acceptance,
+    "tokens a step": lambda run: run.drafted.length,
+}
+"""The figures that are compared: more is better for rates, less for times."""
+_OF_DRAFTS = ("drafts accepted", "tokens a step")
+"""Rows that stand only where a server has drafted."""
 
 
 @Parameter(name="*", group=Group("Load", sort_key=10))
@@ -209,18 +217,20 @@ async def measure_server(
     """One run: `samples`, `concurrency` of them under way at once."""
     at_once = LoadOptions(max_concurrency=concurrency)
     async with OpenAIClient(server.base_url) as client:
+        before = await drafted_by(client)
         outcomes, duration_s = await run_load(client, samples, load.fields(server), at_once)
+        drafts = (await drafted_by(client)).since(before)
     lengths = [(it.prompt_tokens, it.output_tokens) for it in outcomes if it.error is None]
     report = summarize(outcomes, duration_s, None)
-    return Measured(server.base_url, concurrency, report, lengths)
+    return Measured(server.base_url, concurrency, report, lengths, drafts)
 
 
 def medians(runs: Iterable[Measured]) -> dict[str, float | None]:
     """The median of each figure over the runs that have it; None where none has."""
-    reports = [run.report for run in runs if run.report.completed]
+    answered = [run for run in runs if run.report.completed]
     result: dict[str, float | None] = {}
     for name, figure in FIGURES.items():
-        values = [value for value in map(figure, reports) if value is not None]
+        values = [value for value in map(figure, answered) if value is not None]
         result[name] = statistics.median(values) if values else None
     return result
 
@@ -236,6 +246,8 @@ def comparison_table(
     rows = []
     for name in FIGURES:
         base, *others = [figures[name] for figures in of_servers]
+        if name in _OF_DRAFTS and base is None and not any(others):
+            continue
         cells = [_number(base)]
         for value in others:
             ratio = value / base if value is not None and base else None

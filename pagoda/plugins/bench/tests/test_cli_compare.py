@@ -13,15 +13,18 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from rich.console import Console
 
 from pagoda.cli.answer import RequestTimes
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.errors import ConfigError
+from pagoda.plugins.bench.acceptance import Drafted, drafted
 from pagoda.plugins.bench.compare import (
     FIGURES,
     CompareOptions,
     Measured,
     Server,
+    comparison_table,
     measure_server,
     medians,
     prepare_server,
@@ -158,3 +161,41 @@ def test_medians_are_of_the_runs_of_a_server() -> None:
     assert figures["output tokens/s"] == pytest.approx(0.5)
     assert figures["TPOT p50, ms"] == pytest.approx(3000)
     assert figures["TTFT p99, ms"] == pytest.approx(1000)
+
+
+PAGODA = """# TYPE pagoda_spec_decode_num_drafts counter
+pagoda_spec_decode_num_drafts_total{model="m",replica="0"} 4.0
+pagoda_spec_decode_num_drafts_total{model="m",replica="1"} 6.0
+pagoda_spec_decode_num_draft_tokens_total{model="m",replica="0"} 40.0
+pagoda_spec_decode_num_accepted_tokens_total{model="m",replica="0"} 20.0
+pagoda_spec_decode_num_accepted_tokens_per_pos_total{model="m",position="0"} 9.0
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [PAGODA, PAGODA.replace("pagoda_", "vllm:"), PAGODA + PAGODA.replace("pagoda_", "vllm:")],
+)
+def test_drafts_are_those_of_all_replicas_of_a_run(text: str) -> None:
+    run = drafted(text).since(Drafted(drafts=5.0, draft_tokens=20.0, accepted_tokens=5.0))
+    assert run == Drafted(drafts=5.0, draft_tokens=20.0, accepted_tokens=15.0)
+    assert (run.acceptance, run.length) == (0.75, 4.0)
+
+
+def test_a_server_that_drafts_has_its_acceptance_in_the_table() -> None:
+    outcome = RequestTimes(0.0, 2.0, [1.0, 2.0], prompt_tokens=5, output_tokens=2)
+    report = summarize([outcome], 2.0, None)
+    silent, drafting = (
+        Measured(url, 1, report, [(5, 2)], drafts)
+        for url, drafts in (("a", Drafted()), ("b", Drafted(5.0, 20.0, 15.0)))
+    )
+    servers = [Server("a", "m"), Server("b", "m")]
+    console = Console(width=100)
+    with console.capture() as told:
+        console.print(comparison_table(servers, 1, [silent, drafting]))
+    rows = [" ".join(line.split()) for line in told.get().splitlines()]
+    assert "drafts accepted – 0.75 –" in rows
+    assert "tokens a step – 4.00 –" in rows
+    with console.capture() as told:
+        console.print(comparison_table(servers[:1], 1, [silent]))
+    assert "accepted" not in told.get()
