@@ -95,7 +95,7 @@ async def _compare(
     url: str, kind: str, prompts: Sequence[str], streams: int, num_tokens: int
 ) -> tuple[str, ...]:
     """A row of the table. Each group of prompts is answered with and without drafts, in alternating order."""
-    num_groups = max(len(prompts) // streams, 6 if kind == "chat" else 2)
+    num_groups = max(len(prompts) // streams, 6)
     around = itertools.cycle(prompts)
     groups = [[next(around) for _ in range(streams)] for _ in range(num_groups)]
     rates: dict[bool, list[float]] = {True: [], False: []}
@@ -104,8 +104,9 @@ async def _compare(
         for number, group in enumerate(groups):
             answers = {}
             for drafts in (number % 2 == 0, number % 2 == 1):
-                # A salt of its own: or the answer of the other turn would be among the recent ones.
-                salt = f"{streams} {drafts}"
+                # A salt of its own: or the answer of the other turn, or to the same prompt, would be among the
+                # recent ones.
+                salt = f"{number * streams // len(prompts)} {streams} {drafts}"
                 asked = [_ask(session, url, kind, it, number, num_tokens, salt) for it in group]
                 found = await asyncio.gather(*asked)
                 began = min(first for _, first, _, _ in found)
