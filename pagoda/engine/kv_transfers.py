@@ -24,6 +24,7 @@ from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.group_lookup import PendingLookup
 from pagoda.kv.manager import PrefixHit
+from pagoda.kv.rates import Rate
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import EngineConfig
@@ -35,6 +36,10 @@ TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""
 _NUM_PREFETCHED = 4
 """Requests at the front of the line that are looked at again when there is news: a long prompt takes time."""
+_PROMPT_TOKENS = 4
+"""Tokens for each request of a step that tells how fast prompts are computed."""
+_NUM_STEPS = 2
+"""Steps of whose most blocks copies leave enough."""
 _order_key = attrgetter("order_key")
 
 
@@ -56,6 +61,9 @@ class KVTransferHooks(KVHooks):
         self._max_awaiting = scheduler.limits.max_num_seqs
         self.tiers, self.peers = tiers, peers
         self.near_pools = tiers.near_pools
+        self._max_step_blocks = -(-scheduler.limits.max_num_batched_tokens // self._kv.block_size)
+        self._prompts = Rate()
+        """Seconds per token of a prompt."""
         self._awaiting: dict[str, Request] = {}
         self._blocked: set[str] = set()
         """Requests in line that would await an answer, as far as is known."""
@@ -131,7 +139,17 @@ class KVTransferHooks(KVHooks):
     def on_preempted(self, request: Request) -> None:
         self._save_tails(request)
         self.peers.on_preempted(request)
-        self._on_queued(request, request.table.num_published)
+        num_blocks = request.table.num_published
+        self._on_queued(request, num_blocks)
+        self.tiers.swap.preempted(
+            request.request_id,
+            self._kv.needed_blocks(request.table, request.token_ids, num_blocks),
+            self._prompts.seconds(num_blocks * self._kv.block_size),
+        )
+
+    def on_computed(self, num_tokens: int, num_requests: int, seconds: float) -> None:
+        if num_tokens >= _PROMPT_TOKENS * num_requests:
+            self._prompts.observe(num_tokens, seconds)
 
     def on_finished(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
@@ -311,11 +329,20 @@ class KVTransferHooks(KVHooks):
         return awaiting
 
     def drain_transfers(self) -> Transfers | None:
-        transfers, changes = self.tiers.drain_transfers(), self.peers.drain_transfers()
+        transfers = self.tiers.drain_transfers(self._num_spare_blocks())
+        changes = self.peers.drain_transfers()
         if not transfers:
             return changes
         changes = changes or Transfers()
         return msgspec.structs.replace(changes, transfers=transfers)
+
+    def _num_spare_blocks(self) -> int:
+        """Available blocks that those who run do not need in the next steps, at the end of which copies may have
+        ended."""
+        num_soon = len(self._queue.running) * len(self._kv.groups)
+        num_reserved = self._queue.reserved.num_blocks
+        num_wanted = min(num_reserved, _NUM_STEPS * self._max_step_blocks + num_soon) + num_soon
+        return self._kv.pool.num_available - num_wanted
 
     def load_figures(self) -> dict[str, Any]:
         return {"tiers": self.tiers.load_report()} | self.peers.load_figures()

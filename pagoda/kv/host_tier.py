@@ -113,7 +113,7 @@ class HostTier:
     # ---- what is kept
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
-        room = self._ledger.store_room
+        room = self._ledger.room_for(cached_blocks)
         known: list[Block] = []
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
@@ -141,7 +141,8 @@ class HostTier:
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
         self._storing.update(cached.key for cached in saved)
-        self._ledger.open(partial(self._store_ended, slots, saved), source, target, blocks)
+        on_end = partial(self._store_ended, slots, saved)
+        self._ledger.open(on_end, source, target, blocks, likely=not saved[0].is_needed)
 
     def _store_ended(
         self, slots: Sequence[Block], saved: Sequence[CachedBlock], end: TransferEnd | None

@@ -418,6 +418,18 @@ class KVManager:
                 cached_blocks += self._cached(table, token_ids, group, indices)
         return cached_blocks
 
+    def needed_blocks(
+        self, table: BlockTable, token_ids: Sequence[int], end: int
+    ) -> list[CachedBlock]:
+        """Published blocks that a prefix of `end` blocks needs, as `is_needed`: those of which a part is of use
+        come last, the beginning first."""
+        blocks = self.cached_tails(table, token_ids, 0, end)
+        several = sum(group.keeps_all for group in self.groups) > 1
+        step = max(self._ratios) if several else max(1, end)
+        for first in range(0, end, step):
+            blocks += self.cached_blocks(table, token_ids, first, min(end, first + step))
+        return [it._replace(is_needed=True) for it in blocks]
+
     def _cached(
         self, table: BlockTable, token_ids: Sequence[int], group: int, indices: range
     ) -> Iterator[CachedBlock]:

@@ -31,7 +31,7 @@ from pagoda.messages.transfers import (
 from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
 from pagoda.plugins.disk_tier.index import DiskIndex
-from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, WriteBackoff
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, SwapBudget, WriteBackoff
 from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
@@ -101,6 +101,7 @@ class DiskTier:
                 f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
                 f"takes {self._block_bytes} bytes on disk."
             )
+        self._budget = SwapBudget(self._quota_bytes // self._block_bytes, self._clock)
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
@@ -189,14 +190,16 @@ class DiskTier:
         if not self._is_indexed:
             self._scanner.rescan()  # if the first scan has failed
         may_store = self._is_indexed and not self._backoff.is_on
-        room = self._ledger.store_room
+        room = self._ledger.room_for(cached_blocks)
         known: list[bytes] = []
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
         for cached in cached_blocks:
             key = cached.key
             is_kept = self._has(key)
-            is_worth_it = self._admission.touch(key, cached.parent, cached.group, is_kept=is_kept)
+            is_worth_it = cached.is_needed or self._admission.touch(
+                key, cached.parent, cached.group, is_kept=is_kept
+            )
             if is_kept:
                 known.append(key)
             elif is_worth_it and may_store and not self._evictor.is_changing(key):
@@ -210,13 +213,16 @@ class DiskTier:
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
         saved = saved[: self._evictor.make_room(len(saved))]
+        if saved and saved[0].is_needed:
+            saved = saved[: self._budget.take(len(saved))]
         if not saved:
             return
         keys = [cached.key for cached in saved]
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         on_end = partial(self._store_ended, saved)
-        self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks)
+        likely = not saved[0].is_needed
+        self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks, likely=likely)
         self._evictor.storing.update(keys)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
