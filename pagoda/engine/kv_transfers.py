@@ -39,7 +39,7 @@ _NUM_PREFETCHED = 4
 _PROMPT_TOKENS = 4
 """Tokens for each request of a step that tells how fast prompts are computed."""
 _NUM_STEPS = 2
-"""Steps of whose most blocks copies leave enough."""
+"""Steps for whose blocks copies leave room."""
 _order_key = attrgetter("order_key")
 
 
@@ -329,20 +329,18 @@ class KVTransferHooks(KVHooks):
         return awaiting
 
     def drain_transfers(self) -> Transfers | None:
-        transfers = self.tiers.drain_transfers(self._num_spare_blocks())
+        transfers = self.tiers.drain_transfers(self._num_wanted_soon())
         changes = self.peers.drain_transfers()
         if not transfers:
             return changes
         changes = changes or Transfers()
         return msgspec.structs.replace(changes, transfers=transfers)
 
-    def _num_spare_blocks(self) -> int:
-        """Available blocks that those who run do not need in the next steps, at the end of which copies may have
-        ended."""
-        num_soon = len(self._queue.running) * len(self._kv.groups)
+    def _num_wanted_soon(self) -> int:
+        """The most blocks that running requests take in the next steps, or until each has taken two more."""
+        num_growing = len(self._queue.running) * len(self._kv.groups)
         num_reserved = self._queue.reserved.num_blocks
-        num_wanted = min(num_reserved, _NUM_STEPS * self._max_step_blocks + num_soon) + num_soon
-        return self._kv.pool.num_available - num_wanted
+        return num_growing + min(num_reserved, _NUM_STEPS * self._max_step_blocks + num_growing)
 
     def load_figures(self) -> dict[str, Any]:
         return {"tiers": self.tiers.load_report()} | self.peers.load_figures()

@@ -2,7 +2,7 @@
 """Swap: the blocks of preempted requests go to the nearest tier, because they are needed again.
 
 The blocks of a request that is preempted stay cached on the device until others need their room, the end of its
-prefix first. Meanwhile they are copied, as many at a time as running requests can do without; a copied block is
+prefix first. Before that they are copied, as many at a time as running requests can do without; a copied block is
 evicted before those that are not. The beginning of the prefix is held first, since nothing behind a gap is of use,
 and of what is held the end is copied first, since it is evicted first. Once the request is admitted again, what is
 not copied yet need not be.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
@@ -21,6 +22,20 @@ from pagoda.kv.transfers import TransferLedger
 
 _BATCH = 8
 """Blocks of a transfer: they can be evicted when all of them are copied."""
+
+
+_STOCK_SHARE = 8
+"""Copies begin when less than this part of the device's blocks, besides those wanted soon, go before them."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """Blocks that have not been offered to the nearest tier, beginning of the prefix first."""
+
+    blocks: deque[CachedBlock]
+    evicted_from: int
+    """Number of evictions from the device, since the start, at which these blocks are the oldest that are cached."""
+    is_due: bool = False
 
 
 class Swap:
@@ -41,16 +56,18 @@ class Swap:
         self._clock = clock
         self._needed: dict[str, dict[bytes, CachedBlock]] = {}
         """Blocks that are worth a copy, by request and key."""
-        self._pending: dict[str, deque[CachedBlock]] = {}
-        """Those of them that have not been offered to the nearest tier, beginning of the prefix first."""
+        self._pending: dict[str, _Pending] = {}
 
     def preempted(
         self, request_id: str, blocks: Sequence[CachedBlock], recomputing_s: float
     ) -> None:
-        """The request will need these blocks again, or so many seconds to compute them; 0 if that is not known."""
+        """The request will need these blocks again, or so many seconds to compute them; 0 if that is not known.
+
+        It holds them still."""
         if blocks and self._pays(len(blocks), recomputing_s):
             self._needed[request_id] = {it.key: it for it in blocks}
-            self._pending[request_id] = deque(blocks)
+            evicted_from = self._pool.num_removed + self._pool.num_evictable
+            self._pending[request_id] = _Pending(deque(blocks), evicted_from)
 
     def _pays(self, count: int, recomputing_s: float) -> bool:
         """True if the nearest tier stores and loads so many blocks, behind what is queued there, in less time."""
@@ -75,20 +92,25 @@ class Swap:
         """The block of a key that a request will need again."""
         return next((it[key] for it in self._needed.values() if key in it), None)
 
-    def copy(self, spare: int) -> None:
-        """Begins copies of at most `spare` blocks, which nobody else can have until they have ended."""
+    def copy(self, num_wanted: int) -> None:
+        """Begins copies of blocks that may be evicted soon. All available ones may be held by copies, but so many
+        that running requests want soon."""
+        pool = self._pool
         for request_id, pending in list(self._pending.items()):
-            room = min(spare, self._ledger.needed_room)
-            if room <= 0:
+            num_free = pool.num_available - pool.num_evictable
+            num_before = pending.evicted_from - pool.num_removed + num_free
+            stock = num_wanted + pool.num_blocks // _STOCK_SHARE
+            pending.is_due = pending.is_due or num_before < stock
+            room = min(pool.num_available - num_wanted, self._ledger.needed_room)
+            if room <= 0 or not pending.is_due:
                 return
             held: list[CachedBlock] = []
-            while pending and len(held) < room:
-                cached = pending.popleft()
-                if self._pool.find(cached.key) is cached.block:
+            while pending.blocks and len(held) < room:
+                cached = pending.blocks.popleft()
+                if pool.find(cached.key) is cached.block:
                     held.append(cached)
-            if not pending:
+            if not pending.blocks:
                 del self._pending[request_id]
-            spare -= len(held)
             for start in reversed(range(0, len(held), _BATCH)):
                 self._tiers[0].save(held[start : start + _BATCH])
 

@@ -372,10 +372,10 @@ class TieredKVConnector:
 
     # ---- transfers
 
-    def drain_transfers(self, spare: int = 0) -> list[Transfer]:
-        """Transfers to begin now. Blocks that are needed again may hold so many `spare` ones of the device."""
+    def drain_transfers(self, num_wanted: int = 0) -> list[Transfer]:
+        """Transfers to begin now; running requests want `num_wanted` blocks of the device soon."""
         if self._has_workers:
-            self.swap.copy(spare)
+            self.swap.copy(num_wanted)
         begun, now = self.ledger.drain(), self._clock.now()
         for transfer in begun:
             self.rates.begun(transfer, now)
