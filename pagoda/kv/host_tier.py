@@ -7,9 +7,10 @@ evicted in the order in which requests last passed through them. Arenas are lost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
@@ -24,6 +25,19 @@ _PREFETCH_SHARE = 4
 _PREFETCH_BYTES = 2**30
 """Limit of the reserved bytes of one rank, about a second of reading: a request for which there is room meanwhile
 waits until the last of its blocks is here."""
+
+
+_SINKING_SHARE = 8
+"""At most 1 / this of the slots wait at a time until the tier below has written them."""
+
+
+class Lower(NamedTuple):
+    """The tier below, which takes slots that are about to be evicted."""
+
+    wants: Callable[[bytes], bool]
+    """True if the tier lacks a block and could write it."""
+    store_slots: Callable[[Sequence[CachedBlock]], int]
+    """Begins to write blocks that lie in slots; returns how many, the leading ones. `sunk` follows."""
 
 
 @dataclass(eq=False)
@@ -61,6 +75,11 @@ class HostTier:
         self._refused: set[str] = set()
         """Requests that got no reservation since the last one ended."""
         self._storing: set[bytes] = set()
+        self.lower: Lower | None = None
+        self.find_needed: Callable[[bytes], CachedBlock | None] = lambda _: None
+        """Finds a block that a preempted request needs again, and that is worth a place below."""
+        self._num_sinking = 0
+        """Slots that the tier below is writing."""
         self._changed: set[str] = set()
         self._num_loaded = 0
         self._num_failed = 0
@@ -136,7 +155,7 @@ class HostTier:
     def _store(self, saved: Sequence[CachedBlock]) -> None:
         if not saved:
             return
-        slots = self.pool.allocate(len(saved))
+        slots = self._allocate(len(saved))
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
@@ -156,6 +175,36 @@ class HostTier:
                     parent, tokens = cached.parent, cached.token_ids
                     self.pool.publish(slots[index], cached.key, parent, tokens, cached.group)
         self.pool.release(slots)
+
+    # ---- what goes down to the tier below
+
+    def _allocate(self, count: int) -> list[Block]:
+        """Slots for other blocks. What would be evicted for them and is needed again is written below first, and
+        others go, as far as there are others."""
+        pool = self.pool
+        num_others = pool.num_available - pool.num_evictable
+        room = min(
+            pool.num_blocks // _SINKING_SHARE - self._num_sinking, pool.num_available - count
+        )
+        sinking: list[CachedBlock] = []
+        for slot in pool.in_order_of_eviction() if self.lower is not None else ():
+            if num_others >= count or len(sinking) >= room:
+                break
+            needed = None if slot.key is None else self.find_needed(slot.key)
+            if needed is not None and self.lower is not None and self.lower.wants(needed.key):
+                sinking.append(needed._replace(block=slot))
+            else:
+                num_others += 1
+        if sinking and self.lower is not None:
+            slots = [cached.block for cached in sinking[: self.lower.store_slots(sinking)]]
+            self._num_sinking += len(slots)
+            pool.share(slots)
+        return pool.allocate(count)
+
+    def sunk(self, slots: Sequence[Block], *, is_good: bool) -> None:
+        """The tier below has written slots, which are evicted before others, or has failed."""
+        self._num_sinking -= len(slots)
+        self.pool.release(slots, likely=not is_good)
 
     # ---- what a slower tier copies here before it is loaded
 
@@ -183,7 +232,7 @@ class HostTier:
         if len(self._reserved) >= self._max_reserved or not self.pool.num_available:
             self._refused.add(prefix.request_id)
             return None
-        (slot,) = self.pool.allocate(1)
+        (slot,) = self._allocate(1)
         parent = prefix.keys[index - 1] if index else None
         size = self._block_size * prefix.ratio
         token_ids = prefix.token_ids[index * size : (index + 1) * size]

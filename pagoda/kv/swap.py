@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
@@ -34,7 +35,7 @@ class _Pending:
 
     blocks: deque[CachedBlock]
     evicted_from: int
-    """Number of evictions from the device, since the start, at which these blocks are the oldest that are cached."""
+    """Number of evictions from the device since the start at which these blocks are the oldest cached ones."""
     is_due: bool = False
 
 
@@ -54,8 +55,8 @@ class Swap:
         self._ledger = ledger
         self._rates = rates
         self._clock = clock
-        self._needed: dict[str, dict[bytes, CachedBlock]] = {}
-        """Blocks that are worth a copy, by request and key."""
+        self._sinking: dict[str, dict[bytes, CachedBlock]] = {}
+        """Blocks that are worth a place in the second tier, too, by request and key."""
         self._pending: dict[str, _Pending] = {}
 
     def preempted(
@@ -64,33 +65,38 @@ class Swap:
         """The request will need these blocks again, or so many seconds to compute them; 0 if that is not known.
 
         It holds them still."""
-        if blocks and self._pays(len(blocks), recomputing_s):
-            self._needed[request_id] = {it.key: it for it in blocks}
+        names = [DEVICE, *(tier.tier for tier in self._tiers[:2])]
+        num_paid = 0
+        for upper, lower in pairwise(names if blocks else ()):
+            if not self._pays(upper, lower, len(blocks), recomputing_s):
+                break
+            num_paid += 1
+        if num_paid > 1:
+            self._sinking[request_id] = {it.key: it for it in blocks}
+        if num_paid:
             evicted_from = self._pool.num_removed + self._pool.num_evictable
             self._pending[request_id] = _Pending(deque(blocks), evicted_from)
 
-    def _pays(self, count: int, recomputing_s: float) -> bool:
-        """True if the nearest tier stores and loads so many blocks, behind what is queued there, in less time."""
-        if not self._tiers:
-            return False
-        name, now, rates = self._tiers[0].tier, self._clock.now(), self._rates
-        copying_s = rates.seconds(DEVICE, name, count, now) + rates.seconds(
-            name, DEVICE, count, now
+    def _pays(self, upper: str, lower: str, count: int, recomputing_s: float) -> bool:
+        """True if so many blocks go down and up again, behind what is queued there, in less time."""
+        rates, now = self._rates, self._clock.now()
+        copying_s = rates.seconds(upper, lower, count, now) + rates.seconds(
+            lower, upper, count, now
         )
         if not recomputing_s or copying_s < recomputing_s:
             return True
-        rates.doubt(DEVICE, name)
-        rates.doubt(name, DEVICE)
+        rates.doubt(upper, lower)
+        rates.doubt(lower, upper)
         return False
 
     def dequeued(self, request_id: str) -> None:
         """The request holds what it could of these blocks, or has ended."""
-        self._needed.pop(request_id, None)
+        self._sinking.pop(request_id, None)
         self._pending.pop(request_id, None)
 
     def find(self, key: bytes) -> CachedBlock | None:
-        """The block of a key that a request will need again."""
-        return next((it[key] for it in self._needed.values() if key in it), None)
+        """The block of a key that is worth a place in the second tier."""
+        return next((it[key] for it in self._sinking.values() if key in it), None)
 
     def copy(self, num_wanted: int) -> None:
         """Begins copies of blocks that may be evicted soon. All available ones may be held by copies, but so many
@@ -116,5 +122,5 @@ class Swap:
 
     def clear(self) -> None:
         """The workers are lost, and what their memory held."""
-        self._needed.clear()
+        self._sinking.clear()
         self._pending.clear()

@@ -88,6 +88,21 @@ def test_what_preempted_requests_need_again_goes_to_disk_and_comes_back() -> Non
     it.serve_all()
     assert it.scheduler.counters.num_preemptions > 3
     stored, loaded = it.count(DeviceBlocks, TierBlocks), it.count(TierBlocks, DeviceBlocks)
-    print(it.scheduler.counters.num_preemptions, it.num_preempted, it.num_repeated, stored, loaded, it.clock.now())
+    print(
+        it.scheduler.counters.num_preemptions,
+        it.num_preempted,
+        it.num_repeated,
+        stored,
+        loaded,
+        it.clock.now(),
+    )
     assert stored and loaded
     assert it.num_repeated <= 0.05 * it.num_preempted
+
+
+def test_what_falls_out_of_host_memory_goes_to_disk_and_comes_back() -> None:
+    it = Swapping(kv_tiers=disk_tiers(100_000, MIN_TOUCHES, host_bytes=1), kv_host_slots=80)
+    it.serve_all()
+    print(it.scheduler.counters.num_preemptions, it.num_preempted, it.num_repeated, it.clock.now(), it.core.load().tiers)
+    print({(type(t.source).__name__, type(t.target).__name__) for t in it.begun})
+    assert it.scheduler.counters.num_preemptions > 3
