@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
@@ -29,6 +30,8 @@ waits until the last of its blocks is here."""
 
 _SINKING_SHARE = 8
 """At most 1 / this of the slots wait at a time until the tier below has written them."""
+_MAX_SPARED = 32
+"""Slots that are looked at for each one that is to be evicted."""
 
 
 class Lower(NamedTuple):
@@ -179,27 +182,33 @@ class HostTier:
     # ---- what goes down to the tier below
 
     def _allocate(self, count: int) -> list[Block]:
-        """Slots for other blocks. What would be evicted for them and is needed again is written below first, and
-        others go, as far as there are others."""
+        """Slots for other blocks. What would be evicted for them and is needed again is written below first, or
+        stays for want of writers, and others go, as far as there are others."""
+        if self.lower is not None:
+            self._sink(count, self.lower)
+        return self.pool.allocate(count)
+
+    def _sink(self, count: int, lower: Lower) -> None:
         pool = self.pool
         num_others = pool.num_available - pool.num_evictable
         room = min(
             pool.num_blocks // _SINKING_SHARE - self._num_sinking, pool.num_available - count
         )
-        sinking: list[CachedBlock] = []
-        for slot in pool.in_order_of_eviction() if self.lower is not None else ():
-            if num_others >= count or len(sinking) >= room:
+        needed: list[CachedBlock] = []
+        for slot in islice(pool.in_order_of_eviction(), _MAX_SPARED * count):
+            if num_others >= count:
                 break
-            needed = None if slot.key is None else self.find_needed(slot.key)
-            if needed is not None and self.lower is not None and self.lower.wants(needed.key):
-                sinking.append(needed._replace(block=slot))
+            cached = None if slot.key is None else self.find_needed(slot.key)
+            if cached is not None and lower.wants(cached.key):
+                needed.append(cached._replace(block=slot))
             else:
                 num_others += 1
-        if sinking and self.lower is not None:
-            slots = [cached.block for cached in sinking[: self.lower.store_slots(sinking)]]
-            self._num_sinking += len(slots)
-            pool.share(slots)
-        return pool.allocate(count)
+        sinking = needed[: max(0, room)]
+        num_sinking = lower.store_slots(sinking) if sinking else 0
+        slots = [cached.block for cached in needed]
+        pool.share(slots)
+        pool.release(slots[num_sinking:][::-1])
+        self._num_sinking += num_sinking
 
     def sunk(self, slots: Sequence[Block], *, is_good: bool) -> None:
         """The tier below has written slots, which are evicted before others, or has failed."""
