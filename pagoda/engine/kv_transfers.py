@@ -69,6 +69,8 @@ class KVTransferHooks(KVHooks):
         """Requests in line that would await an answer, as far as is known."""
         self._prefetching: dict[str, Request] = {}
         """Requests in line for which more KV may be brought nearer."""
+        self._has_ended = False
+        """A request has ended, so the turn of the first in line is near."""
         scheduler.attach(self)
 
     # ---- requests come, go and get on
@@ -154,6 +156,7 @@ class KVTransferHooks(KVHooks):
     def on_finished(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self._save_tails(request)
+        self._has_ended = True
         self.peers.on_finished(request)
         self._abandon(request)
         self._on_dequeued(request)
@@ -278,6 +281,9 @@ class KVTransferHooks(KVHooks):
             self._end_load(request, event)
             if event.failure is not None:
                 chunks.append(scheduler.fail(request, event.failure))
+        if self._has_ended and (first := next(iter(self._queue.waiting), None)) is not None:
+            self._prefetch(first, self._num_hits(first))
+        self._has_ended = False
         answered = self.tiers.poll()
         if answered:
             self._blocked.difference_update(answered)

@@ -156,9 +156,12 @@ class HostTier:
         return num_done
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
+        num_others = self._sink(len(saved)) if saved else 0
+        if not (saved and saved[0].is_needed):
+            saved = saved[:num_others]
         if not saved:
             return
-        slots = self._allocate(len(saved))
+        slots = self.pool.allocate(len(saved))
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
@@ -181,15 +184,12 @@ class HostTier:
 
     # ---- what goes down to the tier below
 
-    def _allocate(self, count: int) -> list[Block]:
-        """Slots for other blocks. What would be evicted for them and is needed again is written below first, or
-        stays for want of writers, and others go, as far as there are others."""
-        if self.lower is not None:
-            self._sink(count, self.lower)
-        return self.pool.allocate(count)
-
-    def _sink(self, count: int, lower: Lower) -> None:
-        pool = self.pool
+    def _sink(self, count: int) -> int:
+        """Prepares for the eviction of `count` blocks: what is needed again is written below first, or stays while
+        the tier below is busy, and others go before it. Returns how many of these there are, at most `count`."""
+        pool, lower = self.pool, self.lower
+        if lower is None:
+            return count
         num_others = pool.num_available - pool.num_evictable
         room = min(
             pool.num_blocks // _SINKING_SHARE - self._num_sinking, pool.num_available - count
@@ -209,6 +209,7 @@ class HostTier:
         pool.share(slots)
         pool.release(slots[num_sinking:][::-1])
         self._num_sinking += num_sinking
+        return min(num_others, count)
 
     def sunk(self, slots: Sequence[Block], *, is_good: bool) -> None:
         """The tier below has written slots, which are evicted before others, or has failed."""
@@ -241,7 +242,8 @@ class HostTier:
         if len(self._reserved) >= self._max_reserved or not self.pool.num_available:
             self._refused.add(prefix.request_id)
             return None
-        (slot,) = self._allocate(1)
+        self._sink(1)
+        (slot,) = self.pool.allocate(1)
         parent = prefix.keys[index - 1] if index else None
         size = self._block_size * prefix.ratio
         token_ids = prefix.token_ids[index * size : (index + 1) * size]
