@@ -239,10 +239,10 @@ class HostTier:
         key = prefix.keys[index]
         if self.pool.find(key) is not None or key in self._reserved or key in self._storing:
             return None
-        if len(self._reserved) >= self._max_reserved or not self.pool.num_available:
+        is_full = len(self._reserved) >= self._max_reserved or not self.pool.num_available
+        if is_full or not self._sink(1):
             self._refused.add(prefix.request_id)
             return None
-        self._sink(1)
         (slot,) = self.pool.allocate(1)
         parent = prefix.keys[index - 1] if index else None
         size = self._block_size * prefix.ratio
