@@ -40,6 +40,8 @@ _PROMPT_TOKENS = 4
 """Tokens for each request of a step that tells how fast prompts are computed."""
 _NUM_STEPS = 2
 """Steps for whose blocks copies leave room."""
+_MAX_LOADS = 3
+"""Loads of a request each time that it is queued: others may evict what was loaded before it is admitted."""
 _order_key = attrgetter("order_key")
 
 
@@ -92,7 +94,7 @@ class KVTransferHooks(KVHooks):
         keys = self._kv.prefix_keys(request.table, request.token_ids, whole=has_token_behind)
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
         request.prefix = PrefixRequest(request.request_id, keys, token_ids, request.kv_source)
-        request.load_tried = False
+        request.load_tried, request.num_loads = False, 0
         self.tiers.on_queued(request.prefix, min(num_hits, len(keys)))
 
     def _num_hits(self, request: Request) -> int:
@@ -210,6 +212,7 @@ class KVTransferHooks(KVHooks):
     def _load(self, request: Request, found: TierMatch) -> None:
         self._leave_line(request)
         request.load_tried = True
+        request.num_loads += 1
         request.fetched = range(found.start + found.num_cached, found.end)
         request.loaded = found.targets
         blocks = self._kv.begin_load(request.table, request.token_ids, found.end, request.loaded)
@@ -297,7 +300,8 @@ class KVTransferHooks(KVHooks):
     def _end_load(self, request: Request, end: LoadEnd) -> None:
         """Publishes the loaded blocks of a request that awaited KV, and frees them."""
         self._awaiting.pop(request.request_id, None)
-        request.load_tried = True
+        is_whole = 0 < end.num_loaded == len(request.loaded) and request.kv_source is None
+        request.load_tried = not is_whole or request.num_loads >= _MAX_LOADS
         good, failed = request.loaded[: end.num_loaded], request.loaded[end.num_loaded :]
         if failed:
             group, first_failed = failed[0]
