@@ -29,7 +29,7 @@ waits until the last of its blocks is here."""
 
 
 _SINKING_SHARE = 8
-"""At most 1 / this of the slots wait at a time until the tier below has written them."""
+"""Slots that the tier below is writing are at most 1 / this of all."""
 _MAX_SPARED = 32
 """Slots that are looked at for each one that is to be evicted."""
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pagoda.messages.transfers import (
-    DeviceBlocks,
-    HostSlots,
-    RemoteBlocks,
-    TierBlocks,
-    Transfer,
-    TransferEnd,
-    TransferPlace,
-)
+from pagoda.messages.transfers import Transfer, TransferEnd, num_places, tier_name
 
 _DECAY = 0.9
 
@@ -36,7 +28,7 @@ class Rate:
         self._seconds *= _DECAY
 
     def seconds(self, units: float) -> float:
-        """What so much work takes; 0 before any was seen."""
+        """Seconds that so much work takes; 0 before any was seen."""
         return units * self._seconds / self._units if self._units else 0.0
 
 
@@ -61,10 +53,10 @@ class TransferRates:
         lane = self._lane(transfer)
         if not lane.num_queued:
             lane.since = now
-        lane.num_queued += _num_blocks(transfer)
+        lane.num_queued += num_places(transfer.source)
 
     def ended(self, transfer: Transfer, end: TransferEnd, now: float) -> None:
-        lane, count = self._lane(transfer), _num_blocks(transfer)
+        lane, count = self._lane(transfer), num_places(transfer.source)
         if not end.failed:
             lane.rate.observe(count, now - lane.since)
         lane.since = now
@@ -76,7 +68,7 @@ class TransferRates:
             lane.num_queued = 0
 
     def seconds(self, source: str, target: str, count: int, now: float) -> float:
-        """What `count` further blocks take, with those that are queued; 0 before any were seen."""
+        """Seconds that `count` further blocks take, with those that are queued; 0 before any were seen."""
         lane = self._lanes[source, target]
         silence = now - lane.since if lane.num_queued else 0.0
         return max(silence, lane.rate.seconds(lane.num_queued + count))
@@ -85,27 +77,4 @@ class TransferRates:
         self._lanes[source, target].rate.doubt()
 
     def _lane(self, transfer: Transfer) -> _Lane:
-        return self._lanes[_name(transfer.source), _name(transfer.target)]
-
-
-def _name(place: TransferPlace) -> str:
-    match place:
-        case DeviceBlocks():
-            return DEVICE
-        case HostSlots():
-            return "host"
-        case TierBlocks(tier, _):
-            return tier
-        case RemoteBlocks():
-            return "remote"
-
-
-def _num_blocks(transfer: Transfer) -> int:
-    place = transfer.source
-    match place:
-        case HostSlots(slots):
-            return len(slots)
-        case TierBlocks(_, keys):
-            return len(keys)
-        case DeviceBlocks(block_ids) | RemoteBlocks(_, block_ids):
-            return len(block_ids)
+        return self._lanes[tier_name(transfer.source), tier_name(transfer.target)]
