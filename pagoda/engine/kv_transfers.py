@@ -347,10 +347,18 @@ class KVTransferHooks(KVHooks):
         return msgspec.structs.replace(changes, transfers=transfers)
 
     def _num_wanted_soon(self) -> int:
-        """The most blocks that running requests take in the next steps, or until each has taken two more."""
-        num_growing = len(self._queue.running) * len(self._kv.groups)
-        num_reserved = self._queue.reserved.num_blocks
-        return num_growing + min(num_reserved, _NUM_STEPS * self._max_step_blocks + num_growing)
+        """Blocks that running requests take in the next steps, while copies are under way; 0 if none are due."""
+        if not self.tiers.swap.has_pending:
+            return 0
+        num_wanted = 0
+        for request in self._queue.running:
+            num_left = request.num_tokens - request.num_scheduled_tokens
+            num_tokens = request.num_scheduled_tokens + max(_NUM_STEPS, num_left)
+            num_wanted += self._kv.num_missing(
+                request.table, num_tokens, request.num_computed_tokens
+            )
+        most = _NUM_STEPS * self._max_step_blocks + len(self._queue.running) * len(self._kv.groups)
+        return min(num_wanted, most)
 
     def load_figures(self) -> dict[str, Any]:
         return {"tiers": self.tiers.load_report()} | self.peers.load_figures()

@@ -59,6 +59,11 @@ class Swap:
         """Blocks that are worth a place in the second tier, too, by request and key."""
         self._pending: dict[str, _Pending] = {}
 
+    @property
+    def has_pending(self) -> bool:
+        """True if a request has blocks that have not been offered to a tier."""
+        return bool(self._pending)
+
     def preempted(
         self, request_id: str, blocks: Sequence[CachedBlock], recomputing_s: float
     ) -> None:
