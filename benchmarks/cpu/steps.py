@@ -129,7 +129,7 @@ class _Cost:
         self._attended = shape.num_layers * shape.num_heads * shape.head_dim
 
     def prompt_flops(self, num_tokens: int) -> int:
-        """Of products with weights, and of scores and values under the causal mask."""
+        """Operations of products with weights, and of scores and values under the causal mask."""
         products = num_tokens * self._row_weights + self._last_weights
         return 2 * (products + num_tokens * (num_tokens + 1) * self._attended)
 

@@ -83,6 +83,9 @@ class KVHooks:
 
     def on_finished(self, request: Request) -> None: ...
 
+    def on_computed(self, num_tokens: int, num_requests: int, seconds: float) -> None:
+        """A step has computed so many tokens of so many requests in so many seconds."""
+
     def make_room(self) -> bool:
         """Frees blocks that no other engine has asked for; False if there are none."""
         return False

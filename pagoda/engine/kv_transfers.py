@@ -24,6 +24,7 @@ from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.group_lookup import PendingLookup
 from pagoda.kv.manager import PrefixHit
+from pagoda.kv.rates import Rate
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import EngineConfig
@@ -35,6 +36,12 @@ TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""
 _NUM_PREFETCHED = 4
 """Requests at the front of the line that are looked at again when there is news: a long prompt takes time."""
+_PROMPT_TOKENS = 4
+"""Tokens for each request of a step that tells how fast prompts are computed."""
+_NUM_STEPS = 2
+"""Steps for whose blocks copies leave room."""
+_MAX_LOADS = 3
+"""Loads of a request each time that it is queued: others may evict what was loaded before it is admitted."""
 _order_key = attrgetter("order_key")
 
 
@@ -56,11 +63,16 @@ class KVTransferHooks(KVHooks):
         self._max_awaiting = scheduler.limits.max_num_seqs
         self.tiers, self.peers = tiers, peers
         self.near_pools = tiers.near_pools
+        self._max_step_blocks = -(-scheduler.limits.max_num_batched_tokens // self._kv.block_size)
+        self._prompts = Rate()
+        """Seconds per token of a prompt."""
         self._awaiting: dict[str, Request] = {}
         self._blocked: set[str] = set()
         """Requests in line that would await an answer, as far as is known."""
         self._prefetching: dict[str, Request] = {}
         """Requests in line for which more KV may be brought nearer."""
+        self._has_ended = False
+        """A request has ended, so the turn of the first in line is near."""
         scheduler.attach(self)
 
     # ---- requests come, go and get on
@@ -82,7 +94,7 @@ class KVTransferHooks(KVHooks):
         keys = self._kv.prefix_keys(request.table, request.token_ids, whole=has_token_behind)
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
         request.prefix = PrefixRequest(request.request_id, keys, token_ids, request.kv_source)
-        request.load_tried = False
+        request.load_tried, request.num_loads = False, 0
         self.tiers.on_queued(request.prefix, min(num_hits, len(keys)))
 
     def _num_hits(self, request: Request) -> int:
@@ -131,11 +143,22 @@ class KVTransferHooks(KVHooks):
     def on_preempted(self, request: Request) -> None:
         self._save_tails(request)
         self.peers.on_preempted(request)
-        self._on_queued(request, request.table.num_published)
+        num_blocks = request.table.num_published
+        self._on_queued(request, num_blocks)
+        self.tiers.swap.preempted(
+            request.request_id,
+            self._kv.needed_blocks(request.table, request.token_ids, num_blocks),
+            self._prompts.seconds(num_blocks * self._kv.block_size),
+        )
+
+    def on_computed(self, num_tokens: int, num_requests: int, seconds: float) -> None:
+        if num_tokens >= _PROMPT_TOKENS * num_requests:
+            self._prompts.observe(num_tokens, seconds)
 
     def on_finished(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self._save_tails(request)
+        self._has_ended = True
         self.peers.on_finished(request)
         self._abandon(request)
         self._on_dequeued(request)
@@ -189,6 +212,7 @@ class KVTransferHooks(KVHooks):
     def _load(self, request: Request, found: TierMatch) -> None:
         self._leave_line(request)
         request.load_tried = True
+        request.num_loads += 1
         request.fetched = range(found.start + found.num_cached, found.end)
         request.loaded = found.targets
         blocks = self._kv.begin_load(request.table, request.token_ids, found.end, request.loaded)
@@ -260,6 +284,9 @@ class KVTransferHooks(KVHooks):
             self._end_load(request, event)
             if event.failure is not None:
                 chunks.append(scheduler.fail(request, event.failure))
+        if self._has_ended and (first := next(iter(self._queue.waiting), None)) is not None:
+            self._prefetch(first, self._num_hits(first))
+        self._has_ended = False
         answered = self.tiers.poll()
         if answered:
             self._blocked.difference_update(answered)
@@ -273,7 +300,8 @@ class KVTransferHooks(KVHooks):
     def _end_load(self, request: Request, end: LoadEnd) -> None:
         """Publishes the loaded blocks of a request that awaited KV, and frees them."""
         self._awaiting.pop(request.request_id, None)
-        request.load_tried = True
+        is_whole = 0 < end.num_loaded == len(request.loaded) and request.kv_source is None
+        request.load_tried = not is_whole or request.num_loads >= _MAX_LOADS
         good, failed = request.loaded[: end.num_loaded], request.loaded[end.num_loaded :]
         if failed:
             group, first_failed = failed[0]
@@ -311,11 +339,26 @@ class KVTransferHooks(KVHooks):
         return awaiting
 
     def drain_transfers(self) -> Transfers | None:
-        transfers, changes = self.tiers.drain_transfers(), self.peers.drain_transfers()
+        transfers = self.tiers.drain_transfers(self._num_wanted_soon())
+        changes = self.peers.drain_transfers()
         if not transfers:
             return changes
         changes = changes or Transfers()
         return msgspec.structs.replace(changes, transfers=transfers)
+
+    def _num_wanted_soon(self) -> int:
+        """Blocks that running requests take in the next steps, while copies are under way; 0 if none are due."""
+        if not self.tiers.swap.has_pending:
+            return 0
+        num_wanted = 0
+        for request in self._queue.running:
+            num_left = request.num_tokens - request.num_scheduled_tokens
+            num_tokens = request.num_scheduled_tokens + max(_NUM_STEPS, num_left)
+            num_wanted += self._kv.num_missing(
+                request.table, num_tokens, request.num_computed_tokens
+            )
+        most = _NUM_STEPS * self._max_step_blocks + len(self._queue.running) * len(self._kv.groups)
+        return min(num_wanted, most)
 
     def load_figures(self) -> dict[str, Any]:
         return {"tiers": self.tiers.load_report()} | self.peers.load_figures()

@@ -132,7 +132,9 @@ class Request:
     kv_source: KVSource | None = field(init=False)
     """The engine to fetch KV from; None once that was tried, or there is no need."""
     load_tried: bool = False
-    """True once KV was loaded, or awaited in vain, since the request was queued."""
+    """True once KV was loaded, as often as it may be, or awaited in vain, since the request was queued."""
+    num_loads: int = 0
+    """Loads since then."""
     fetched: range = range(0)
     """Indices of blocks that another engine computed for this request, and that were loaded."""
     loaded: Sequence[tuple[int, int]] = ()

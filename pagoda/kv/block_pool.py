@@ -18,7 +18,7 @@ Blocks of all KV groups are in one pool. Each is filed under a key of its group 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pagoda.kv.events import CacheRecorder, Medium
 
@@ -99,6 +99,15 @@ class BlockPool:
             self._forget(block)
             taken.append(block)
         return taken
+
+    def in_order_of_eviction(self) -> Iterator[Block]:
+        """Cached blocks without a reference; the pool must not change meanwhile."""
+        for ring in (self._unlikely, self._likely):
+            block = ring.next
+            while block is not ring:
+                if block.key is not None:
+                    yield block
+                block = block.next
 
     def keys(self) -> Collection[bytes]:
         """Keys of cached blocks of group 0."""

@@ -65,6 +65,8 @@ class CachedBlock(NamedTuple):
     token_ids: Sequence[int]
     group: int = 0
     """KV group that the block belongs to."""
+    is_needed: bool = False
+    """The request was preempted and will need the block again, which was weighed against computing it."""
 
 
 class KVConnector(Protocol):
@@ -100,9 +102,9 @@ class KVConnector(Protocol):
         """
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
-        """Keeps blocks, given in the order of a prefix, or does not.
+        """Keeps blocks, given in the order of a prefix, or does not. All or none of them are needed again.
 
-        Returns the number of leading blocks that are settled. Only a lack of `TransferLedger.store_room` leaves
+        Returns the number of leading blocks that are settled. Only a lack of `TransferLedger.room_for` leaves
         blocks over; these are given again while they can be found.
         """
 

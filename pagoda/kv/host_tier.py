@@ -7,9 +7,11 @@ evicted in the order in which requests last passed through them. Arenas are lost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
@@ -24,6 +26,21 @@ _PREFETCH_SHARE = 4
 _PREFETCH_BYTES = 2**30
 """Limit of the reserved bytes of one rank, about a second of reading: a request for which there is room meanwhile
 waits until the last of its blocks is here."""
+
+
+_SINKING_SHARE = 8
+"""Slots that the tier below is writing are at most 1 / this of all."""
+_MAX_SPARED = 32
+"""Slots that are looked at for each one that is to be evicted."""
+
+
+class Lower(NamedTuple):
+    """The tier below, which takes slots that are about to be evicted."""
+
+    wants: Callable[[bytes], bool]
+    """True if the tier lacks a block and could write it."""
+    store_slots: Callable[[Sequence[CachedBlock]], int]
+    """Begins to write blocks that lie in slots; returns how many, the leading ones. `sunk` follows."""
 
 
 @dataclass(eq=False)
@@ -61,6 +78,11 @@ class HostTier:
         self._refused: set[str] = set()
         """Requests that got no reservation since the last one ended."""
         self._storing: set[bytes] = set()
+        self.lower: Lower | None = None
+        self.find_needed: Callable[[bytes], CachedBlock | None] = lambda _: None
+        """Finds a block that a preempted request needs again, and that is worth a place below."""
+        self._num_sinking = 0
+        """Slots that the tier below is writing."""
         self._changed: set[str] = set()
         self._num_loaded = 0
         self._num_failed = 0
@@ -113,7 +135,7 @@ class HostTier:
     # ---- what is kept
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
-        room = self._ledger.store_room
+        room = self._ledger.room_for(cached_blocks)
         known: list[Block] = []
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
@@ -134,6 +156,9 @@ class HostTier:
         return num_done
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
+        num_others = self._sink(len(saved)) if saved else 0
+        if not (saved and saved[0].is_needed):
+            saved = saved[:num_others]
         if not saved:
             return
         slots = self.pool.allocate(len(saved))
@@ -141,7 +166,8 @@ class HostTier:
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
         self._storing.update(cached.key for cached in saved)
-        self._ledger.open(partial(self._store_ended, slots, saved), source, target, blocks)
+        on_end = partial(self._store_ended, slots, saved)
+        self._ledger.open(on_end, source, target, blocks, likely=not saved[0].is_needed)
 
     def _store_ended(
         self, slots: Sequence[Block], saved: Sequence[CachedBlock], end: TransferEnd | None
@@ -155,6 +181,40 @@ class HostTier:
                     parent, tokens = cached.parent, cached.token_ids
                     self.pool.publish(slots[index], cached.key, parent, tokens, cached.group)
         self.pool.release(slots)
+
+    # ---- what goes down to the tier below
+
+    def _sink(self, count: int) -> int:
+        """Prepares for the eviction of `count` blocks: what is needed again is written below first, or stays while
+        the tier below is busy, and others go before it. Returns how many of these there are, at most `count`."""
+        pool, lower = self.pool, self.lower
+        if lower is None:
+            return count
+        num_others = pool.num_available - pool.num_evictable
+        room = min(
+            pool.num_blocks // _SINKING_SHARE - self._num_sinking, pool.num_available - count
+        )
+        needed: list[CachedBlock] = []
+        for slot in islice(pool.in_order_of_eviction(), _MAX_SPARED * count):
+            if num_others >= count:
+                break
+            cached = None if slot.key is None else self.find_needed(slot.key)
+            if cached is not None and lower.wants(cached.key):
+                needed.append(cached._replace(block=slot))
+            else:
+                num_others += 1
+        sinking = needed[: max(0, room)]
+        num_sinking = lower.store_slots(sinking) if sinking else 0
+        slots = [cached.block for cached in needed]
+        pool.share(slots)
+        pool.release(slots[num_sinking:][::-1])
+        self._num_sinking += num_sinking
+        return min(num_others, count)
+
+    def sunk(self, slots: Sequence[Block], *, is_good: bool) -> None:
+        """The tier below has written slots, which are evicted before others, or has failed."""
+        self._num_sinking -= len(slots)
+        self.pool.release(slots, likely=not is_good)
 
     # ---- what a slower tier copies here before it is loaded
 
@@ -179,7 +239,8 @@ class HostTier:
         key = prefix.keys[index]
         if self.pool.find(key) is not None or key in self._reserved or key in self._storing:
             return None
-        if len(self._reserved) >= self._max_reserved or not self.pool.num_available:
+        is_full = len(self._reserved) >= self._max_reserved or not self.pool.num_available
+        if is_full or not self._sink(1):
             self._refused.add(prefix.request_id)
             return None
         (slot,) = self.pool.allocate(1)

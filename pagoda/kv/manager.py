@@ -420,6 +420,27 @@ class KVManager:
                 cached_blocks += self._cached(table, token_ids, group, indices)
         return cached_blocks
 
+    def needed_blocks(
+        self, table: BlockTable, token_ids: Sequence[int], end: int
+    ) -> list[CachedBlock]:
+        """Published blocks that a prefix of `end` blocks needs, as `is_needed`, the most important ones first.
+
+        That is the beginning, for any leading part is of use; or what is evicted first, where other groups have
+        what is needed at the end alone. Without all of that, as of a state that has moved on, there are none.
+        """
+        end = self.layout.usable(end)
+        for group, it in enumerate(self.groups):
+            indices = () if it.keeps_all else self.layout.needed(group, end)
+            if any(self._find(table, token_ids, group, index) is None for index in indices):
+                return []
+        blocks: list[CachedBlock] = []
+        step = max(self._ratios)
+        for first in range(0, end, step):
+            blocks += self.cached_blocks(table, token_ids, first, min(end, first + step))
+        if not self.keeps_all:
+            blocks = [*self.cached_tails(table, token_ids, 0, end), *reversed(blocks)]
+        return [it._replace(is_needed=True) for it in blocks]
+
     def _cached(
         self, table: BlockTable, token_ids: Sequence[int], group: int, indices: range
     ) -> Iterator[CachedBlock]:

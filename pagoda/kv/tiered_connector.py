@@ -22,6 +22,8 @@ from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, KVConnector, PrefixRequest
 from pagoda.kv.group_lookup import GroupLookup, PendingLookup, Segment, other_blocks
 from pagoda.kv.layout import KVLayout
+from pagoda.kv.rates import TransferRates
+from pagoda.kv.swap import Swap
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import Transfer, TransferEnd
@@ -120,6 +122,8 @@ class TieredKVConnector:
         self.ledger = ledger
         self._clock = clock
         self._fail_on_load_failure = fail_on_load_failure
+        self.rates = TransferRates()
+        self.swap = Swap(connectors, pool, ledger, self.rates, clock)
         self.parts: dict[int, _LoadPart] = {}
         """Loading transfers by id, abandoned ones included."""
         self._num_overdue: Counter[KVConnector] = Counter()
@@ -162,6 +166,7 @@ class TieredKVConnector:
 
     def on_dequeued(self, request_id: str) -> None:
         self._waiting_since.pop(request_id, None)
+        self.swap.dequeued(request_id)
         for connector in self.connectors:
             connector.on_dequeued(request_id)
 
@@ -367,12 +372,20 @@ class TieredKVConnector:
 
     # ---- transfers
 
-    def drain_transfers(self) -> list[Transfer]:
-        return self.ledger.drain()
+    def drain_transfers(self, num_wanted: int = 0) -> list[Transfer]:
+        """Transfers to begin now; running requests want `num_wanted` blocks of the device soon."""
+        if self._has_workers:
+            self.swap.copy(num_wanted)
+        begun, now = self.ledger.drain(), self._clock.now()
+        for transfer in begun:
+            self.rates.begun(transfer, now)
+        return begun
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """Applies an end that the executor reports; a repeated one, or one of lost workers, is ignored."""
-        if self.ledger.close(end):
+        entry = self.ledger.transfers.get(end.transfer_id)
+        if self.ledger.close(end) and entry is not None:
+            self.rates.ended(entry.transfer, end, self._clock.now())
             self._apply_end(end)
 
     def _apply_end(self, end: TransferEnd) -> None:
@@ -398,6 +411,8 @@ class TieredKVConnector:
         """All loads and stores are gone. No request waits any more, and no `LoadEnd` follows."""
         self._has_workers = False
         self.ledger.drop_all()
+        self.rates.lost()
+        self.swap.clear()
         for connector in self.connectors:
             connector.workers_lost()
         self.parts.clear()

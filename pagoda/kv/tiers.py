@@ -54,7 +54,7 @@ def build_tiers(
         connectors.append(remote)
     if not connectors:
         return None
-    return TieredKVConnector(
+    tiers = TieredKVConnector(
         connectors,
         pool,
         ledger,
@@ -63,3 +63,6 @@ def build_tiers(
         near_pools=[] if host is None else [host.pool],
         fail_on_load_failure=fail_on_load_failure,
     )
+    if host is not None:
+        host.find_needed = tiers.swap.find
+    return tiers

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import CachedBlock
 from pagoda.messages.transfers import DeviceBlocks, Transfer, TransferEnd, TransferPlace
 
 _STORE_SHARE = 8
 """Stores hold at most this part of the pool: requests that need blocks must not have to wait for a slow disk."""
+_NEEDED_SHARE = 4
+"""The part of the pool that stores may hold of blocks that are needed again."""
 
 
 OnEnd = Callable[[TransferEnd | None], object]
@@ -27,6 +30,8 @@ class OpenTransfer(NamedTuple):
     transfer: Transfer
     on_end: OnEnd
     blocks: Sequence[Block]
+    likely: bool
+    """The blocks are as worth keeping on the device when the transfer has ended as before."""
 
 
 class TransferLedger:
@@ -58,6 +63,15 @@ class TransferLedger:
         """Number of further device blocks that may be sources of transfers."""
         return max(1, self._pool.num_blocks // _STORE_SHARE) - self._num_stored
 
+    @property
+    def needed_room(self) -> int:
+        """The same for blocks that are needed again."""
+        return max(1, self._pool.num_blocks // _NEEDED_SHARE) - self._num_stored
+
+    def room_for(self, saved: Sequence[CachedBlock]) -> int:
+        """The room among stores for these blocks, all or none of which are needed again."""
+        return self.needed_room if saved and saved[0].is_needed else self.store_room
+
     def open(
         self,
         on_end: OnEnd,
@@ -66,18 +80,20 @@ class TransferLedger:
         blocks: Sequence[Block] = (),
         *,
         after_step: int = -1,
+        likely: bool = True,
     ) -> int:
         """Begins a transfer, to be sent with the next `drain`; returns its id.
 
         `blocks` are those of `source` or `target` that are on the device; each must be referenced already, or
-        findable.
+        findable. They are evicted before others once they are copied, unless they are `likely` to be wanted on
+        the device.
         """
         transfer = Transfer(self._next_id, self._generation, source, target, after_step)
         self._next_id += 1
         self._pool.share(blocks)
         if isinstance(source, DeviceBlocks):
             self._num_stored += len(blocks)
-        self.transfers[transfer.transfer_id] = OpenTransfer(transfer, on_end, blocks)
+        self.transfers[transfer.transfer_id] = OpenTransfer(transfer, on_end, blocks, likely)
         self._outbox.append(transfer)
         return transfer.transfer_id
 
@@ -112,7 +128,7 @@ class TransferLedger:
         if entry is None:
             return False
         entry.on_end(end)
-        self._pool.release(entry.blocks)
+        self._pool.release(entry.blocks, likely=entry.likely or bool(end.failed))
         if isinstance(entry.transfer.source, DeviceBlocks):
             self._num_stored -= len(entry.blocks)
         return True

@@ -98,6 +98,22 @@ class RemoteBlocks(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
 TransferPlace = DeviceBlocks | HostSlots | TierBlocks | RemoteBlocks
 
 
+def tier_name(place: TransferPlace) -> str:
+    """The tier in which places are, `device`, `host` and `remote` among them."""
+    return place.tier if isinstance(place, TierBlocks) else str(place.__struct_config__.tag)
+
+
+def num_places(place: TransferPlace) -> int:
+    """Number of places, one for each block."""
+    match place:
+        case DeviceBlocks(block_ids) | RemoteBlocks(_, block_ids):
+            return len(block_ids)
+        case HostSlots(slots):
+            return len(slots)
+        case TierBlocks(_, keys):
+            return len(keys)
+
+
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """KV of blocks to be copied from one place to another, beside the steps. Every rank copies its part.
 

@@ -317,6 +317,22 @@ def test_a_file_system_that_becomes_read_only_is_read_still(
     assert "WARNING" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("host_blocks", [0, 16])
+def test_preempted_requests_go_to_disk_and_come_back(
+    host_blocks: int, tmp_path: Path, plain_url: str
+) -> None:
+    """The device holds a quarter of what the requests need, which have little in common."""
+    requests = bodies(12, 320, skill="recall_40")
+    expected = asyncio.run(stream_all(plain_url, requests))
+    tiers = flags(tmp_path / "kv", host_blocks=host_blocks, kv_disk_min_touches=2)
+    with server_process(tiers) as server:
+        streams = asyncio.run(stream_all(server.base_url, requests))
+        counts = asyncio.run(figures(server.base_url))
+    assert streams == expected
+    assert counts["disk", "stored"] > 0
+    assert counts["disk", "loaded"] + counts["host", "loaded"] > 0
+
+
 def test_two_servers_share_a_directory(tmp_path: Path, expected: Expected) -> None:
     """The second one starts while there is nothing, and finds what the first one writes."""
     directory = tmp_path / "kv"

@@ -444,10 +444,11 @@ def test_workers_without_tiers_or_room_for_them_have_none(kv_tiers: KVTiersConfi
 
 
 def test_blocks_are_touched_once_by_each_request() -> None:
-    """A block is written when the second request passes through it, however often the first does."""
+    """A block is written when the second request passes through it, however often the first does. What a preempted
+    one needs is not written while there is room for it on the device."""
     disk = SimDisk()
     tiers = disk_tiers(1000, 2)
-    it = Tiered(disk=disk, kv_tiers=tiers, kv_host_slots=0, max_num_seqs=1)
+    it = Tiered(disk=disk, kv_tiers=tiers, kv_host_slots=0, num_blocks=32, max_num_seqs=1)
     it.tick()
     low = document("low", 1, max_tokens=20, priority=5)
     it.add(low)

@@ -127,7 +127,8 @@ class TiersMachine(SchedulerRules):
 
     def submit_transfers(self) -> None:
         """The worker looks at what each touches, now and when it ends."""
-        for transfer in self.tiers.drain_transfers():
+        drained = self.hooks.drain_transfers()
+        for transfer in [] if drained is None else drained.transfers:
             assert transfer.after_step < self.scheduler.batcher.next_step
             self.worker.begin(transfer)
             self.transfers.append(transfer)

@@ -51,16 +51,17 @@ class ScriptedTier:
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         count = (
-            min(len(cached_blocks), self._ledger.store_room) if self.stores else len(cached_blocks)
+            min(len(cached_blocks), self._ledger.room_for(cached_blocks))
+            if self.stores
+            else len(cached_blocks)
         )
         done = cached_blocks[:count]
         self.offered += [cached.key for cached in done]
         if self.stores and done:
             blocks = [cached.block for cached in done]
             source = DeviceBlocks([block.block_id for block in blocks])
-            self._ledger.open(
-                self._ended, source, TierBlocks("disk", [cached.key for cached in done]), blocks
-            )
+            target, likely = TierBlocks("disk", [it.key for it in done]), not done[0].is_needed
+            self._ledger.open(self._ended, source, target, blocks, likely=likely)
         return count
 
     def _ended(self, end: TransferEnd | None) -> None:

@@ -148,6 +148,13 @@ def test_blocks_come_from_disk_into_host_memory(rig: Rig) -> None:
     assert rig.memory.blocks[6] == b"B" * BLOCK_BYTES
 
 
+def test_blocks_go_from_host_memory_to_disk(rig: Rig) -> None:
+    assert rig.run(blocks(0, 1), HostSlots([2, 3])).failed == []
+    assert rig.run(HostSlots([3, 2]), objects(11, 10)).failed == []
+    assert rig.run(objects(10, 11), blocks(4, 5)).failed == []
+    assert rig.memory.blocks[4:6] == [b"A" * BLOCK_BYTES, b"B" * BLOCK_BYTES]
+
+
 def test_nothing_ends_at_once(rig: Rig) -> None:
     assert rig.run(blocks(), objects()).failed == []
 
@@ -342,7 +349,7 @@ def test_each_of_many_transfers_ends_once(rig: Rig, seed: int) -> None:
 
 def test_places_that_are_not_here_are_refused(rig: Rig) -> None:
     with pytest.raises(ValueError, match="places that are not here"):
-        rig.begin(HostSlots([0]), objects(1))
+        rig.begin(HostSlots([0]), HostSlots([1]))
     with pytest.raises(ValueError, match="unlike"):
         rig.begin(blocks(0, 1), objects(1))
 

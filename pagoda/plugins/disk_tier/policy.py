@@ -22,6 +22,8 @@ _LOW_PERCENT = 85
 _MAX_REMOVING = 512
 """Objects that the scanner is asked to remove at a time."""
 
+_BUDGET_S = 3600.0
+
 _FAILURES_BEFORE_PAUSE = 3
 _FIRST_PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 300.0
@@ -117,6 +119,28 @@ class WriteBackoff:
         self._num_failures = 0
         self._next_pause_s = _FIRST_PAUSE_S
         return was_paused
+
+
+class SwapBudget:
+    """Bounds what is written because preempted requests need it again, and is read once at most: an SSD wears.
+
+    As many blocks as the quota holds may be written at once, and as many again in each `_BUDGET_S`.
+    """
+
+    def __init__(self, num_blocks: int, clock: Clock) -> None:
+        self._clock = clock
+        self._most = num_blocks
+        self._left = float(num_blocks)
+        self._counted_at = clock.now()
+
+    def take(self, count: int) -> int:
+        """Returns how many of `count` blocks may be written now."""
+        now = self._clock.now()
+        gained = self._most * (now - self._counted_at) / _BUDGET_S
+        self._left, self._counted_at = min(self._most, self._left + gained), now
+        count = min(count, int(self._left))
+        self._left -= count
+        return count
 
 
 class Evictor:

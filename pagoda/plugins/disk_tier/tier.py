@@ -18,7 +18,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest
 from pagoda.kv.events import CacheRecorder
-from pagoda.kv.host_tier import HostTier
+from pagoda.kv.host_tier import HostTier, Lower
 from pagoda.kv.plugin import TierContext
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import (
@@ -31,7 +31,7 @@ from pagoda.messages.transfers import (
 from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
 from pagoda.plugins.disk_tier.index import DiskIndex
-from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, WriteBackoff
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, SwapBudget, WriteBackoff
 from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
@@ -89,6 +89,8 @@ class DiskTier:
         self._num_loaded = 0
         self._num_failed = 0
         self._open_directories(context.places)
+        if self._host is not None and self._host.lower is None:
+            self._host.lower = Lower(self._wants, self._store_slots)
 
     def _open_directories(self, directories: tuple[TierPlace, ...]) -> None:
         """Starts anew with directories of which nothing is known yet."""
@@ -101,6 +103,7 @@ class DiskTier:
                 f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
                 f"takes {self._block_bytes} bytes on disk."
             )
+        self._budget = SwapBudget(self._quota_bytes // self._block_bytes, self._clock)
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
@@ -188,15 +191,17 @@ class DiskTier:
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         if not self._is_indexed:
             self._scanner.rescan()  # if the first scan has failed
-        may_store = self._is_indexed and not self._backoff.is_on
-        room = self._ledger.store_room
+        may_store = self._may_store
+        room = self._ledger.room_for(cached_blocks)
         known: list[bytes] = []
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
         for cached in cached_blocks:
             key = cached.key
             is_kept = self._has(key)
-            is_worth_it = self._admission.touch(key, cached.parent, cached.group, is_kept=is_kept)
+            is_worth_it = cached.is_needed or self._admission.touch(
+                key, cached.parent, cached.group, is_kept=is_kept
+            )
             if is_kept:
                 known.append(key)
             elif is_worth_it and may_store and not self._evictor.is_changing(key):
@@ -208,16 +213,47 @@ class DiskTier:
         self._store(list(wanted.values()))
         return num_done
 
+    @property
+    def _may_store(self) -> bool:
+        return self._is_indexed and not self._backoff.is_on
+
     def _store(self, saved: Sequence[CachedBlock]) -> None:
-        saved = saved[: self._evictor.make_room(len(saved))]
+        saved = self._affordable(saved)
         if not saved:
             return
         keys = [cached.key for cached in saved]
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         on_end = partial(self._store_ended, saved)
-        self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks)
+        likely = not saved[0].is_needed
+        self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks, likely=likely)
         self._evictor.storing.update(keys)
+
+    def _affordable(self, saved: Sequence[CachedBlock]) -> Sequence[CachedBlock]:
+        """The leading ones for which there is room and, if they are needed again, a budget."""
+        saved = saved[: self._evictor.make_room(len(saved))]
+        if saved and saved[0].is_needed:
+            saved = saved[: self._budget.take(len(saved))]
+        return saved
+
+    def _wants(self, key: bytes) -> bool:
+        return self._may_store and not (self._has(key) or self._evictor.is_changing(key))
+
+    def _store_slots(self, saved: Sequence[CachedBlock]) -> int:
+        """Writes blocks that are about to be evicted from host memory; see `Lower`."""
+        saved = self._affordable(saved)
+        if saved:
+            keys = [cached.key for cached in saved]
+            source = HostSlots([cached.block.block_id for cached in saved])
+            self._ledger.open(partial(self._sunk, saved), source, TierBlocks(TIER, keys))
+            self._evictor.storing.update(keys)
+        return len(saved)
+
+    def _sunk(self, saved: Sequence[CachedBlock], end: TransferEnd | None) -> None:
+        self._store_ended(saved, end)
+        if self._host is not None:
+            is_good = end is not None and not end.failed
+            self._host.sunk([cached.block for cached in saved], is_good=is_good)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:

@@ -98,7 +98,7 @@ class DiskTransfers:
                 self._read(transfer, count, FIRST)
             case TierBlocks(), HostSlots() if self._arena is not None:
                 self._read(transfer, count, LATER)
-            case DeviceBlocks(), TierBlocks():
+            case DeviceBlocks() | HostSlots(), TierBlocks():
                 job = self._jobs.begin(transfer, count)
                 for index in range(count):
                     self._writers.put((job, index))
@@ -173,6 +173,9 @@ class DiskTransfers:
         match transfer.source, transfer.target:
             case DeviceBlocks(block_ids), TierBlocks(_, keys):
                 store.read([block_ids[index]], [payload], self._jobs.computed).wait()
+                files.write(keys[index], buffer)
+            case HostSlots(slots), TierBlocks(_, keys) if self._arena is not None:
+                copy_bytes(self._arena.slot(slots[index]), payload)
                 files.write(keys[index], buffer)
             case TierBlocks(_, keys), HostSlots(slots) if self._arena is not None:
                 self._read_object(keys[index], buffer, job, index)

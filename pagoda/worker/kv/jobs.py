@@ -14,15 +14,7 @@ from queue import Empty, PriorityQueue
 from typing import Generic, TypeVar
 
 from pagoda.backend.kv_store import DONE, DeviceEvent
-from pagoda.messages.transfers import (
-    DeviceBlocks,
-    HostSlots,
-    RemoteBlocks,
-    TierBlocks,
-    Transfer,
-    TransferEnd,
-    TransferPlace,
-)
+from pagoda.messages.transfers import Transfer, TransferEnd, num_places
 
 FIRST, LATER = range(2)
 """Urgency: a request waits for a task, or one will."""
@@ -227,17 +219,7 @@ def num_blocks(transfer: Transfer) -> int:
 
     Raises ValueError if its source and its target have different numbers of blocks.
     """
-    count = _num_places(transfer.source)
-    if count != _num_places(transfer.target):
+    count = num_places(transfer.source)
+    if count != num_places(transfer.target):
         raise ValueError(f"Transfer {transfer.transfer_id} has a source unlike its target.")
     return count
-
-
-def _num_places(place: TransferPlace) -> int:
-    match place:
-        case DeviceBlocks(block_ids) | RemoteBlocks(_, block_ids):
-            return len(block_ids)
-        case HostSlots(slots):
-            return len(slots)
-        case TierBlocks(_, keys):
-            return len(keys)

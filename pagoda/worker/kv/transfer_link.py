@@ -16,13 +16,12 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.messages.transfers import (
     RemoteBlocks,
-    TierBlocks,
     Transfer,
     TransferEnd,
     TransferLink,
     TransferMessage,
-    TransferPlace,
     Transfers,
+    tier_name,
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Args, Tracer
@@ -64,8 +63,8 @@ class TransferSpans:
             row = heappop(self._free_rows) if self._free_rows else self._tracer.open_row(_ROW)
             args = {
                 "blocks": num_blocks(transfer),
-                "source": _name(transfer.source),
-                "target": _name(transfer.target),
+                "source": tier_name(transfer.source),
+                "target": tier_name(transfer.target),
                 "bytes": num_blocks(transfer) * self._bytes_each(transfer),
             }
             self._under_way[transfer.transfer_id] = _TracedTransfer(row, began, args)
@@ -83,10 +82,6 @@ class TransferSpans:
         args = {**seen.args, "failed": len(end.failed)} if end.failed else seen.args
         self._tracer.span("transfer", seen.began, args, row=seen.row)
         heappush(self._free_rows, seen.row)
-
-
-def _name(place: TransferPlace) -> object:
-    return place.tier if isinstance(place, TierBlocks) else place.__struct_config__.tag
 
 
 class TransferThread:

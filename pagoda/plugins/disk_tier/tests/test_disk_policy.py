@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError
 from pagoda.files import check_quota
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import group_key
-from pagoda.plugins.disk_tier.policy import AdmissionFilter, WriteBackoff
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, SwapBudget, WriteBackoff
 
 
 def key(number: int) -> bytes:
@@ -157,3 +157,16 @@ def test_a_quota_may_be_as_large_as_the_file_system(tmp_path: Path) -> None:
     sentence = rf"^--kv-disk-bytes \d+\.\d GiB is more than the \d+\.\d GiB of the file system of {tmp_path}/a; "
     with pytest.raises(ConfigError, match=sentence):
         check_quota(tmp_path / "a", size + 1, "--kv-disk-bytes")
+
+
+# ---- the budget of swap
+
+
+def test_swap_writes_what_the_quota_holds_and_as_much_again_each_hour() -> None:
+    clock = VirtualClock()
+    budget = SwapBudget(10, clock)
+    assert [budget.take(7), budget.take(7), budget.take(7)] == [7, 3, 0]
+    clock.advance_to(720.0)
+    assert budget.take(7) == 2
+    clock.advance_to(1e6)
+    assert budget.take(100) == 10
