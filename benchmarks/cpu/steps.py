@@ -125,8 +125,9 @@ class _Cost:
         if shape.expert_linears(last) is None:
             behind += shape.mlp_linears(last)
         spared = shape.vocab_size * shape.hidden_size + sum(e.outputs * e.inputs for e in behind)
-        self._row_weights, self._last_weights = dense - spared, spared
-        self._attended = shape.num_layers * shape.num_heads * shape.head_dim
+        self._row_weights: int = dense - spared
+        self._last_weights: int = spared
+        self._attended: int = shape.num_layers * shape.num_heads * shape.head_dim
 
     def prompt_flops(self, num_tokens: int) -> int:
         """Operations of products with weights, and of scores and values under the causal mask."""
