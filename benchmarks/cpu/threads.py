@@ -164,13 +164,15 @@ def attention_tasks(
     """Tasks of both phases that read the cache, of sequences with nothing in common."""
     blocks = -(-context // _BLOCK_SIZE)
     tables = torch.arange(sequences * blocks).view(sequences, blocks)
-    query_lens, context_lens = (torch.full((sequences,), n) for n in (queries, context))
+    query_lens, context_lens, draft_lens = (
+        torch.full((sequences,), n) for n in (queries, context, 0)
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # the plan is for as many
     try:
         metadata = load_native().AttentionMetadata(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, _BLOCK_SIZE, sequences * blocks, sequences,
-            query_lens.data_ptr(), context_lens.data_ptr(), tables.data_ptr(), blocks,
+            query_lens.data_ptr(), context_lens.data_ptr(), draft_lens.data_ptr(), tables.data_ptr(), blocks,
         )  # fmt: skip
         shared, items, _ = metadata.tasks(2**62)
     finally:

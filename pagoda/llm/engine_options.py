@@ -129,12 +129,12 @@ class _NearOptions:
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
     speculative_config: Annotated[str | None, Parameter(metavar="JSON", show_default=False)] = None
     """Draft tokens, so that a step says several, such as '{"method": "ngram"}'; no answer depends on it. There are
-    auto, suffix, ngram and off, with vLLM's keys; the default is auto."""
+    auto, suffix, ngram, draft_model, mtp, eagle3 and off, with vLLM's keys; the default is auto."""
     spec_type: Annotated[
         str | None, Parameter(name=["--spec-type", "--speculative-algorithm"], show_default=False)
     ] = None
-    """The method of --speculative-config as llama.cpp says it (ngram-simple, draft-simple, none) or SGLang (NGRAM,
-    STANDALONE)."""
+    """The method of --speculative-config as llama.cpp says it (ngram-simple, draft-simple, draft-mtp, none) or
+    SGLang (NGRAM, STANDALONE, EAGLE3)."""
     model_draft: Annotated[
         str | None,
         Parameter(
