@@ -86,7 +86,7 @@ def test_flags_of_llama_cpp_and_sglang(flags: str, config: dict[str, Any]) -> No
             {"spec_type": "EAGLE"},
             "--spec-type (--speculative-algorithm) must be one of none, draft-simple,",
         ),
-        ({"spec_type": "draft-mtp"}, "the method mtp is not there yet"),
+        ({"spec_type": "draft-eagle3"}, "eagle3 needs model"),
         ({"spec_type": "draft-simple"}, "draft_model needs model"),
         ({"draft_max": 99}, "--draft-max must be int <= 32, got 99."),
         (
