@@ -53,6 +53,7 @@ _SIZES = {
     "kv_lora_rank": 64,
     "q_lora_rank": 64,
     "v_head_dim": 32,
+    "linear_value_head_dim": 16,
 }
 """Sizes that groups and blocks of 32 inputs divide, where a family has them."""
 FLAGS = {"int8": "int8", "int4": "int4", "fp8": "fp8"}

@@ -200,7 +200,7 @@ def calm(model: PreTrainedModel) -> None:
     """What layers add becomes small, so that a token depends most on the one in front of it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
+            if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
                 parameter.mul_(0.01)
 
 
