@@ -113,7 +113,7 @@ def test_a_head_changes_no_answer(
     has_states = hasattr(made.target.config, "linear_num_value_heads")  # whose blocks come on top
     options = {
         "experts": shares_experts,
-        "num_blocks": 18 if has_states and blocks < 512 else blocks,
+        "num_blocks": 2 * blocks if has_states else blocks,
         "max_num_batched_tokens": 23,
         "enable_prefix_caching": True,
     }
@@ -122,7 +122,7 @@ def test_a_head_changes_no_answer(
     assert said(drafting.chunks(requests())) == said(plain.chunks(requests()))
     load = drafting.load()
     assert load.num_draft_tokens >= load.num_accepted_tokens > 0
-    assert load.num_preemptions > 0 or blocks > 7
+    assert load.num_preemptions > 0 or blocks > 7 or has_states
 
 
 def test_a_head_counts_in_the_plan_of_memory(made: HeadModel, backend: str) -> None:
