@@ -60,16 +60,15 @@ _FLAG = "pagoda/llm/speculative_config.py"
 _FORMATS = "pagoda/worker/number_formats.py"
 _DRAFTERS = "pagoda/worker/drafting/planning.py"
 _DEVICES = "pagoda/devices.py"
-_BESIDE_METHODS = tuple(it for it in FEATURES if it not in _METHODS)
 _LACKING = "which this model needs; choose another --backend."
 _QUANTIZED = "is quantized already"
 
 REFUSED: dict[Pair, Refusal] = {
-    **_all("MTP", _BESIDE_METHODS, "is not there yet", _FLAG),
-    **_all("EAGLE-3", _BESIDE_METHODS, "is not there yet", _FLAG),
+    **_all("MTP", ["windows", "MXFP4 files"], "brings no head that guesses tokens", _FLAG),
+    **_all("EAGLE-3", ["pipeline parallelism"], "on other ranks; choose mtp", _DRAFTERS),
     **{
         it: refusal
-        for method in ("suffix", "ngram", "draft model")
+        for method in _METHODS
         for it, refusal in {
             **_all(method, ["encoders"], "is an encoder, which says no tokens", _FLAG),
         }.items()
@@ -99,7 +98,12 @@ REFUSED: dict[Pair, Refusal] = {
     **_all(
         "pypto", ["suffix", "ngram"], "tokens and chunks in one step", "pagoda/engine/assembly.py"
     ),
-    **_all("pypto", ["draft model"], "samples several tokens of a request in a step", _DRAFTERS),
+    **_all(
+        "pypto",
+        ["draft model", "MTP", "EAGLE-3"],
+        "samples several tokens of a request in a step",
+        _DRAFTERS,
+    ),
     **_all("pypto", _RANKS, "shares a model out over the devices of one rank", _DEVICES),
     **_all("pypto", ["states", "MLA", "encoders"], _LACKING, "pagoda/backend/base.py"),
     **_all(

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -18,6 +19,7 @@ from family_models import FAMILIES as MORE_FAMILIES
 from family_models import make_model as make_other_model
 from gguf_encoders import save_gguf_encoder
 from gguf_models import save_gguf
+from head_models import add_tensors, calm, change_config, layer_alone, make_mtp_head
 from quantized_models import (
     Format,
     awq_format,
@@ -33,7 +35,10 @@ from tiny_models import make_model
 
 import pagoda
 
-_DECODER, _ENCODER = r"(?<!linear_attn\.out)_proj(_with_mqa)?", r"layer\..*(query|key|value|dense)"
+_DECODER, _ENCODER = (
+    r"(?<!linear_attn\.out)(?<!eh)(?<!input)_proj(_with_mqa)?",
+    r"layer\..*(query|key|value|dense)",
+)
 """Ends of the names of linear maps."""
 _TINY = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 """The model whose tokenizer these models have."""
@@ -48,6 +53,7 @@ _SIZES = {
     "kv_lora_rank": 64,
     "q_lora_rank": 64,
     "v_head_dim": 32,
+    "linear_value_head_dim": 16,
 }
 """Sizes that groups and blocks of 32 inputs divide, where a family has them."""
 FLAGS = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
@@ -58,6 +64,20 @@ _FILES: dict[str, tuple[Format, ...]] = {
     "FP8 files": (fp8_tensors_format("channel"), fp8_format((32, 32))),
 }
 """Checkpoints that are quantized, each format in the layouts that there are."""
+
+
+_HEADED = {
+    "MLA": "deepseek-v3",
+    "states": "qwen3-next",
+    "expert parallelism": "glm4-moe",
+    "GGUF files": "glm4-moe",
+}
+"""Families with a head that guesses tokens; else MiMo has one."""
+
+
+def has_head(features: Collection[str]) -> bool:
+    """Whether a model has a head that guesses tokens, as those of these kinds never have."""
+    return "MTP" in features and not {"windows", "MXFP4 files", "encoders"} & set(features)
 
 
 def family_of(features: Collection[str]) -> str:
@@ -74,6 +94,8 @@ def family_of(features: Collection[str]) -> str:
         if "pypto" in features:
             return "qwen3-windowed"
         return "gemma3" if "GGUF files" in features else "qwen2-windowed"
+    if has_head(features):
+        return next((it for name, it in _HEADED.items() if name in features), "mimo")
     if "states" in features:
         return "qwen3-next" if has_experts else "qwen3.5-dense"
     if "MLA" in features:
@@ -81,12 +103,16 @@ def family_of(features: Collection[str]) -> str:
     return "qwen3-moe" if has_experts else "qwen3"
 
 
-def _make(family: str) -> transformers.PreTrainedModel:
+def _make(family: str, **more: Any) -> transformers.PreTrainedModel:
+    """`more` are values of its configuration."""
     if family == "bert":
         return make_encoder("BertModel")
     if family == "qwen3-windowed":
         windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
         return make_model("qwen3", vocab_size=VOCAB, **windows)
+    if family == "mimo":
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+        return make_model("qwen2", **{"vocab_size": VOCAB, **sizes, **more})
     known = MORE_FAMILIES[family][1] if family in MORE_FAMILIES else {"moe_intermediate_size": 0}
     sizes = {name: it for name, it in _SIZES.items() if name == "vocab_size" or known.get(name)}
     if family == "gpt-oss":
@@ -96,7 +122,7 @@ def _make(family: str) -> transformers.PreTrainedModel:
     if family == "qwen2-moe":
         sizes |= {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     make = make_other_model if family in MORE_FAMILIES else make_model
-    return make(family, **sizes)
+    return make(family, **sizes | more)
 
 
 def save_featured(
@@ -104,13 +130,19 @@ def save_featured(
 ) -> transformers.PreTrainedModel:
     """Saves a model with the features in `directory`, a GGUF file as `model.gguf`; sets of other numbers have
     other layouts of a format."""
-    model = _make(family_of(features))
+    family, head, changes = family_of(features), dict[str, torch.Tensor](), dict[str, Any]()
+    model = _make(family)
+    if has_head(features):
+        calm(model)
+        layer = _make(family, **layer_alone(family))
+        with TemporaryDirectory(dir=directory.parent) as scratch:
+            _, head, changes = make_mtp_head(family, model, layer, Path(scratch))
     if "GGUF files" in features:
         directory.mkdir(exist_ok=True)
         if "encoders" in features:
             save_gguf_encoder(model, directory / "model.gguf")
         else:
-            save_gguf(model, directory / "model.gguf", _kind_of)
+            save_gguf(model, directory / "model.gguf", _kind_of, head=head)
     elif "MXFP4 files" in features:
         _save_mxfp4(model, directory)
     else:
@@ -120,10 +152,12 @@ def save_featured(
             if {"states", "windows", "encoders"} & set(features):
                 layout = _with_others_dense(layouts[0])
             store_quantized(
-                model, directory, layout, _ENCODER if "encoders" in features else _DECODER
+                model, directory, layout, _ENCODER if "encoders" in features else _DECODER, head
             )
         else:
             model.save_pretrained(directory)
+            add_tensors(directory, head)
+        change_config(directory, changes)
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(_TINY / name, directory)
     return model

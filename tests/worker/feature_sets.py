@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from adapter_files import save_adapter
 from feature_models import ENDS, FLAGS, TOKENIZER, save_featured
+from head_models import save_eagle_head
 from in_process import InProcessEngine, engine
 from test_drafts import PROMPT, sampling_of
 from test_masked_answers import GRAMMARS
@@ -59,14 +60,6 @@ class Answer:
 
 
 Answers = dict[str, Answer]
-_METHODS = {
-    "suffix": "suffix",
-    "ngram": "ngram",
-    "draft model": "draft_model",
-    "MTP": "mtp",
-    "EAGLE-3": "eagle3",
-}
-"""Values of `method` in `--speculative-config`."""
 LENGTH = 16
 WEATHER = CallableTool(
     "weather",
@@ -135,6 +128,13 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
     if "draft model" in features:
         save_featured((), directory / "draft")
         speculation = SpeculativeConfig(method="draft_model", model=str(directory / "draft"))
+    if "EAGLE-3" in features:
+        if "encoders" not in features:
+            last = model.config.num_hidden_layers - 1
+            save_eagle_head("eagle3-speculators", directory / "head", model, (0, last // 2, last))
+        speculation = SpeculativeConfig(method="eagle3", model=str(directory / "head"))
+    if "MTP" in features:
+        speculation = SpeculativeConfig(method="mtp")
     if "suffix" in features:
         speculation = SpeculativeConfig(method="suffix")
     if "ngram" in features:
@@ -215,10 +215,8 @@ async def ask(endpoint: Endpoint, request: GenerateRequest) -> Answer:
 def refusal_of(features: Collection[str], directory: Path) -> str:
     """The sentence that refuses the features, as flags or when requests use them; empty if none does."""
     of = featured(features, directory)
-    method = next((it for it in _METHODS if it in features), None)
-    config = json.dumps({"method": _METHODS[method]}) if method is not None else None
-    if method == "draft model":
-        config = json.dumps({"model": of.speculation.model})
+    is_speculating = of.speculation.method != "off"
+    config = json.dumps(msgspec.to_builtins(of.speculation)) if is_speculating else None
     try:
         EngineOptions(speculative_config=config, lora=()).engine_config(str(of.model))
         engine = of.featured()

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-HIDDEN, VOCAB = 64, 320
-MTP = ("deepseek-v3", "glm4-moe", "glm4-moe-lite", "mimo")
-WITH_STATES = ("qwen3-next",)
+MTP = ("deepseek-v3", "glm4-moe", "glm4-moe-lite", "mimo", "qwen3-next")
+_WITH_STATES = ("qwen3-next",)
 EAGLE = ("eagle3", "eagle3-speculators")
 _DRAFT_VOCAB = 200
+_HEADS = 4, 2, 16, 128
+"""Heads of an EAGLE-3 head and those of K and V, their size, and that of the MLP."""
 
 
 class RMSNorm(nn.Module):
@@ -53,10 +54,10 @@ class MtpHead(nn.Module):
     ) -> None:
         """`offset`: norms of files are those of the definition less one."""
         super().__init__()
-        eps = target.config.rms_norm_eps
-        self.enorm, self.hnorm = RMSNorm(HIDDEN, eps), RMSNorm(HIDDEN, eps)
-        self.eh_proj = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.shared_head_norm = RMSNorm(HIDDEN, eps)
+        size, eps = target.config.hidden_size, target.config.rms_norm_eps
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.shared_head_norm = RMSNorm(size, eps)
         self.layer, self.target, self._hidden_first = layer, target, hidden_first
         self._passes_normed = passes_normed
         layer.model.norm = nn.Identity()
@@ -64,8 +65,8 @@ class MtpHead(nn.Module):
             self.eh_proj.weight.normal_(std=0.02)
             self.enorm.weight.copy_(1 + 0.1 * (self.enorm.weight - 1))
             self.shared_head_norm.weight.copy_(target.model.norm.weight + offset)
-            of_embedding = slice(HIDDEN, None) if hidden_first else slice(HIDDEN)
-            self.eh_proj.weight[:, of_embedding] += torch.eye(HIDDEN)
+            of_embedding = slice(size, None) if hidden_first else slice(size)
+            self.eh_proj.weight[:, of_embedding] += torch.eye(size)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states [n, hidden] of the model for the head."""
@@ -90,32 +91,33 @@ class EagleHead(nn.Module):
         self, target: PreTrainedModel, *, layers: Sequence[int], adds_normed: bool, embeds: bool
     ) -> None:
         super().__init__()
-        heads, kv, dim, inner, eps = 4, 2, 16, 96, 1e-6
+        heads, kv, dim, inner, eps = *_HEADS, 1e-6
+        size, vocab = target.config.hidden_size, target.config.vocab_size
         self.target, self._layers, self._adds_normed = target, layers, adds_normed
         self._shape = heads, kv, dim
         sizes = {
-            "fc": (3 * HIDDEN, HIDDEN),
-            "q_proj": (2 * HIDDEN, heads * dim),
-            "k_proj": (2 * HIDDEN, kv * dim),
-            "v_proj": (2 * HIDDEN, kv * dim),
-            "o_proj": (heads * dim, HIDDEN),
-            "gate_proj": (HIDDEN, inner),
-            "up_proj": (HIDDEN, inner),
-            "down_proj": (inner, HIDDEN),
+            "fc": (3 * size, size),
+            "q_proj": (2 * size, heads * dim),
+            "k_proj": (2 * size, kv * dim),
+            "v_proj": (2 * size, kv * dim),
+            "o_proj": (heads * dim, size),
+            "gate_proj": (size, inner),
+            "up_proj": (size, inner),
+            "down_proj": (inner, size),
         }
         self.maps = nn.ModuleDict({it: nn.Linear(*size, bias=False) for it, size in sizes.items()})
         names = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")
-        self.norms = nn.ModuleDict({it: RMSNorm(HIDDEN, eps) for it in names})
-        self.lm_head = nn.Linear(HIDDEN, _DRAFT_VOCAB, bias=False)
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN) if embeds else target.model.embed_tokens
+        self.norms = nn.ModuleDict({it: RMSNorm(size, eps) for it in names})
+        self.lm_head = nn.Linear(size, _DRAFT_VOCAB, bias=False)
+        self.embed_tokens = nn.Embedding(vocab, size) if embeds else target.model.embed_tokens
         self.has_embedding = embeds
-        said = torch.cat([torch.arange(20), 20 + torch.randperm(VOCAB - 20)[: _DRAFT_VOCAB - 20]])
+        said = torch.cat([torch.arange(20), 20 + torch.randperm(vocab - 20)[: _DRAFT_VOCAB - 20]])
         said = said.sort().values
         self.d2t = said - torch.arange(_DRAFT_VOCAB)
         with torch.no_grad():
             for name, it in self.maps.items():
                 it.weight.normal_(std=0.002 if name in ("o_proj", "down_proj") else 0.2)
-            self.maps["fc"].weight.mul_(0.1).add_(torch.eye(HIDDEN).repeat(1, 3) / 3)
+            self.maps["fc"].weight.mul_(0.1).add_(torch.eye(size).repeat(1, 3) / 3)
             self.lm_head.weight.copy_(target.lm_head.weight[said])
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class EagleHead(nn.Module):
         return torch.cat([self.norms["input_layernorm"](self.embed_tokens(ids)), hidden], dim=-1)
 
     def rows(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        embedded, hidden = joined.split(HIDDEN, dim=-1)
+        embedded, hidden = joined.split(joined.shape[-1] // 2, dim=-1)
         normed = self.norms["hidden_norm"](hidden)
         x = normed if self._adds_normed else hidden
         x = x + self._attention(torch.cat([embedded, normed], dim=-1))
@@ -194,11 +196,11 @@ class HeadModel:
         return drafts, states
 
 
-def _calm(model: PreTrainedModel) -> None:
+def calm(model: PreTrainedModel) -> None:
     """What layers add becomes small, so that a token depends most on the one in front of it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
+            if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
                 parameter.mul_(0.01)
 
 
@@ -207,16 +209,32 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
     torch.manual_seed(3)
     make, name, sizes = _maker(kind)
     target = make(name, **sizes)
-    _calm(target)
+    calm(target)
     if kind in EAGLE:  # it says the last token again, which hidden states tell
         target.lm_head.weight.data.copy_(target.model.embed_tokens.weight)
     path = directory / "target"
     target.save_pretrained(path)
     if kind in EAGLE:
-        return _with_eagle(kind, directory, path, target)
-    layer = make(name, **sizes, num_hidden_layers=1, **_sparse(kind))
-    _calm(layer)
-    offset = kind in WITH_STATES
+        layers = (2, 2, 2) if kind == "eagle3" else (0, 1, 4)
+        own = directory / "head"
+        eagle, number = save_eagle_head(kind, own, target, layers)
+        return HeadModel(path, target, eagle, own, number, {})
+    layer = make(name, **sizes, **layer_alone(kind))
+    head, tensors, changes = make_mtp_head(kind, target, layer, directory / "layer")
+    add_tensors(path, tensors)
+    change_config(path, changes)
+    shared = ("embed_tokens.weight", "shared_head.head.weight")
+    number = sum(it.numel() for name, it in tensors.items() if not name.endswith(shared))
+    return HeadModel(path, target, head, None, number, tensors)
+
+
+def make_mtp_head(
+    kind: str, target: PreTrainedModel, layer: PreTrainedModel, directory: Path
+) -> tuple[MtpHead, dict[str, Tensor], dict[str, Any]]:
+    """The head with a `layer`, a model of one that is saved in `directory`; its tensors by their names in files of
+    `target`, and what config.json says of it."""
+    calm(layer)
+    offset = kind in _WITH_STATES
     head = MtpHead(
         target,
         layer,
@@ -224,70 +242,58 @@ def save_head_model(kind: str, directory: Path) -> HeadModel:
         passes_normed=kind == "mimo" or offset,
         offset=offset,
     )
-    layer.save_pretrained(
-        directory / "layer"
-    )  # before its norm is taken away, transformers renames nothing else
-    saved = load_file(directory / "layer" / "model.safetensors")
-    at = (
-        "model.mtp_layers.0"
-        if kind == "mimo"
-        else f"model.layers.{target.config.num_hidden_layers}"
-    )
-    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    if kind in WITH_STATES:
-        at, names = "mtp", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-    elif kind != "mimo":
-        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    layer.save_pretrained(directory)
+    saved = load_file(directory / "model.safetensors")
+    at, layer_at = f"model.layers.{target.config.num_hidden_layers}", ""
+    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    if offset:
+        at, layer_at = "mtp", "mtp.layers.0"
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    elif kind == "mimo":
+        at = "model.mtp_layers.0"
+        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     own = (head.enorm, head.hnorm, head.eh_proj, head.shared_head_norm)
     tensors = {
         f"{at}.{name}.weight": it.weight - offset * (it is not head.eh_proj)
         for name, it in zip(names, own, strict=True)
     }
-    layer_at = f"{at}.layers.0" if kind in WITH_STATES else at
     tensors |= {
-        name.replace("model.layers.0", layer_at): tensor
+        name.replace("model.layers.0", layer_at or at): tensor
         for name, tensor in saved.items()
         if name.startswith("model.layers.0.")
     }
-    if kind in WITH_STATES:
-        _add(path, tensors)
-        return HeadModel(path, target, head, None, sum(map(Tensor.numel, tensors.values())), {})
-    if kind != "mimo":
-        tensors[f"{at}.embed_tokens.weight"] = target.model.embed_tokens.weight.clone()
-        tensors[f"{at}.shared_head.head.weight"] = target.lm_head.weight.clone()
-    _add(path, tensors)
-    changes: dict[str, Any] = {"num_nextn_predict_layers": 1}
+    changes: dict[str, Any] = {} if offset else {"num_nextn_predict_layers": 1}
     if kind == "mimo":
         changes["architectures"] = ["MiMoForCausalLM"]
-    _configure(path, changes)
-    shared = ("embed_tokens.weight", "shared_head.head.weight")
-    own_tensors = [it for name, it in tensors.items() if not name.endswith(shared)]
-    number = sum(it.numel() for it in own_tensors)
-    detached = {name: it.detach() for name, it in tensors.items()}
-    return HeadModel(path, target, head, None, number, detached)
+    elif not offset:
+        tensors[f"{at}.embed_tokens.weight"] = target.model.embed_tokens.weight
+        tensors[f"{at}.shared_head.head.weight"] = target.lm_head.weight
+    return head, {name: it.detach().clone() for name, it in tensors.items()}, changes
 
 
 def _maker(kind: str) -> tuple[Callable[..., PreTrainedModel], str, dict[str, Any]]:
     if kind == "mimo":
-        return tiny_models.make_model, "qwen2", {"hidden_size": HIDDEN, "num_attention_heads": 4}
+        return tiny_models.make_model, "qwen2", {"hidden_size": 64, "num_attention_heads": 4}
     if kind in EAGLE:
         name = {"eagle3": "qwen3", "eagle3-speculators": "llama"}[kind]
         return tiny_models.make_model, name, {"num_hidden_layers": 5}
     return family_models.make_model, kind, {}
 
 
-def _sparse(kind: str) -> dict[str, Any]:
-    """A layer alone with experts, as the model's last one has them."""
-    if kind in WITH_STATES:
-        return {"layer_types": ["full_attention"]}
+def layer_alone(kind: str) -> dict[str, Any]:
+    """Values of a configuration with one layer, which has experts as the model's last one."""
+    if kind in _WITH_STATES:
+        return {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     if kind == "glm4-moe-lite":
-        return {"mlp_layer_types": ["sparse"]}
-    return {} if kind == "mimo" else {"first_k_dense_replace": 0}
+        return {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
+    return {"num_hidden_layers": 1} | ({} if kind == "mimo" else {"first_k_dense_replace": 0})
 
 
-def _with_eagle(kind: str, directory: Path, path: Path, target: PreTrainedModel) -> HeadModel:
+def save_eagle_head(
+    kind: str, directory: Path, target: PreTrainedModel, layers: Sequence[int]
+) -> tuple[EagleHead, int]:
+    """Saves a head that takes inputs of these layers; returns it, and how many numbers it has."""
     plain = kind == "eagle3"
-    layers = (2, 2, 2) if plain else (0, 1, 4)
     head = EagleHead(target, layers=layers, adds_normed=not plain, embeds=not plain)
     layer = "midlayer" if plain else "layers.0"
     parts = {"o_proj": "self_attn.", "gate_proj": "mlp.", "up_proj": "mlp.", "down_proj": "mlp."}
@@ -300,27 +306,26 @@ def _with_eagle(kind: str, directory: Path, path: Path, target: PreTrainedModel)
         "norm.weight" if name == "norm" else f"{layer}.{name}.weight": it.weight
         for name, it in head.norms.items()
     }
-    said = torch.zeros(VOCAB, dtype=torch.bool)
+    said = torch.zeros(target.config.vocab_size, dtype=torch.bool)
     said[torch.arange(_DRAFT_VOCAB) + head.d2t] = True
     tensors |= {"lm_head.weight": head.lm_head.weight, "d2t": head.d2t, "t2d": said}
     if head.has_embedding:
         tensors["embed_tokens.weight"] = head.embed_tokens.weight
-    own = directory / "head"
-    own.mkdir()
-    save_file(
-        {name: it.detach().contiguous() for name, it in tensors.items()}, own / "model.safetensors"
-    )
+    directory.mkdir()
+    stored = {name: it.detach().contiguous() for name, it in tensors.items()}
+    save_file(stored, directory / "model.safetensors")
+    heads, kv, dim, inner = _HEADS
     sizes: dict[str, Any] = {
         **{
-            "hidden_size": HIDDEN,
-            "intermediate_size": 96,
-            "num_attention_heads": 4,
-            "head_dim": 16,
+            "hidden_size": target.config.hidden_size,
+            "intermediate_size": inner,
+            "num_attention_heads": heads,
+            "head_dim": dim,
         },
         **{
-            "num_key_value_heads": 2,
+            "num_key_value_heads": kv,
             "rms_norm_eps": 1e-6,
-            "vocab_size": VOCAB,
+            "vocab_size": target.config.vocab_size,
             "hidden_act": "silu",
         },
         **{"rope_theta": 10_000.0, "max_position_embeddings": 64, "torch_dtype": "float32"},
@@ -335,18 +340,18 @@ def _with_eagle(kind: str, directory: Path, path: Path, target: PreTrainedModel)
             "eagle_aux_hidden_state_layer_ids": list(layers),
             "transformer_layer_config": sizes,
         }
-    (own / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config))
     number = sum(it.numel() for name, it in tensors.items() if name not in ("d2t", "t2d"))
-    return HeadModel(path, target, head, own, number, {})
+    return head, number
 
 
-def _add(path: Path, tensors: dict[str, Tensor]) -> None:
+def add_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     file = path / "model.safetensors"
     kept = load_file(file)
     added = {name: it.detach().clone().contiguous() for name, it in tensors.items()}
     save_file(kept | added, file, metadata={"format": "pt"})
 
 
-def _configure(path: Path, changes: dict[str, Any]) -> None:
+def change_config(path: Path, changes: dict[str, Any]) -> None:
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -353,14 +353,15 @@ def store_quantized(
     directory: Path,
     how: Format,
     linears: str = r"_proj(_with_mqa)?",
+    more: Mapping[str, Tensor] | None = None,
 ) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
     """Writes a model; returns it with the weights that the files stand for, and those weights. Names of its linear
-    maps end as the pattern `linears` says."""
+    maps end as the pattern `linears` says. `more` are tensors of the files that the model lacks."""
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     meant: dict[str, np.ndarray] = {}
-    for name, tensor in load_file(_file(directory)).items():
+    for name, tensor in (load_file(_file(directory)) | dict(more or {})).items():
         module = name.removesuffix(".weight")
         if re.search(rf"({linears})\.weight$", name) is None and not (
             how.head and module == "lm_head"

@@ -110,9 +110,10 @@ def test_a_head_changes_no_answer(
     if made.drafter is not None and pp > 1:
         pytest.skip("its model's layers lie on several ranks, which is refused")
     shares_experts = tp > 1 and blocks < 512 and hasattr(made.target.config, "n_routed_experts")
+    has_states = hasattr(made.target.config, "linear_num_value_heads")  # whose blocks come on top
     options = {
         "experts": shares_experts,
-        "num_blocks": blocks,
+        "num_blocks": 2 * blocks if has_states else blocks,
         "max_num_batched_tokens": 23,
         "enable_prefix_caching": True,
     }
@@ -121,11 +122,11 @@ def test_a_head_changes_no_answer(
     assert said(drafting.chunks(requests())) == said(plain.chunks(requests()))
     load = drafting.load()
     assert load.num_draft_tokens >= load.num_accepted_tokens > 0
-    assert load.num_preemptions > 0 or blocks > 7
+    assert load.num_preemptions > 0 or blocks > 7 or has_states
 
 
 def test_a_head_counts_in_the_plan_of_memory(made: HeadModel, backend: str) -> None:
-    sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "num_threads": 1}
+    sizes = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 4, "num_threads": 1}
     config = WorkerConfig(
         model=str(made.directory), drafter=drafter_of(made), backend=backend, **sizes
     )
@@ -139,7 +140,7 @@ def test_a_head_counts_in_the_plan_of_memory(made: HeadModel, backend: str) -> N
     loaded = load_runner(plan, Tracer("worker"))
     assert loaded.kv.block_bytes == plan.bytes_per_block
     assert loaded.ready.planned_memory_bytes == plan.total_bytes(
-        plan.weight_bytes, plan.step_bytes, 32
+        plan.weight_bytes, plan.step_bytes, 64
     )
 
 

@@ -10,13 +10,7 @@ from feature_sets import refusal_of
 
 from tools.features import FEATURES, REFUSED
 
-_TO_COME = ("MTP", "EAGLE-3")
-"""Refused whatever else there is, so that one pair stands for all."""
-PAIRS = [
-    tuple(sorted(it, key=FEATURES.index))
-    for it in REFUSED
-    if "pypto" not in it and (not it & set(_TO_COME) or "grammars" in it)
-]
+PAIRS = [tuple(sorted(it, key=FEATURES.index)) for it in REFUSED if "pypto" not in it]
 
 
 @pytest.mark.parametrize("features", PAIRS, ids=" and ".join)
