@@ -13,9 +13,9 @@ from feature_sets import answers, asked, featured
 
 from tools.features import GPU_SETS
 
-LENGTHS = {"1 0": 6, "1 1": 6, "2 0": 2, "4 0": 2}
+LENGTHS = {"1 0": 4, "1 1": 4, "2 0": 2, "4 0": 2}
 """Tokens of the answers to requests by their ids: two of one prompt, a call and a grammar."""
-PROMPT_LENGTH = 4
+PROMPT_LENGTH = 12
 
 
 @pytest.mark.parametrize("number", range(len(GPU_SETS)))
