@@ -26,7 +26,7 @@ QUICK_TO_NOTICE = {
 }
 """Ray's own settings wait for half a minute before a node that went away counts as dead."""
 _SETTINGS_OF_NODES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-"""Without the latter a head asks for the token in ~/.ray, if there is one, which no other node sends."""
+"""A head asks for the token in ~/.ray otherwise, if there is one, which no other node sends."""
 _START_TIMEOUT_S = 60
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
