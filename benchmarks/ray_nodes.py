@@ -25,6 +25,8 @@ QUICK_TO_NOTICE = {
     "health_check_failure_threshold": 3,
 }
 """Ray's own settings wait for half a minute before a node that went away counts as dead."""
+_SETTINGS_OF_NODES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+"""A head asks for the token in ~/.ray otherwise, if there is one, which no other node sends."""
 _START_TIMEOUT_S = 60
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
@@ -52,7 +54,7 @@ class RayNode:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"},
+                env={**os.environ, "PYTHONPATH": path, **_SETTINGS_OF_NODES},
             )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while "Ray runtime started" not in log.read_text():

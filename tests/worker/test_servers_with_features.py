@@ -63,7 +63,7 @@ def config(
         max_model_len=96,
         max_num_seqs=16,
         max_num_batched_tokens=2048 if "encoders" in of.features else 64,
-        num_kv_blocks=24,
+        num_kv_blocks=12 if numbers["block_size"] == 16 else 8,
         kv_host_bytes=2**24,
         threads=1,
     )

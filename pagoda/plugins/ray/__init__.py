@@ -11,8 +11,10 @@ from pagoda.messages.engine_config import EngineConfig
 
 
 def _open(config: EngineConfig, _clock: Clock, open_group: OpenGroup) -> Executor:
-    # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
+    # Ray reads both when it is imported. Else it looks for a cluster that is gone for ten minutes, and a call
+    # after the connection starts a cluster here, whose token in ~/.ray keeps nodes from joining later ones.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     from pagoda.plugins.ray.launcher import RayLauncher  # takes a second, and is not always there
 
     launcher = RayLauncher(

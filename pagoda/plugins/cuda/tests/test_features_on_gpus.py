@@ -13,18 +13,20 @@ from feature_sets import answers, asked, featured
 
 from tools.features import GPU_SETS
 
-LENGTHS = {"1 0": 6, "1 1": 6, "2 0": 2, "4 0": 2}
+LENGTHS = {"1 0": 4, "1 1": 4, "2 0": 2, "4 0": 2}
 """Tokens of the answers to requests by their ids: two of one prompt, a call and a grammar."""
-PROMPT_LENGTH = 4
+PROMPT_LENGTH, DRAFTED_LENGTH = 4, 12
+"""Tokens of a prompt, and of one in which drafters find something."""
 
 
 @pytest.mark.parametrize("number", range(len(GPU_SETS)))
 def test_features_on_gpus(number: int, tmp_path: Path) -> None:
     of = featured(GPU_SETS[number], tmp_path, number)
+    length = PROMPT_LENGTH if of.speculation.method == "off" else DRAFTED_LENGTH
     requests = [
         msgspec.structs.replace(
             it,
-            prompt_token_ids=it.prompt_token_ids[:PROMPT_LENGTH],
+            prompt_token_ids=it.prompt_token_ids[:length],
             work=msgspec.structs.replace(
                 it.work,
                 sampling=msgspec.structs.replace(
