@@ -15,14 +15,15 @@ from tools.features import GPU_SETS
 
 LENGTHS = {"1 0": 4, "1 1": 4, "2 0": 2, "4 0": 2}
 """Tokens of the answers to requests by their ids: two of one prompt, a call and a grammar."""
-PROMPT_LENGTH, DRAFTED_LENGTH = 4, 12
-"""Tokens of a prompt, and of one in which drafters find something."""
+PROMPT_LENGTH, REPEATED_LENGTH = 4, 12
+"""Tokens of a prompt, and of one that repeats itself, for drafters that look for that."""
 
 
 @pytest.mark.parametrize("number", range(len(GPU_SETS)))
 def test_features_on_gpus(number: int, tmp_path: Path) -> None:
     of = featured(GPU_SETS[number], tmp_path, number)
-    length = PROMPT_LENGTH if of.speculation.method == "off" else DRAFTED_LENGTH
+    looks_back = of.speculation.method in ("suffix", "ngram")
+    length = REPEATED_LENGTH if looks_back else PROMPT_LENGTH
     requests = [
         msgspec.structs.replace(
             it,
