@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from pagoda.errors import ConfigError
 
@@ -38,6 +40,18 @@ def read_regular(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
         return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model.
+    Raises OSError as `read_regular` does, and ConfigError: it is not JSON, or no object."""
+    try:
+        values = json.loads(read_regular(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object.")
+    return values
 
 
 def read_file(path: Path, flag: str) -> bytes:

@@ -8,7 +8,6 @@ adapter asks for is done or refused by name. No torch is needed: a server refuse
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
-from pagoda.files import open_regular, read_regular
+from pagoda.files import open_regular, read_object
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -135,15 +134,11 @@ def _read_config(directory: Path) -> Fields:
     if not directory.is_dir():
         raise ConfigError(f"there is no adapter directory {directory}.")
     try:
-        values = json.loads(read_regular(path))
+        values = read_object(path)
     except OSError as error:
         raise ConfigError(
             f"{directory} is no LoRA adapter: {CONFIG_FILE} cannot be read ({error.strerror})."
         ) from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path} is not valid JSON.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
     fields = Fields(values, str(path))
     if fields.text("peft_type") != "LORA":
         fields.refuse("peft_type", 'must be "LORA"')

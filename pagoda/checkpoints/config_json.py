@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
 from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
 from pagoda.errors import ConfigError
-from pagoda.files import read_regular
+from pagoda.files import read_object
 
 _BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
 """Endings of the names of architectures."""
@@ -66,17 +65,11 @@ def read_model_config(
     Raises ConfigError: a file is missing, corrupt or describes a model that Pagoda does not run."""
     path = directory / "config.json"
     try:
-        text = read_regular(path)
+        values = read_object(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a Hugging Face model directory.") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
     spec = parse_model_config(values, source=str(path))
     if _ties_differ(values) and any(directory.glob("*.safetensors")):
         spec = replace(spec, tie_word_embeddings=not _has_head(directory))

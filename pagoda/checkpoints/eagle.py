@@ -7,7 +7,6 @@ Those of the makers and of SpecForge have the keys of a Llama of one layer. Thos
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
-from pagoda.files import read_regular
+from pagoda.files import read_object
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -35,13 +34,9 @@ def read_eagle_config(
     Raises ConfigError: a file is missing, corrupt or not of an EAGLE-3 head."""
     path = directory / "config.json"
     try:
-        values = json.loads(read_regular(path))
+        values = read_object(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
     names = tensor_names(directory)
     if "model.fc.weight" not in names:
         raise ConfigError(f"{directory} is not an EAGLE-3 head: it has no tensor fc.weight.")
