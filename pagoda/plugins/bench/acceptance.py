@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.errors import PagodaError
 
-_COUNTER = re.compile(
-    r"^(?:vllm:|pagoda_)spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?"
-    r"(?:\{[^\n]*\})? ([0-9.e+]+)\s*$",
-    re.MULTILINE,
-)
-"""Series of vLLM and of Pagoda; there is one for each engine."""
+_MAKERS = ("vllm:", "pagoda_")
+"""Beginnings of the names of series of vLLM and of Pagoda; there is one series for each engine."""
 
 
 class Drafted(NamedTuple):
@@ -44,14 +42,14 @@ NO_DRAFTS = Drafted()
 def drafted(metrics: str) -> Drafted:
     """Sums of the counters in a text of `/metrics`; all 0 where there are none.
 
-    A server that says them under both names counts them once."""
-    found: dict[tuple[str, str], float] = {}
-    for match in _COUNTER.finditer(metrics):
-        place = match[0].partition("spec_")[0], match[1]
-        found[place] = found.get(place, 0.0) + float(match[2])
+    A server that says them under both names counts them once. Raises ValueError: it is no such text."""
+    found = defaultdict[str, float](float)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            found[sample.name.removesuffix("_total")] += sample.value
     return Drafted(
         *(
-            max(found.get((maker, name), 0.0) for maker in ("vllm:", "pagoda_"))
+            max(found[f"{maker}spec_decode_num_{name}"] for maker in _MAKERS)
             for name in Drafted._fields
         )
     )
@@ -61,6 +59,6 @@ async def drafted_by(client: OpenAIClient) -> Drafted:
     """Drafts of the server so far; none if it shows no metrics."""
     try:
         status, body = await client.post_raw("/metrics", None, "GET")
-    except PagodaError:
+        return drafted(body.decode(errors="replace")) if status == 200 else NO_DRAFTS
+    except (PagodaError, ValueError):
         return NO_DRAFTS
-    return drafted(body.decode(errors="replace")) if status == 200 else NO_DRAFTS
