@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import Any
 
+from pagoda.engine.plans import Scheduled
 from pagoda.engine.request import Request
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.manager import PrefixHit
@@ -83,8 +84,8 @@ class KVHooks:
 
     def on_finished(self, request: Request) -> None: ...
 
-    def on_computed(self, num_tokens: int, num_requests: int, seconds: float) -> None:
-        """A step has computed so many tokens of so many requests in so many seconds."""
+    def on_computed(self, scheduled: Sequence[Scheduled], seconds: float) -> None:
+        """A step has computed tokens of these requests in so many seconds."""
 
     def make_room(self) -> bool:
         """Frees blocks that no other engine has asked for; False if there are none."""

@@ -8,7 +8,7 @@ admission finds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import nsmallest
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.peer_hooks import NO_PEERS, EngineLinks, PeerHooks, PeerNews
+from pagoda.engine.plans import Scheduled
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
@@ -151,8 +152,9 @@ class KVTransferHooks(KVHooks):
             self._prompts.seconds(num_blocks * self._kv.block_size),
         )
 
-    def on_computed(self, num_tokens: int, num_requests: int, seconds: float) -> None:
-        if num_tokens >= _PROMPT_TOKENS * num_requests:
+    def on_computed(self, scheduled: Sequence[Scheduled], seconds: float) -> None:
+        num_tokens = sum(part.num_tokens for part in scheduled)
+        if num_tokens >= _PROMPT_TOKENS * len(scheduled):
             self._prompts.observe(num_tokens, seconds)
 
     def on_finished(self, request: Request) -> None:

@@ -244,8 +244,7 @@ class Scheduler:
         self.counters.num_steps += 1
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
-        num_tokens = sum(part.num_tokens for part in step.scheduled)
-        self.hooks.on_computed(num_tokens, len(step.scheduled), result.step_time_s)
+        self.hooks.on_computed(step.scheduled, result.step_time_s)
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples

@@ -24,7 +24,6 @@ from pagoda.kv.transfers import TransferLedger
 _BATCH = 8
 """Blocks of a transfer: they can be evicted when all of them are copied."""
 
-
 _STOCK_SHARE = 8
 """Copies begin when less than this part of the device's blocks, besides those wanted soon, go before them."""
 
@@ -55,8 +54,10 @@ class Swap:
         self._ledger = ledger
         self._rates = rates
         self._clock = clock
-        self._sinking: dict[str, dict[bytes, CachedBlock]] = {}
-        """Blocks that are worth a place in the second tier, too, by request and key."""
+        self._sinking: dict[bytes, tuple[str, CachedBlock]] = {}
+        """Blocks that are worth a place in the second tier, too, by key, with the last request that needs each."""
+        self._keys: dict[str, list[bytes]] = {}
+        """Keys of these by request."""
         self._pending: dict[str, _Pending] = {}
 
     @property
@@ -77,7 +78,8 @@ class Swap:
                 break
             num_paid += 1
         if num_paid > 1:
-            self._sinking[request_id] = {it.key: it for it in blocks}
+            self._sinking.update((it.key, (request_id, it)) for it in blocks)
+            self._keys[request_id] = [it.key for it in blocks]
         if num_paid:
             evicted_from = self._pool.num_removed + self._pool.num_evictable
             self._pending[request_id] = _Pending(deque(blocks), evicted_from)
@@ -96,12 +98,15 @@ class Swap:
 
     def dequeued(self, request_id: str) -> None:
         """The request holds what it could of these blocks, or has ended."""
-        self._sinking.pop(request_id, None)
+        for key in self._keys.pop(request_id, ()):
+            if key in self._sinking and self._sinking[key][0] == request_id:
+                del self._sinking[key]
         self._pending.pop(request_id, None)
 
     def find(self, key: bytes) -> CachedBlock | None:
         """The block of a key that is worth a place in the second tier."""
-        return next((it[key] for it in self._sinking.values() if key in it), None)
+        found = self._sinking.get(key)
+        return None if found is None else found[1]
 
     def copy(self, num_wanted: int) -> None:
         """Begins copies of blocks that may be evicted soon. All available ones may be held by copies, but so many
@@ -128,4 +133,5 @@ class Swap:
     def clear(self) -> None:
         """The workers are lost, and what their memory held."""
         self._sinking.clear()
+        self._keys.clear()
         self._pending.clear()
