@@ -77,7 +77,7 @@ def model_facts(spec: ModelSpec, dtype: str) -> Iterator[tuple[str, str]]:
     yield "layers", ", ".join(_layers(spec))
     yield "weights", ", ".join(_weights(spec, dtype))
     yield "KV cache", "; ".join(_kv_cache(spec))
-    if spec.gives_logits and all(layer.state is None for layer in spec.layers):
+    if spec.gives_logits:
         yield "drafts", _draft_indexes()
     short = spec.short_context
     others = (

@@ -65,7 +65,8 @@ class Joint(Generic[LinearT]):
         """Weights by their names in traces."""
         fused = {f"fused.{place}": part for place, part in enumerate(self.fused)}
         maps = {"of_embedding": self.of_embedding, "of_hidden": self.of_hidden}
-        return {"hidden_norm": self.hidden_norm, **maps, **fused}
+        norms = {"embedding_norm": self.embedding_norm, "hidden_norm": self.hidden_norm}
+        return norms | maps | fused
 
 
 def fused_input(place: int) -> str:

@@ -23,8 +23,8 @@ from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_INTEGERS = {"I32": "int32", "I64": "int64"}
 """Number formats of safetensors files, with the names that torch has for them."""
+_INTEGERS = {"I32": "int32", "I64": "int64"}
 _PATTERN_SIZE = 2**20 - 3
 
 
