@@ -2,8 +2,9 @@
 """Speculation against none: `python -m benchmarks.speculation [--model smollm2] [--streams 1 4] [FLAGS OF SERVE]`.
 
 One server is asked in turn with `speculation: off` and without, so that what else the machine does falls on both;
-the ratio of each turn's tokens a second is taken, medians count. `text` answers from texts (summaries, extraction,
-edits of code): what is said has mostly been read. `chat` are free questions.
+the ratio of each turn's tokens a second is taken, medians count. Each stream asks again when it has an answer, and
+a turn counts while all of them do. `text` answers from texts (summaries, extraction, edits of code): what is said
+has mostly been read. `chat` are free questions.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _SOURCES = (
     "pagoda/ipc/clock.py",
     "benchmarks/constrained.py",
 )
+_ANSWERS_PER_STREAM = 3
+"""In a turn, of several streams."""
 _QUESTIONS = (
     "Tell me a story about a lighthouse keeper.",
     "What should I cook for four people on a rainy evening?",
@@ -95,25 +98,20 @@ async def _compare(
     url: str, kind: str, prompts: Sequence[str], streams: int, num_tokens: int
 ) -> tuple[str, ...]:
     """A row of the table. Each group of prompts is answered with and without drafts, in alternating order."""
-    num_groups = max(len(prompts) // streams, 6)
+    size = streams if streams == 1 else _ANSWERS_PER_STREAM * streams
+    num_groups = max(len(prompts) // size, 6)
     around = itertools.cycle(prompts)
-    groups = [[next(around) for _ in range(streams)] for _ in range(num_groups)]
+    groups = [[next(around) for _ in range(size)] for _ in range(num_groups)]
     rates: dict[bool, list[float]] = {True: [], False: []}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         before = await _counters(session, url)
         for number, group in enumerate(groups):
             answers = {}
             for drafts in (number % 2 == 0, number % 2 == 1):
-                # A salt of its own: or the answer of the other turn, or to the same prompt, would be among the
-                # recent ones.
-                salt = f"{number * streams // len(prompts)} {streams} {drafts}"
-                asked = [_ask(session, url, kind, it, number, num_tokens, salt) for it in group]
-                found = await asyncio.gather(*asked)
-                began = min(first for _, first, _, _ in found)
-                ended = max(last for _, _, last, _ in found)
-                count = sum(tokens for _, _, _, tokens in found)
-                rates[drafts].append((count - streams) / (ended - began))
-                answers[drafts] = [text for text, *_ in found]
+                # Salts of its own: or the answers of the other turn would be among the recent ones.
+                turn = _Turn(session, url, kind, num_tokens, drafts, f"{number} {streams} {drafts}")
+                rates[drafts].append(await turn.run(group, streams))
+                answers[drafts] = turn.answers
             if answers[True] != answers[False]:
                 raise SystemExit(f"Drafts changed an answer of {kind!r}, group {number}.")
         after = await _counters(session, url)
@@ -131,39 +129,67 @@ async def _compare(
     )
 
 
-async def _ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    kind: str,
-    prompt: str,
-    seed: int,
-    num_tokens: int,
-    salt: str,
-) -> tuple[str, float, float, int]:
-    """The answer, the times of its first and its last event, and its tokens."""
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "seed": seed,
-        "temperature": 0.0 if kind == "text" else 0.7,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "speculation": "auto" if salt.endswith("True") else "off",
-        "cache_salt": salt,
-    }
-    text, first, last, count = "", 0.0, 0.0, 0
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                event = msgspec.json.decode(line[6:])
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
-                    last = time.perf_counter()
-                    first = first or last
-                count = (event.get("usage") or {}).get("completion_tokens", count)
-    return text, first, last, count
+class _Turn:
+    """Answers to a group of prompts, so many at once: each stream asks the next one when it has an answer."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        kind: str,
+        num_tokens: int,
+        drafts: bool,
+        salt: str,
+    ) -> None:
+        self._session, self._url, self._kind = session, url, kind
+        self._num_tokens, self._drafts, self._salt = num_tokens, drafts, salt
+        self._counts: list[tuple[float, int]] = []
+        """When how many further tokens of any answer came."""
+        self.answers: dict[int, str] = {}
+
+    async def run(self, prompts: Sequence[str], streams: int) -> float:
+        """Tokens a second while all streams had something to ask."""
+        left = list(enumerate(prompts))[::-1]
+        ended: list[float] = []
+
+        async def ask() -> None:
+            while left:
+                seed, prompt = left.pop()
+                # A prompt that is asked again does not see its first answer.
+                copy = sum(other == prompt for other in prompts[:seed])
+                await self._ask(seed, prompt, f"{self._salt} {copy}")
+            ended.append(time.perf_counter())
+
+        await asyncio.gather(*(ask() for _ in range(streams)))
+        began = self._counts[0][0]
+        full = sum(count for at, count in self._counts[1:] if at <= ended[0])
+        return full / (ended[0] - began)
+
+    async def _ask(self, seed: int, prompt: str, salt: str) -> None:
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self._num_tokens,
+            "ignore_eos": True,
+            "seed": seed,
+            "temperature": 0.0 if self._kind == "text" else 0.7,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "speculation": "auto" if self._drafts else "off",
+            "cache_salt": salt,
+        }
+        text, count = "", 0
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = msgspec.json.decode(line[6:])
+                    for choice in event["choices"]:
+                        text += choice["delta"].get("content") or ""
+                    known = event["usage"]["completion_tokens"]
+                    if known > count:
+                        self._counts.append((time.perf_counter(), known - count))
+                        count = known
+        self.answers[seed] = text
 
 
 async def _counters(session: aiohttp.ClientSession, url: str) -> tuple[float, float]:
