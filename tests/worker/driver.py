@@ -143,8 +143,8 @@ class Driver:
             list(shares.values()),
             self._starts,
             new_blocks,
-            self._cold,
             self._freed,
+            cold=self._cold,
             drafts=list(drafts.items()),
             proposals=list((wanted or {}).items()),
         )
