@@ -21,7 +21,7 @@ from pagoda.model.decoder import LayerCache
 from pagoda.model.sharding import Shard
 from pagoda.worker.drafting.drafter import MOST_BEHIND
 from pagoda.worker.input_batch import input_batch_bytes
-from pagoda.worker.kv.segments import part_room
+from pagoda.worker.kv.staging import part_room
 from pagoda.worker.memory import sampling_bytes
 from pagoda.worker.number_formats import torch_dtype
 
