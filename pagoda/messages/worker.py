@@ -12,10 +12,11 @@ from pagoda.messages.frontend import PromptLogprobs, TokenLogprobs, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Seconds, Sentence, Size
 from pagoda.messages.sampling_params import TokenId
+from pagoda.messages.segments import ColdSegment
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -42,6 +43,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Formats of weights. A backend with `fp8` keeps 8-bit floats of checkpoints; for others they become dense."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     """Number formats of K and V; `fp8` is E4M3."""
+    streams_segments: bool = False
+    """True if attention reads cold segments out of the host's memory (`pagoda.messages.segments`)."""
     embeds_spans: bool = False
     """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
     lacks_operations: tuple[str, ...] = ()
@@ -123,6 +126,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Memory that weights took, and that the largest step and all that is allocated will have taken."""
     max_proposals: Place = 0
     """The most tokens of a slot that the worker's drafter proposes in a step; 0 of a worker without one."""
+    segment_tokens: Count = 0
+    """Tokens of a segment, of which cold ones may be streamed; 0 of a worker that cannot stream."""
     kv_digest: Sentence = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
 
@@ -166,6 +171,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     request_id: str = ""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
+    cold: list[ColdSegment] = []
+    """Leading segments that lie outside of the cache, in ascending order for each KV group."""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -180,7 +187,7 @@ class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """One step of one batch. Carries only what changed, so its size does not grow with context length.
 
-    The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
+    The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`, `cold`; then it computes
     `num_tokens[i]` further tokens of `slots[i]`. A slot samples when its computed tokens have reached all
     its tokens, and the worker appends the sampled token to the slot by itself: a following plan may
     already count on it before the engine has seen it. A slot whose `max_tokens` is 0 ends there instead.
@@ -213,6 +220,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     only where `WorkerReady.max_proposals` allows as many."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
+    cold: list[ColdSegment] = []
+    """Segments that lie outside of the cache from this step on: each is the next one of its slot and KV group."""
 
 
 class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
@@ -245,6 +254,13 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
     errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
+    lost_segments: dict[int, Sentence] = {}
+    """Slots of which a cold segment could not be read, and why; `slots` lacks these. K and V of the tokens that
+    this step and later ones compute of them mean nothing."""
+    streamed_bytes: Count = 0
+    """Bytes of cold segments that attention read, on this rank."""
+    stream_time_s: Seconds = 0.0
+    """Seconds of `forward_time_s` that attention over cold segments took, with waits for them."""
     blamed_fields: dict[int, Name] = {}
     """Sampling parameters that `errors` of slots are the fault of, where it is one's."""
     proposals: dict[int, list[TokenId]] = {}

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from pagoda.backend.base import FutureTokens
+from pagoda.worker.kv.segments import Streamed
 from pagoda.worker.sampler import Sampled, merged
 
 
@@ -31,6 +32,10 @@ class PendingSample:
     """Tokens that went to each expert."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
     """Hidden states [n, hidden] of each slot's tokens, for a head that drafts."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Slots of which a cold segment could not be read, and why."""
+    streamed_bytes: int = 0
+    stream_time_s: float = 0.0
 
     @classmethod
     def of(cls, sampled: Sampled) -> PendingSample:
@@ -46,6 +51,11 @@ class PendingSample:
         """Adds what `read` gives once the device has computed it; `token_ids` [slots] lie there."""
         self.parts.append(read)
         self.on_device.append(_OnDevice({slot: at for at, slot in enumerate(slots)}, token_ids))
+
+    def note(self, streamed: Streamed, slots: Sequence[int]) -> None:
+        """Notes what became of cold segments of the step's `slots`."""
+        self.lost = {slots[at]: problem for at, problem in streamed.lost.items()}
+        self.streamed_bytes, self.stream_time_s = streamed.num_bytes, streamed.seconds
 
     def read(self) -> Sampled:
         """The results, which may have to be waited for. Raises DeviceLostError: the device has failed."""
@@ -76,4 +86,7 @@ def joined(pending_parts: Iterable[PendingSample]) -> PendingSample:
         whole.on_device += pending.on_device
         whole.counts += pending.counts
         whole.hidden |= pending.hidden
+        whole.lost |= pending.lost
+        whole.streamed_bytes += pending.streamed_bytes
+        whole.stream_time_s += pending.stream_time_s
     return whole
