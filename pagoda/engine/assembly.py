@@ -22,6 +22,7 @@ from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
+from pagoda.kv.storeys import num_cold_segments
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.worker import WorkerReady
 
@@ -102,6 +103,9 @@ def build_parts(
         outlives_workers=config.kv_tiers is not None and bool(config.kv_tiers.further),
     )
     limits = SchedulerLimits.within(config, worker)
+    # Engines hand over blocks that are on the device.
+    segment_tokens = 0 if links is not None else worker.capabilities.segment_tokens
+    further = {} if config.kv_tiers is None else config.kv_tiers.further
     kv = KVManager(
         worker.num_blocks,
         worker.block_size,
@@ -109,6 +113,8 @@ def build_parts(
         run_tokens=limits.max_num_batched_tokens * limits.num_stages,
         prefix_caching=config.enable_prefix_caching and not limits.whole_prompts,
         recorder=recorder,
+        segment_tokens=segment_tokens,
+        num_cold_segments=num_cold_segments(worker, further, segment_tokens),
     )
     scheduler = Scheduler(limits, kv, clock)
     if _may_speculate(config, limits):

@@ -113,6 +113,8 @@ class Request:
     next step computes them too, and samples behind each (speculative decoding). They change no token."""
     is_drafted: bool = False
     """True while a step with drafts of the request is in flight: nobody knows where it goes on."""
+    num_lost: int = 0
+    """Losses of segments that lay below the device."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0

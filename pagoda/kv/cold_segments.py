@@ -10,16 +10,22 @@ What a step in flight may read is held until the step has ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.kv.storeys import Hold, Storey
+from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
 
 if TYPE_CHECKING:
     from pagoda.kv.manager import BlockTable, KVManager
 
 Segment = Sequence[Hold]
 """A segment of one request: its blocks by group, of those that keep all."""
+
+
+def num_blocks(segment: Segment) -> int:
+    """Blocks of a segment in all groups."""
+    return sum(num_places(hold.place) for hold in segment)
 
 
 class ColdSegments:
@@ -85,19 +91,17 @@ class ColdSegments:
             self._kv.own_blocks(table, token_ids, group, size)
             for group, size in zip(self._groups, self._sizes, strict=True)
         ]
-        for storey in self._storeys:
-            holds: list[Hold] = []
-            for some in blocks:
-                hold = storey.hold(some)
-                if hold is None:
-                    break
-                holds.append(hold)
-            if len(holds) == len(blocks):
-                table.cooling = holds
-                return True
-            for hold in holds:
-                hold.release()
-        return False
+        storey = next((it for it in self._storeys if self._num_free_in(it)), None)
+        holds: list[Hold] = []
+        for some in blocks if storey is not None else ():
+            hold = storey.hold(some)
+            if hold is None:  # there is room, but not yet
+                for other in holds:
+                    other.release()
+                return False
+            holds.append(hold)
+        table.cooling = holds or None
+        return bool(holds)
 
     def take_cooled(self, table: BlockTable, last_step: int) -> Segment | None:
         """The segment whose copies have ended, which is cold from now on; None if there is none. Its blocks on the
@@ -121,12 +125,11 @@ class ColdSegments:
 
     def has_room_for(self, num_segments: int) -> bool:
         """True if so many further segments could be held."""
-        return num_segments <= self._num_free
+        return num_segments <= sum(map(self._num_free_in, self._storeys))
 
-    @property
-    def _num_free(self) -> int:
-        size = self._segment_blocks
-        return sum(max(0, it.num_holdable - it.num_held) // size for it in self._storeys)
+    def _num_free_in(self, storey: Storey) -> int:
+        """Further segments that a storey could hold."""
+        return max(0, storey.num_holdable - storey.num_held) // self._segment_blocks
 
     @property
     def num_held(self) -> int:
@@ -137,6 +140,10 @@ class ColdSegments:
     def trouble(self) -> str:
         """Clause that says why a storey takes nothing at present; empty if all do."""
         return next(filter(None, (storey.trouble for storey in self._storeys)), "")
+
+    def places(self, segment: Segment) -> Iterator[tuple[int, HostSlots | TierBlocks]]:
+        """The place of a segment's blocks of each group."""
+        return zip(self._groups, (hold.place for hold in segment), strict=True)
 
     def lose(self, table: BlockTable) -> None:
         """A step could not read cold segments of this request."""

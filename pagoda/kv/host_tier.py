@@ -197,6 +197,10 @@ class HostTier:
     trouble = ""
 
     @property
+    def storey(self) -> HostTier:
+        return self
+
+    @property
     def num_held(self) -> int:
         return len(self.holds)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.cold_segments import Segment, num_blocks
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout, resident_tokens
@@ -25,7 +26,7 @@ from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
 
 if TYPE_CHECKING:
-    from pagoda.kv.cold_segments import ColdSegments, Segment
+    from pagoda.kv.cold_segments import ColdSegments
 
 UNLIMITED_RUN = sys.maxsize
 
@@ -90,6 +91,11 @@ class BlockTable:
         if len(self.groups) == 1:
             return self.groups[0].blocks
         return list(chain.from_iterable(group.blocks for group in self.groups))
+
+    @property
+    def num_cold_blocks(self) -> int:
+        """Blocks in cold segments, all of which are equally large."""
+        return len(self.cold) * num_blocks(self.cold[0]) if self.cold else 0
 
     def block_ids(self) -> list[list[int]]:
         """Ids by group and index; a block that is not held has any valid id."""
@@ -259,6 +265,13 @@ class KVManager:
             found = (self._find(table, token_ids, group, index) for index in indices)
             hits.append([block for block in found if block is not None])
         return PrefixHit(end, [indices.start for indices in needed], hits, num_cold)
+
+    def num_cold_blocks(self, hit: PrefixHit) -> int:
+        """Blocks of the cold segments of a prefix."""
+        if not hit.num_cold:
+            return 0
+        sizes = (group.block_size for group in self.groups if group.keeps_all)
+        return hit.num_cold * sum(self.segment_tokens // size for size in sizes)
 
     def num_cold_found(self, table: BlockTable, token_ids: Sequence[int]) -> int:
         """Leading segments of a sequence which lie in storeys, and stay there as what is behind them takes the room

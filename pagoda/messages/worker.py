@@ -13,7 +13,7 @@ from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Seconds, Sentence, Size
 from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
-from pagoda.messages.transfers import KVRank, TierPlace
+from pagoda.messages.transfers import HostSlots, KVRank, TierBlocks, TierPlace
 
 PROTOCOL_VERSION = 16
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
@@ -31,6 +31,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     batch_multiple: Size = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
+    segment_tokens: Count = 0
+    """Tokens of a segment of KV, which steps can read in a storey below the device; 0 if they cannot."""
     whole_models: bool = False
     """Programs are whole decoders: a graph is one or is refused. They give logits of a sequence's tokens and keep
     hidden states, so that there are no embeddings."""
@@ -150,6 +152,15 @@ def most_sampled(max_num_seqs: int) -> int:
     return max(max_num_seqs, MIN_SAMPLED_ROWS)
 
 
+class ColdPart(msgspec.Struct, frozen=True, array_like=True):
+    """The next segment of a slot and KV group, which lies in a storey below the device from a step on."""
+
+    slot: int
+    group: int
+    place: HostSlots | TierBlocks
+    """All blocks of the segment."""
+
+
 class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request new to the worker, in full. It keeps its slot until a later plan lists it in `freed_slots`."""
 
@@ -166,6 +177,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     request_id: str = ""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
+    cold: list[ColdPart] = []
+    """Leading segments that lie in storeys below the device."""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -213,6 +226,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     only where `WorkerReady.max_proposals` allows as many."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
+    cold: list[ColdPart] = []
+    """Segments that steps from this one on read in storeys below the device."""
 
 
 class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
@@ -245,12 +260,17 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
     errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
+    lost_segments: dict[int, Sentence] = {}
+    """Slots whose cold segments could not be read, with a clause that says why. Nothing of a slot means anything from
+    then on."""
     blamed_fields: dict[int, Name] = {}
     """Sampling parameters that `errors` of slots are the fault of, where it is one's."""
     proposals: dict[int, list[TokenId]] = {}
     """Tokens that may follow `token_ids` of slots, at most as many as the plan asks for. They promise nothing."""
     propose_time_s: Seconds = 0.0
     """Seconds that these took, beside `step_time_s`."""
+    streaming_time_s: Seconds = 0.0
+    """Seconds of `step_time_s` for which computing waited for cold segments."""
     step_time_s: Seconds = 0.0
     """Seconds of computing; the times of several stages are added up."""
     prepare_time_s: Seconds = 0.0

@@ -121,6 +121,8 @@ class Harness:
         neighbours: SimNeighbours | None = None,
         kv_groups: tuple[KVGroup, ...] = (),
         kv_host_slots: int = 0,
+        segment_tokens: int = 0,
+        per_cold_block_s: float = 0.0,
         kv_tiers: KVTiersConfig | None = None,
         fails: bool = False,
         disk: SimDisk | None = None,
@@ -143,6 +145,8 @@ class Harness:
             per_transferred_block_s=per_transferred_block_s,
             kv_groups=kv_groups,
             kv_host_slots=kv_host_slots,
+            segment_tokens=segment_tokens,
+            per_cold_block_s=per_cold_block_s,
             max_proposals=max_proposals,
             kv_places=directories,
         )

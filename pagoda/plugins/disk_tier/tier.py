@@ -336,9 +336,8 @@ class DiskTier:
             hold.error = "the workers are lost" if end is None else end.error
 
     def lose(self, keys: Sequence[bytes]) -> None:
-        """They may be found again: by a probe, or a scan."""
-        for key in keys:
-            self._forget_object(OWN, key)
+        """They are computed and written again, if they are needed."""
+        self._evictor.discard([key for key in keys if self._has(key)])
 
     # ---- transfers
 

@@ -20,6 +20,7 @@ import math
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferPlace,
     Transfers,
+    num_places,
 )
 from pagoda.messages.worker import (
     Capabilities,
@@ -133,6 +135,8 @@ class SimExecutor:
         """Steps under way, and when they will have been executed."""
         self._plans: deque[tuple[float, StepPlan, float]] = deque()
         """Steps that await masks, or come behind such a step: when they end, plans and costs."""
+        self._cold: Counter[int] = Counter()
+        """Cold blocks by slot."""
         self._executed_step = -1
         self._busy_until = [0.0] * num_stages
         self._disk = {} if disk is None else disk
@@ -165,12 +169,13 @@ class SimExecutor:
                 max_batch_tokens=2**31 - 1,
                 max_batch_seqs=2**31 - 1,
                 max_model_len=config.max_model_len,
+                segment_tokens=config.segment_tokens,
             ),
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=(
                 config.max_model_len
-                if config.kv_groups
+                if config.kv_groups or config.segment_tokens
                 else min(config.max_model_len, config.num_blocks * config.block_size)
             ),
             kv_groups=config.kv_groups,
@@ -187,6 +192,7 @@ class SimExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         cost = self._config.base_s + self._config.per_token_s * sum(plan.num_tokens)
+        cost += self._config.per_cold_block_s * self._count_cold(plan)
         done = self._clock.now()
         for stage, busy_until in enumerate(self._busy_until):
             done = max(busy_until, done) + cost / len(self._busy_until)
@@ -195,6 +201,14 @@ class SimExecutor:
         self._steps.append((done, plan.step))
         self._plans.append((done, plan, cost))
         self._execute()
+
+    def _count_cold(self, plan: StepPlan) -> int:
+        """Cold blocks that the plan reads."""
+        for slot in plan.freed_slots:
+            self._cold.pop(slot, None)
+        for part in (*chain.from_iterable(start.cold for start in plan.starts), *plan.cold):
+            self._cold[part.slot] += num_places(part.place)
+        return sum(self._cold[slot] for slot in plan.slots)
 
     def submit_masks(self, masks: TokenMasks) -> None:
         self.worker.take_masks(masks)
@@ -295,6 +309,7 @@ class SimExecutor:
         self._events.clear()
         self._steps.clear()
         self._plans.clear()
+        self._cold.clear()
         self._peers.clear()
         if self._neighbours is not None:
             self._neighbours.pop(self._name, None)
@@ -351,6 +366,8 @@ class SimWorker:
             self.slots[start.slot] = _SimSlot(start)
         for new in plan.new_blocks:
             self.slots[new.slot].block_ids[new.group].extend(new.block_ids)
+        for part in (*chain.from_iterable(start.cold for start in plan.starts), *plan.cold):
+            self.slots[part.slot].cold[part.group] += _places(part.place)
         for slot_id, token_id in plan.new_tokens:
             self.slots[slot_id].tell(token_id)
         for slot_id, forced in plan.forced_tokens:
@@ -361,6 +378,8 @@ class SimWorker:
         asked, proposals = dict(plan.proposals), dict[int, list[int]]()
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
+        lost = {slot_id: "an object has gone" for slot_id in plan.slots if self._lacks(slot_id)}
+        num_cold_blocks = 0
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
             num_told = slot.num_told_tokens + len(slot.draft)
@@ -379,6 +398,9 @@ class SimWorker:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
+            num_cold_blocks += sum(map(len, slot.cold.values()))
+            if slot_id in lost:
+                continue
             if self._check_kv:
                 self._read(plan.step, slot, count)
             if slot.num_computed_tokens == len(slot.token_ids):
@@ -406,7 +428,16 @@ class SimWorker:
             embeddings,
             proposals=proposals,
             step_time_s=cost_s,
+            streaming_time_s=num_cold_blocks * self._config.per_cold_block_s,
+            lost_segments=lost,
         )
+
+    def _lacks(self, slot_id: int) -> bool:
+        """True if a cold block of the slot has gone, now or before."""
+        slot = self.slots[slot_id]
+        places = chain.from_iterable(slot.cold.values())
+        slot.is_lost |= any(key not in self.memory[kind] for kind, key in places)
+        return slot.is_lost
 
     def step_done(self, step: int) -> None:
         """The step has been executed; until then transfers keep away from what it uses."""
@@ -419,14 +450,11 @@ class SimWorker:
             if it.kind is KVKind.STATE and start:
                 self._expect(slot, group, start - 1)
             for position in range(start, start + count - num_unkept(slot, it)):
-                block_id, offset = self._cell(slot, group, position)
-                place: _Place = ("device", block_id)
-                if place in self._writing or self._reading[place]:
-                    raise ValueError(
-                        f"Step {step} writes to block {block_id}, which is under transfer."
-                    )
+                place, offset = self._cell(slot, group, position)
+                if place in self._writing or self._reading[place] or place[0] != "device":
+                    raise ValueError(f"Step {step} writes to {place}, which is under transfer.")
                 self._step_writes[step].add(place)
-                cells = self.memory["device"].setdefault(block_id, {})
+                cells = self.memory["device"].setdefault(place[1], {})
                 cells[offset] = _content(slot, group, position)
 
     def _read(self, step: int, slot: _SimSlot, count: int) -> None:
@@ -434,12 +462,11 @@ class SimWorker:
         start, end = slot.num_computed_tokens - count, slot.num_computed_tokens
         for group, it in enumerate(self._groups):
             first = it.first_token(start)
-            for block_id in slot.block_ids[group][first // it.block_size : it.num_blocks_for(end)]:
-                self._step_reads[step].add(("device", block_id))
-                if ("device", block_id) in self._writing:
-                    raise ValueError(
-                        f"Step {step} reads block {block_id}, which is under transfer."
-                    )
+            for index in range(first // it.block_size, it.num_blocks_for(end)):
+                place = slot.place(group, index)
+                self._step_reads[step].add(place)
+                if place in self._writing:
+                    raise ValueError(f"Step {step} reads {place}, which is under transfer.")
             kept_end = end - num_unkept(slot, it)
             for position in range(first, kept_end):
                 is_overwritten = position + 1 < kept_end and (position + 1) % it.block_size
@@ -447,18 +474,18 @@ class SimWorker:
                     self._expect(slot, group, position)
 
     def _expect(self, slot: _SimSlot, group: int, position: int) -> None:
-        block_id, offset = self._cell(slot, group, position)
-        cells = self.memory["device"].get(block_id, {})
+        (kind, block), offset = self._cell(slot, group, position)
+        cells = self.memory[kind].get(block, {})
         if cells.get(offset) != _content(slot, group, position):
             raise ValueError(
                 f"Slot {slot.slot} would read another sequence's KV at position {position}."
             )
 
-    def _cell(self, slot: _SimSlot, group: int, position: int) -> tuple[int, int]:
+    def _cell(self, slot: _SimSlot, group: int, position: int) -> tuple[_Place, int]:
         """A block and the place of a token in it; a state has one place, whatever the token."""
         it = self._groups[group]
         block_index, offset = divmod(position, it.block_size)
-        return slot.block_ids[group][block_index], 0 if it.kind is KVKind.STATE else offset
+        return slot.place(group, block_index), 0 if it.kind is KVKind.STATE else offset
 
     # ---- transfers
 
@@ -538,6 +565,10 @@ class _SimSlot:
         self.token_ids = list(start.token_ids)
         self.slot = start.slot
         self.block_ids = [list(block_ids) for block_ids in start.block_ids]
+        self.cold: defaultdict[int, list[_Place]] = defaultdict(list)
+        """Leading blocks of groups that lie below the device."""
+        self.is_lost = False
+        """A cold block has gone: nothing right can be computed any more."""
         self.sampling = start.work.sampling
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prompt_tokens = start.num_prompt_tokens
@@ -570,6 +601,11 @@ class _SimSlot:
         ranks = array("i", [1] * (end - first))
         columns = (column.tobytes() for column in (ranks, top_ids, logprobs))
         return PromptLogprobs(first, num_top, *columns)
+
+    def place(self, group: int, index: int) -> _Place:
+        """The place of a block."""
+        cold = self.cold.get(group, ())
+        return cold[index] if index < len(cold) else ("device", self.block_ids[group][index])
 
     def tell(self, token_id: int) -> None:
         if self.token_ids[self.num_told_tokens : self.num_told_tokens + 1] != [token_id]:
