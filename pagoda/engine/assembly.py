@@ -104,7 +104,7 @@ def build_parts(
     )
     limits = SchedulerLimits.within(config, worker)
     # Engines hand over blocks that are on the device.
-    segment_tokens = 0 if links is not None else worker.capabilities.segment_tokens
+    segment_tokens = 0 if links is not None else worker.segment_tokens
     further = {} if config.kv_tiers is None else config.kv_tiers.further
     kv = KVManager(
         worker.num_blocks,

@@ -270,7 +270,9 @@ class KVTransferHooks(KVHooks):
     def _prefetch(self, request: Request, num_hits: int) -> None:
         """Brings the KV of a request without room nearer, and more of it with later news."""
         self._prefetching.pop(request.request_id, None)
-        is_streamed = self._kv.is_streamed(request.num_tokens)  # its segments are read where they are
+        is_streamed = self._kv.is_streamed(
+            request.num_tokens
+        )  # its segments are read where they are
         if request.prefix is None or request.load_tried or is_streamed:
             return
         if not self.tiers.prefetch(request.prefix, num_hits):

@@ -13,7 +13,8 @@ import msgspec
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.request import Request
 from pagoda.kv.manager import UNLIMITED_RUN
-from pagoda.messages.worker import ColdPart, NewBlocks, SlotStart, StepPlan
+from pagoda.messages.segments import ColdSegment
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
 
 if TYPE_CHECKING:
     from pagoda.engine.batching import SchedulerLimits
@@ -119,7 +120,7 @@ class PlanBuilder:
         """Tokens of these."""
         self.proposals: dict[int, int] = {}
         self.masked_slots: list[int] = []
-        self.cold: list[ColdPart] = []
+        self.cold: list[ColdSegment] = []
         self.num_cold_blocks = 0
         """Cold blocks that the step reads."""
         self.turns = turns
@@ -190,11 +191,11 @@ class PlanBuilder:
             num_tokens,
             self.starts,
             self.new_blocks,
+            self.cold,
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
             list(self.drafts.items()),
             list(self.proposals.items()),
             self.masked_slots,
-            self.cold,
         )

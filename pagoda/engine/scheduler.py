@@ -227,7 +227,9 @@ class Scheduler:
             for slot, token_ids in result.proposals.items()
         ):
             return f"the result of step {result.step} proposes what it was not asked for"
-        lacking = due.difference(result.slots, result.embeddings, result.errors, result.lost_segments)
+        lacking = due.difference(
+            result.slots, result.embeddings, result.errors, result.lost_segments
+        )
         if drafts:
             for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
                 if slot in drafts and right != drafts[slot][: len(right)]:
@@ -249,8 +251,8 @@ class Scheduler:
         logprobs, errors = result.logprobs, result.errors
         if self.kv.cold is not None:
             self.kv.cold.step_done(step.step)
-            self.batcher.streams.observe(step, result.step_time_s, result.streaming_time_s)
-        self.hooks.on_computed(step.scheduled, result.step_time_s - result.streaming_time_s)
+            self.batcher.streams.observe(step, result.step_time_s, result.stream_time_s)
+        self.hooks.on_computed(step.scheduled, result.step_time_s - result.stream_time_s)
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples

@@ -15,7 +15,7 @@ from pagoda.engine.request import Request
 from pagoda.engine.request_queue import RequestQueue
 from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
 from pagoda.kv.rates import Rate
-from pagoda.messages.worker import ColdPart
+from pagoda.messages.segments import ColdSegment
 
 if TYPE_CHECKING:
     from pagoda.engine.plans import InFlightStep, PlanBuilder
@@ -78,11 +78,11 @@ class Streams:
         end = hit.num_cold * self._kv.segment_tokens + self._kv.resident_tokens
         return max(0, end - hit.num_blocks * self._kv.block_size)
 
-    def cold_parts(self, request: Request, slot: int) -> list[ColdPart]:
+    def cold_parts(self, request: Request, slot: int) -> list[ColdSegment]:
         """All cold segments of a request."""
         cold = self._kv.cold
         parts = [] if cold is None else [cold.places(it) for it in request.table.cold]
-        return [ColdPart(slot, group, place) for it in parts for group, place in it]
+        return [ColdSegment(slot, group, place) for it in parts for group, place in it]
 
     def advance(self, request: Request, slot: int, plan: PlanBuilder) -> bool:
         """Tells the worker of the segment that has become cold, and begins with the next one when its room will be
@@ -92,7 +92,7 @@ class Streams:
             return True
         segment = cold.take_cooled(table, plan.step - 1)
         if segment is not None:
-            plan.cold += (ColdPart(slot, group, place) for group, place in cold.places(segment))
+            plan.cold += (ColdSegment(slot, group, place) for group, place in cold.places(segment))
             self._queue.update(request)
         wanted = max(_LOOKAHEAD, min(2 * plan.budget, request.num_schedulable_tokens))
         if self.room(request) >= wanted or not cold.may_cool(table):

@@ -73,7 +73,10 @@ class ColdSegments:
     def _keys(self, table: BlockTable, index: int) -> list[list[bytes]]:
         """Keys of a segment's blocks by group; the table has those of the tokens."""
         return [
-            [self._kv.known_key(table, group, block) for block in range(index * size, (index + 1) * size)]
+            [
+                self._kv.known_key(table, group, block)
+                for block in range(index * size, (index + 1) * size)
+            ]
             for group, size in zip(self._groups, self._sizes, strict=True)
         ]
 

@@ -201,8 +201,8 @@ class KVManager:
             fitting = bisect_left(
                 range(1, highest + 1),
                 True,
-                key=lambda count: not resident_tokens(
-                    self.groups, num_blocks, num_tokens, count * multiple, size
+                key=lambda count: (
+                    not resident_tokens(self.groups, num_blocks, num_tokens, count * multiple, size)
                 ),
             )
             run_tokens = fitting * multiple
@@ -500,9 +500,7 @@ class KVManager:
         table.holds_until = min(group.last_use(held.first) for group, held in both)
         return has_dropped
 
-    def drop_leading(
-        self, table: BlockTable, counts: Mapping[int, int], last_step: int
-    ) -> None:
+    def drop_leading(self, table: BlockTable, counts: Mapping[int, int], last_step: int) -> None:
         """Releases the first blocks of groups, so many of each, which lie elsewhere now. Steps up to `last_step` may
         still use them."""
         for group, count in counts.items():

@@ -12,7 +12,6 @@ from pagoda.messages.transfers import HostSlots, TierBlocks
 from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVTierConfig
 
-
 _USABLE_PERCENT = 95
 """Percentage of a tier's bytes that running requests may hold: a tier removes others before it is full."""
 

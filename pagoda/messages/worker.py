@@ -12,10 +12,11 @@ from pagoda.messages.frontend import PromptLogprobs, TokenLogprobs, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Seconds, Sentence, Size
 from pagoda.messages.sampling_params import TokenId
+from pagoda.messages.segments import ColdSegment
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
-from pagoda.messages.transfers import HostSlots, KVRank, TierBlocks, TierPlace
+from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -31,8 +32,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     batch_multiple: Size = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
-    segment_tokens: Count = 0
-    """Tokens of a segment of KV, which steps can read in a storey below the device; 0 if they cannot."""
     whole_models: bool = False
     """Programs are whole decoders: a graph is one or is refused. They give logits of a sequence's tokens and keep
     hidden states, so that there are no embeddings."""
@@ -125,6 +124,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Memory that weights took, and that the largest step and all that is allocated will have taken."""
     max_proposals: Place = 0
     """The most tokens of a slot that the worker's drafter proposes in a step; 0 of a worker without one."""
+    segment_tokens: Count = 0
+    """Tokens of a segment, of which cold ones may be streamed; 0 of a worker that cannot stream."""
     kv_digest: Sentence = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
 
@@ -152,15 +153,6 @@ def most_sampled(max_num_seqs: int) -> int:
     return max(max_num_seqs, MIN_SAMPLED_ROWS)
 
 
-class ColdPart(msgspec.Struct, frozen=True, array_like=True):
-    """The next segment of a slot and KV group, which lies in a storey below the device from a step on."""
-
-    slot: int
-    group: int
-    place: HostSlots | TierBlocks
-    """All blocks of the segment."""
-
-
 class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request new to the worker, in full. It keeps its slot until a later plan lists it in `freed_slots`."""
 
@@ -177,8 +169,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     request_id: str = ""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
-    cold: list[ColdPart] = []
-    """Leading segments that lie in storeys below the device."""
+    cold: list[ColdSegment] = []
+    """Leading segments that lie outside of the cache, in ascending order for each KV group."""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -193,7 +185,7 @@ class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """One step of one batch. Carries only what changed, so its size does not grow with context length.
 
-    The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
+    The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`, `cold`; then it computes
     `num_tokens[i]` further tokens of `slots[i]`. A slot samples when its computed tokens have reached all
     its tokens, and the worker appends the sampled token to the slot by itself: a following plan may
     already count on it before the engine has seen it. A slot whose `max_tokens` is 0 ends there instead.
@@ -213,6 +205,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """Parallel to `slots`; each at least 1."""
     starts: list[SlotStart] = []
     new_blocks: list[NewBlocks] = []
+    cold: list[ColdSegment] = []
+    """Segments that lie outside of the cache from this step on: each is the next one of its slot and KV group."""
     freed_slots: list[int] = []
     new_tokens: list[tuple[int, int]] = []
     """(slot, token id) sampled by the last of several stages, for the others."""
@@ -226,8 +220,6 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     only where `WorkerReady.max_proposals` allows as many."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
-    cold: list[ColdPart] = []
-    """Segments that steps from this one on read in storeys below the device."""
 
 
 class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
@@ -261,16 +253,18 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
     lost_segments: dict[int, Sentence] = {}
-    """Slots whose cold segments could not be read, with a clause that says why. Nothing of a slot means anything from
-    then on."""
+    """Slots of which a cold segment could not be read, and why; `slots` lacks these. K and V of the tokens that
+    this step and later ones compute of them mean nothing."""
+    streamed_bytes: Count = 0
+    """Bytes of cold segments that attention read, on this rank."""
+    stream_time_s: Seconds = 0.0
+    """Seconds of `forward_time_s` that attention over cold segments took, with waits for them."""
     blamed_fields: dict[int, Name] = {}
     """Sampling parameters that `errors` of slots are the fault of, where it is one's."""
     proposals: dict[int, list[TokenId]] = {}
     """Tokens that may follow `token_ids` of slots, at most as many as the plan asks for. They promise nothing."""
     propose_time_s: Seconds = 0.0
     """Seconds that these took, beside `step_time_s`."""
-    streaming_time_s: Seconds = 0.0
-    """Seconds of `step_time_s` for which computing waited for cold segments."""
     step_time_s: Seconds = 0.0
     """Seconds of computing; the times of several stages are added up."""
     prepare_time_s: Seconds = 0.0

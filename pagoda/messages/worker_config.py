@@ -9,6 +9,7 @@ import msgspec
 
 from pagoda.faults.injector import FaultPlan
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.segments import SEGMENT
 from pagoda.messages.speculation import DrafterConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceSession
@@ -119,6 +120,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_tiers: dict[str, KVTierConfig] = {}
     """Tiers of plugins by name."""
     kv_handoff: KVHandoffConfig | None = None
+    segment_tokens: int = SEGMENT
+    """Tokens of a segment of attention, the same on all workers; answers may depend on it. Only tests have others."""
     adapters: tuple[Adapter, ...] = ()
     loads_adapters: bool = False
     """Adapters may be loaded while the worker runs."""

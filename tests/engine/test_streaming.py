@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from harness import assert_complete, make_request
+from harness import make_request
 from test_tiers import Tiered
 
 from benchmarks.simulation.disk import SimDisk, disk_tiers
-from pagoda.messages.engine_config import KVTiersConfig
 
 LENGTH = 256
 
@@ -24,9 +23,7 @@ def prompt_of(length: int, first: int = 1) -> list[int]:
 
 
 def on_disk(**fields: object) -> Tiered:
-    return streaming(
-        disk=SimDisk(), kv_tiers=disk_tiers(200, 1), kv_host_slots=0, **fields
-    )
+    return streaming(disk=SimDisk(), kv_tiers=disk_tiers(200, 1), kv_host_slots=0, **fields)
 
 
 def in_both(**fields: object) -> Tiered:

@@ -169,7 +169,6 @@ class SimExecutor:
                 max_batch_tokens=2**31 - 1,
                 max_batch_seqs=2**31 - 1,
                 max_model_len=config.max_model_len,
-                segment_tokens=config.segment_tokens,
             ),
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -184,6 +183,7 @@ class SimExecutor:
             summary="simulated worker",
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
+            segment_tokens=config.segment_tokens,
             kv_places=config.kv_places,
             kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, descriptors=descriptors),),
             kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
@@ -428,7 +428,8 @@ class SimWorker:
             embeddings,
             proposals=proposals,
             step_time_s=cost_s,
-            streaming_time_s=num_cold_blocks * self._config.per_cold_block_s,
+            streamed_bytes=num_cold_blocks,
+            stream_time_s=num_cold_blocks * self._config.per_cold_block_s,
             lost_segments=lost,
         )
 
