@@ -116,6 +116,11 @@ def build_parts(
         segment_tokens=segment_tokens,
         num_cold_segments=num_cold_segments(worker, further, segment_tokens),
     )
+    if not kv.fit(limits.max_model_len, limits.batch_multiple):
+        raise ConfigError(
+            f"the KV cache of {worker.num_blocks} blocks and the tiers below it do not hold one sequence of "
+            f"{limits.max_model_len} tokens; raise --kv-host-bytes or --kv-disk-bytes, or lower --max-model-len."
+        )
     scheduler = Scheduler(limits, kv, clock)
     if _may_speculate(config, limits):
         scheduler.batcher.speculator = build_speculator(

@@ -84,6 +84,11 @@ class Counters:
     num_steps: int = 0
     """Steps whose results were applied."""
     num_preemptions: int = 0
+    num_cold_segments: int = 0
+    """Segments of running requests, of one KV group each, that went below the device or were found there."""
+    num_lost_segments: int = 0
+    """Steps of requests whose cold segments could not be read."""
+    num_streamed_bytes: int = 0
     num_prompt_tokens: int = 0
     """Prompt tokens of admitted requests."""
     num_prefix_hit_tokens: int = 0
@@ -200,6 +205,8 @@ class Batcher:
                     plan.num_cold_blocks,
                 )
                 self.streams.planned(plan)
+                begun = sum(len(start.cold) for start in plan.starts)
+                self.counters.num_cold_segments += begun + len(plan.cold)
                 self.in_flight.append(step)
                 self._precedence.count_overtaking(plan)
                 if plan.masked_slots:

@@ -251,6 +251,7 @@ class Scheduler:
         logprobs, errors = result.logprobs, result.errors
         if self.kv.cold is not None:
             self.kv.cold.step_done(step.step)
+            self.counters.num_streamed_bytes += result.streamed_bytes
             self.batcher.streams.observe(step, result.step_time_s, result.stream_time_s)
         self.hooks.on_computed(step.scheduled, result.step_time_s - result.stream_time_s)
         chunks: list[TokenChunk] = []
@@ -339,6 +340,7 @@ class Scheduler:
     def _lose_segments(self, request: Request, problem: str) -> list[TokenChunk]:
         """Cold segments of a running request could not be read: what is lost of it is computed again, a few times."""
         request.num_lost += 1
+        self.counters.num_lost_segments += 1
         if request.num_lost > _MAX_LOST:
             return [self.fail(request, _UNREADABLE.format(problem))]
         if self.kv.cold is not None:

@@ -56,6 +56,8 @@ class Streams:
         """Seconds per token of a prompt, without streaming."""
         self._next_turn = 0
         """Step from which on requests may stream for long again."""
+        self._untold: list[tuple[Request, int, ColdSegment]] = []
+        """Cold segments that the worker has not been told of, with the admissions of their requests."""
         self.stuck: list[Request] = []
         """Requests that no storey has room for, though nobody else is there to make any."""
 
@@ -92,7 +94,8 @@ class Streams:
             return True
         segment = cold.take_cooled(table, plan.step - 1)
         if segment is not None:
-            plan.cold += (ColdSegment(slot, group, place) for group, place in cold.places(segment))
+            for group, place in cold.places(segment):
+                self._untold.append((request, request.admission, ColdSegment(slot, group, place)))
             self._queue.update(request)
         wanted = max(_LOOKAHEAD, min(2 * plan.budget, request.num_schedulable_tokens))
         if self.room(request) >= wanted or not cold.may_cool(table):
@@ -142,7 +145,12 @@ class Streams:
         return False
 
     def planned(self, plan: PlanBuilder) -> None:
-        """The plan is made: after a step that streams for long, others have their turn."""
+        """The plan is made, and will be told what has become cold. After a step that streams for long, others have
+        their turn."""
+        for request, admission, segment in self._untold:
+            if request.slot is not None and request.admission == admission:
+                plan.cold.append(segment)
+        self._untold.clear()
         added_s, own_s = self._reading.seconds(plan.num_cold_blocks), self._steps.seconds(1)
         if plan.step >= self._next_turn and added_s > _SMALL * own_s > 0.0:
             self._next_turn = plan.step + max(_SPACING, ceil(added_s / (_SHARE * own_s)))

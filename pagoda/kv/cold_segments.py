@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pagoda.kv.layout import segment_blocks
 from pagoda.kv.storeys import Hold, Storey
 from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
 
@@ -38,7 +39,7 @@ class ColdSegments:
         tokens = kv.segment_tokens
         self._sizes = [tokens // kv.groups[number].block_size for number in self._groups]
         """Blocks of a segment by group."""
-        self._segment_blocks = sum(self._sizes)
+        self._segment_blocks = segment_blocks(kv.groups, tokens)
         self._leaving: deque[tuple[int, Hold]] = deque()
         """Holds that nobody needs once a step has ended, by step."""
 

@@ -70,6 +70,11 @@ class KVLayout:
         return None
 
 
+def segment_blocks(groups: Sequence[KVGroup], segment_tokens: int) -> int:
+    """Blocks of a segment of a sequence, in all groups that keep all."""
+    return sum(segment_tokens // group.block_size for group in groups if group.keeps_all)
+
+
 def resident_tokens(
     groups: Sequence[KVGroup],
     num_blocks: int,

@@ -21,7 +21,7 @@ from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.cold_segments import Segment, num_blocks
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
-from pagoda.kv.layout import KVLayout, resident_tokens
+from pagoda.kv.layout import KVLayout, resident_tokens, segment_blocks
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
 
@@ -268,10 +268,7 @@ class KVManager:
 
     def num_cold_blocks(self, hit: PrefixHit) -> int:
         """Blocks of the cold segments of a prefix."""
-        if not hit.num_cold:
-            return 0
-        sizes = (group.block_size for group in self.groups if group.keeps_all)
-        return hit.num_cold * sum(self.segment_tokens // size for size in sizes)
+        return hit.num_cold and hit.num_cold * segment_blocks(self.groups, self.segment_tokens)
 
     def num_cold_found(self, table: BlockTable, token_ids: Sequence[int]) -> int:
         """Leading segments of a sequence which lie in storeys, and stay there as what is behind them takes the room

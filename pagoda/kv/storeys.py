@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pagoda.kv.connector import CachedBlock
+from pagoda.kv.layout import segment_blocks
 from pagoda.messages.kv_groups import full_group
 from pagoda.messages.transfers import HostSlots, TierBlocks
 from pagoda.messages.worker import WorkerReady
@@ -21,15 +22,20 @@ def num_cold_segments(
 ) -> int:
     """Segments of requests that host memory and plugins' tiers, by name, hold together, each as a whole in one."""
     groups = ready.kv_groups or (full_group(0, ready.block_size),)
-    each = sum(segment_tokens // group.block_size for group in groups if group.keeps_all)
+    each = segment_blocks(groups, segment_tokens)
     if not each:
         return 0
     total = ready.kv_host_slots // each
     for name, tier in tiers.items():
         block_bytes = sum(place.block_bytes for place in ready.places_of(name))
         if block_bytes:
-            total += tier.num_bytes * _USABLE_PERCENT // 100 // block_bytes // each
+            total += usable_blocks(tier, block_bytes) // each
     return total
+
+
+def usable_blocks(tier: KVTierConfig, block_bytes: int) -> int:
+    """Blocks of so many bytes, on all ranks together, that running requests may hold in a tier."""
+    return tier.num_bytes * _USABLE_PERCENT // 100 // block_bytes
 
 
 class Hold:

@@ -126,6 +126,13 @@ class WorkerMemoryPlan:
         return [group.block_size for group in self.kv_groups]
 
     @property
+    def segment_tokens(self) -> int:
+        """Tokens of a segment of KV that steps can read below the device; 0 if they cannot."""
+        config = self.config
+        has_tiers = config.kv_host_bytes > 0 or bool(config.kv_tiers)
+        return config.segment_tokens if has_tiers and self.drafter is None else 0
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block, in the group where they are fewest."""
         return min(group.block_size for group in self.kv_groups)

@@ -453,7 +453,9 @@ class SimWorker:
             for position in range(start, start + count - num_unkept(slot, it)):
                 place, offset = self._cell(slot, group, position)
                 if place in self._writing or self._reading[place] or place[0] != "device":
-                    raise ValueError(f"Step {step} writes to {place}, which is under transfer.")
+                    raise ValueError(
+                        f"Step {step} writes to block {place[1]}, which is under transfer."
+                    )
                 self._step_writes[step].add(place)
                 cells = self.memory["device"].setdefault(place[1], {})
                 cells[offset] = _content(slot, group, position)
@@ -467,7 +469,9 @@ class SimWorker:
                 place = slot.place(group, index)
                 self._step_reads[step].add(place)
                 if place in self._writing:
-                    raise ValueError(f"Step {step} reads {place}, which is under transfer.")
+                    raise ValueError(
+                        f"Step {step} reads block {place[1]!r}, which is under transfer."
+                    )
             kept_end = end - num_unkept(slot, it)
             for position in range(first, kept_end):
                 is_overwritten = position + 1 < kept_end and (position + 1) % it.block_size
