@@ -328,6 +328,9 @@ class Batcher:
             if new_blocks is None and num_wanted > num_tokens:  # nobody makes way for drafts
                 drafts, new_blocks = [], self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
+                if self.streams.makes_room(request):
+                    plan.turns.gave_way = True
+                    return
                 if not self.candidates.hooks.make_room():
                     victim = self._precedence.victim_for(request)
                     self.preempt(victim)

@@ -27,8 +27,8 @@ _SPACING = 128
 percentile."""
 _SHARE = 0.2
 """The most of the time that these take, beside others."""
-_LOOKAHEAD = 256
-"""Tokens before the device's part is full from which on a segment leaves it."""
+_LOOKAHEAD_SHARE = 16
+"""A segment leaves the device when less than this part of one is left of the request's room there."""
 _PROMPT_TOKENS = 4
 """Tokens for each request of a step that tells how fast prompts are computed."""
 
@@ -92,15 +92,31 @@ class Streams:
         cold, table = self._kv.cold, request.table
         if cold is None or not self.is_streamed(request):
             return True
-        segment = cold.take_cooled(table, plan.step - 1)
-        if segment is not None:
+        lookahead = self._kv.segment_tokens // _LOOKAHEAD_SHARE
+        wanted = max(lookahead, min(2 * plan.budget, request.num_schedulable_tokens))
+        self._take_cooled(request, slot, plan.step - 1)
+        while self.room(request) < wanted and cold.may_cool(table):
+            if not cold.cool(table, request.token_ids):
+                return not self._is_full
+            self._take_cooled(request, slot, plan.step - 1)  # where all of it was there already
+        return True
+
+    def makes_room(self, request: Request) -> bool:
+        """True if blocks of a streamed request that lacks some will be free soon, as it gives a segment away."""
+        cold, table = self._kv.cold, request.table
+        if cold is None or not self.is_streamed(request):
+            return False
+        return table.cooling is not None or (
+            cold.may_cool(table) and cold.cool(table, request.token_ids)
+        )
+
+    def _take_cooled(self, request: Request, slot: int, last_step: int) -> None:
+        cold = self._kv.cold
+        segment = None if cold is None else cold.take_cooled(request.table, last_step)
+        if cold is not None and segment is not None:
             for group, place in cold.places(segment):
                 self._untold.append((request, request.admission, ColdSegment(slot, group, place)))
             self._queue.update(request)
-        wanted = max(_LOOKAHEAD, min(2 * plan.budget, request.num_schedulable_tokens))
-        if self.room(request) >= wanted or not cold.may_cool(table):
-            return True
-        return cold.cool(table, request.token_ids) or not self._is_full
 
     @property
     def _is_full(self) -> bool:
@@ -120,10 +136,14 @@ class Streams:
         kv = self._kv
         if kv.cold is None or not self.is_streamed(request):
             return True
-        num_segments = -(-(request.num_tokens - kv.resident_tokens) // kv.segment_tokens)
+        holders = sum(bool(it.table.cold or it.table.cooling) for it in self._queue.running)
+        # One more for each that runs and will give away another one, lest the newcomer be preempted for it.
+        num_segments = holders - (kv.resident_tokens - request.num_tokens) // kv.segment_tokens
         if kv.cold.has_room_for(num_segments):
             return True
-        holders = any(it.table.cold or it.table.cooling for it in self._queue.running)
+        num_segments -= kv.cold.num_shared(request.table, request.token_ids, num_segments)
+        if kv.cold.has_room_for(num_segments):
+            return True
         if not holders and kv.cold.is_idle and kv.cold.trouble:
             self.stuck.append(request)
         return False

@@ -9,6 +9,7 @@ What a step in flight may read is held until the step has ended.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class ColdSegments:
         self._segment_blocks = segment_blocks(kv.groups, tokens)
         self._leaving: deque[tuple[int, Hold]] = deque()
         """Holds that nobody needs once a step has ended, by step."""
+        self._last_done = -1
 
     # ---- segments that are found in a storey
 
@@ -54,6 +56,16 @@ class ColdSegments:
             if self._storey_of(table, index) is None:
                 return index
         return max(0, most)
+
+    def num_shared(self, table: BlockTable, token_ids: Sequence[int], most: int) -> int:
+        """Leading segments, of at most `most`, that other requests hold."""
+        count = min(most, max(0, len(token_ids) - 1) // self._kv.segment_tokens)
+        count = self.num_found(table, token_ids, count)
+        for index in range(count):
+            storey = self._storey_of(table, index)
+            if storey is None or not storey.is_held(self._keys(table, index)[0][0]):
+                return index
+        return count
 
     def adopt(self, table: BlockTable, count: int) -> None:
         """Starts an empty table with segments that were found."""
@@ -162,7 +174,7 @@ class ColdSegments:
             hold.release()
         for segment in table.cold:
             for hold in segment:
-                if last_step < 0:
+                if last_step <= self._last_done:
                     hold.release()
                 else:
                     self._leaving.append((last_step, hold))
@@ -170,12 +182,16 @@ class ColdSegments:
 
     def step_done(self, step: int) -> None:
         """No step up to this one reads anything any more."""
+        self._last_done = step
+        self._let_go(step)
+
+    def _let_go(self, step: int) -> None:
         while self._leaving and self._leaving[0][0] <= step:
             self._leaving.popleft()[1].release()
 
     def workers_lost(self) -> None:
         """No step is in flight any more."""
-        self.step_done(2**63)
+        self._let_go(sys.maxsize)
 
     @property
     def is_idle(self) -> bool:

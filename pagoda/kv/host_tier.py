@@ -211,6 +211,10 @@ class HostTier:
     def has(self, key: bytes) -> bool:
         return self.pool.find(key) is not None
 
+    def is_held(self, key: bytes) -> bool:
+        slot = self.pool.find(key)
+        return slot is not None and slot.block_id in self.holds
+
     def hold_found(self, keys: Sequence[bytes]) -> Hold:
         slots = [slot for key in keys if (slot := self.pool.find(key)) is not None]
         if len(slots) != len(keys):

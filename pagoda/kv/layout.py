@@ -96,4 +96,5 @@ def resident_tokens(
     fitting = (num_blocks - others) // sum(unit // size for size in kept) * unit
     if fitting < segment_tokens + unit:
         return 0
-    return min(fitting, max(2 * segment_tokens, fitting // 2 // unit * unit))
+    half = (fitting // 2 // unit - 2) * unit  # so that two find room
+    return min(fitting, max(2 * segment_tokens, half))

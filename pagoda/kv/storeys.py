@@ -80,6 +80,9 @@ class Storey(Protocol):
     def has(self, key: bytes) -> bool:
         """True if the block is here, and can be held."""
 
+    def is_held(self, key: bytes) -> bool:
+        """True if somebody holds the block."""
+
     def hold_found(self, keys: Sequence[bytes]) -> Hold:
         """Holds blocks that are here. Raises ValueError: one is not."""
 

@@ -296,6 +296,9 @@ class DiskTier:
     def has(self, key: bytes) -> bool:
         return self._has(key) and not self._evictor.is_changing(key)
 
+    def is_held(self, key: bytes) -> bool:
+        return key in self._evictor.holds
+
     def hold_found(self, keys: Sequence[bytes]) -> Hold:
         if not all(map(self.has, keys)):
             raise ValueError("Blocks are to be held that are not here.")
