@@ -31,6 +31,7 @@ from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
+from pagoda.messages.segments import LEAST_SEGMENT
 from pagoda.messages.speculation import MAX_DRAFT_TOKENS
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -90,6 +91,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     quantization = choose_quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)
     _check_max_num_seqs(config.max_num_seqs, capabilities)
+    _check_segment(config.segment_tokens)
     max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
     shape = replace(shape, max_position_embeddings=max_model_len)
     kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
@@ -178,6 +180,7 @@ def load_runner(
             block_sizes=plan.drafter.block_sizes,
             whole_prompts=False,
         )
+    step_bytes += plan.streaming_bytes
     tracer.span("profile", began)
     weight_bytes = backend.memory.taken_bytes() - plan.taken_bytes
     num_blocks = agree_on_kv(measured_blocks(plan, weight_bytes, step_bytes))
@@ -208,6 +211,7 @@ def load_runner(
         None if model.adapters is None else model.adapters.number,
         embeds_spans=shard.is_first,
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
+        segment=config.segment_tokens,
     )
     drafter = None
     if plan.drafter is not None and own is not None:
@@ -439,6 +443,13 @@ def _max_model_len(wanted: int | None, shape: ModelSpec, capabilities: Capabilit
             f"--max-model-len must be from 1 to the model's own {longest}, got {wanted}."
         )
     return wanted
+
+
+def _check_segment(tokens: int) -> None:
+    if tokens < LEAST_SEGMENT or tokens.bit_count() != 1:
+        raise ConfigError(
+            f"segment_tokens must be a power of two of {LEAST_SEGMENT} or more, got {tokens}."
+        )
 
 
 def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
