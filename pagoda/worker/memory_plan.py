@@ -162,9 +162,7 @@ class WorkerMemoryPlan:
     @property
     def segment_tokens(self) -> int:
         """Tokens of a segment of KV that steps can read below the device; 0 if they cannot."""
-        config = self.config
-        has_tiers = config.kv_host_bytes > 0 or bool(config.kv_tiers)
-        return config.segment_tokens if has_tiers and self.drafter is None else 0
+        return self.config.segment_tokens if self.streamed_groups else 0
 
     @property
     def block_size(self) -> int:

@@ -32,6 +32,8 @@ class Server:
         parallel: ParallelConfig,
         num_blocks: int = 40,
         speculation: SpeculativeConfig = OFF,
+        max_model_len: int = 256,
+        max_num_batched_tokens: int = 64,
         **options: object,
     ) -> None:
         """All drafts of `speculation` are computed."""
@@ -39,7 +41,8 @@ class Server:
             model=str(directory / "model"),
             num_blocks=num_blocks,
             block_size=16,
-            max_model_len=256,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=4,
             num_threads=1,
             parallel=parallel,
@@ -50,7 +53,7 @@ class Server:
         config = EngineConfig(
             worker=worker,
             max_num_seqs=4,
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=max_num_batched_tokens,
             speculation=speculation,
             kv_tiers=KVTiersConfig(
                 host_bytes=worker.kv_host_bytes,
