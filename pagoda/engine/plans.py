@@ -191,11 +191,11 @@ class PlanBuilder:
             num_tokens,
             self.starts,
             self.new_blocks,
-            self.cold,
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
             list(self.drafts.items()),
             list(self.proposals.items()),
             self.masked_slots,
+            self.cold,
         )

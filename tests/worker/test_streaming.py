@@ -52,7 +52,7 @@ def test_tokens_are_those_of_a_device_that_holds_all(
 ) -> None:
     make_model("llama", max_position_embeddings=LENGTH).save_pretrained(tmp_path / "model")
     prompt = prompt_of(times * DEVICE_TOKENS)
-    whole = server(tmp_path, formats, LENGTH // 16 + 1)
+    whole = server(tmp_path, formats, LENGTH // 16 + 1, kv_host_bytes=2**22)
     expected = whole.ask(prompt)
     whole.core.close()
     below = {"kv_host_bytes": 2**27} if tier == "host" else {"kv_tiers": disk_under(tmp_path)}
