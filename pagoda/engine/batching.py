@@ -25,7 +25,8 @@ from pagoda.engine.request import Request, RequestState
 from pagoda.engine.request_queue import Quarantine, RequestQueue
 from pagoda.engine.streaming import Streams
 from pagoda.ipc.clock import Clock
-from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.manager import UNLIMITED_RUN, KVManager
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady, most_sampled

@@ -22,11 +22,11 @@ from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.streaming import no_room_below
 from pagoda.ipc.clock import Clock
+from pagoda.kv.block_table import PrefixHit
 from pagoda.kv.cold_segments import ColdSegments
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.group_lookup import PendingLookup
-from pagoda.kv.manager import PrefixHit
 from pagoda.kv.rates import Rate
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger

@@ -11,8 +11,8 @@ from dataclasses import InitVar, dataclass, field
 
 from pagoda.engine.fair_shares import Charge
 from pagoda.engine.structured_output.constraint import Constraint
+from pagoda.kv.block_table import BlockTable
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,

@@ -338,7 +338,7 @@ class Scheduler:
             self.quarantine.on_progress(request)
 
     def _lose_segments(self, request: Request, problem: str) -> list[TokenChunk]:
-        """Cold segments of a running request could not be read: what is lost of it is computed again, a few times."""
+        """Cold segments of a running request could not be read: it is computed again from there, a few times."""
         request.num_lost += 1
         self.counters.num_lost_segments += 1
         if request.num_lost > _MAX_LOST:

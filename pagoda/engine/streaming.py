@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose KV does not fit the device: what of it goes to the storeys below, and in which steps they compute.
+"""Requests whose KV does not fit the device: what of it goes to the storeys below, and when they compute.
 
 A step of such a request reads its cold segments where they lie (streaming), which may take as long as many other
 steps. It goes into any step that it makes longer by a small part only, and otherwise into a few of them: so few
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagoda.engine.request import Request
 from pagoda.engine.request_queue import RequestQueue
-from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.manager import UNLIMITED_RUN, KVManager
 from pagoda.kv.rates import Rate
 from pagoda.messages.segments import ColdSegment
 

@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pagoda.kv.connector import CachedBlock
 from pagoda.kv.layout import segment_blocks
 from pagoda.kv.storeys import Hold, Storey
 from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
 
 if TYPE_CHECKING:
-    from pagoda.kv.manager import BlockTable, KVManager
+    from pagoda.kv.block_table import BlockTable
+    from pagoda.kv.manager import KVManager
 
 Segment = Sequence[Hold]
 """A segment of one request: its blocks by group, of those that keep all."""
@@ -104,7 +106,7 @@ class ColdSegments:
         """Begins to copy the oldest segment on the device to the nearest storey that takes it; False if none does
         now."""
         blocks = [
-            self._kv.own_blocks(table, token_ids, group, size)
+            self._oldest(table, token_ids, group, size)
             for group, size in zip(self._groups, self._sizes, strict=True)
         ]
         storey = next((it for it in self._storeys if self._num_free_in(it)), None)
@@ -118,6 +120,19 @@ class ColdSegments:
             holds.append(hold)
         table.cooling = holds or None
         return bool(holds)
+
+    def _oldest(
+        self, table: BlockTable, token_ids: Sequence[int], group: int, count: int
+    ) -> list[CachedBlock]:
+        """The first blocks that a table holds of a group, which are computed."""
+        kv, held, size = self._kv, table.groups[group], self._kv.groups[group].block_size
+        blocks: list[CachedBlock] = []
+        for index, block in enumerate(held.blocks[:count], held.first):
+            parent = kv.known_key(table, group, index - 1) if index else None
+            tokens = token_ids[index * size : (index + 1) * size]
+            key = kv.known_key(table, group, index)
+            blocks.append(CachedBlock(block, key, parent, tokens, group, is_needed=True))
+        return blocks
 
     def take_cooled(self, table: BlockTable, last_step: int) -> Segment | None:
         """The segment whose copies have ended, which is cold from now on; None if there is none. Its blocks on the
@@ -134,7 +149,14 @@ class ColdSegments:
             return None
         table.cooling = None
         table.cold.append(segment)
-        self._kv.drop_leading(table, dict(zip(self._groups, self._sizes, strict=True)), last_step)
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            held = table.groups[group]
+            dropped = held.blocks[:size]
+            del held.blocks[:size]
+            held.first += size
+            for block in dropped:
+                block.used_by = max(block.used_by, last_step)
+            self._kv.pool.release(dropped, likely=False)
         return segment
 
     # ---- what is held

@@ -82,8 +82,8 @@ def resident_tokens(
     run_tokens: int,
     segment_tokens: int,
 ) -> int:
-    """Tokens of a sequence of `num_tokens` that lie on a device of `num_blocks` while the ones before lie in storeys
-    below it: half of what it holds, or two segments; 0 if it holds too little for that.
+    """Tokens of a sequence of `num_tokens` that lie on a device of `num_blocks` while those before them lie in
+    storeys below it: half of what it holds, or two segments; 0 if it holds too little for that.
 
     The device holds a segment and some tokens behind it at least, so that one can be filled after the other."""
     kept = [group.block_size for group in groups if group.keeps_all]

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.cold_segments import Segment, num_blocks
+from pagoda.kv.block_table import BlockTable, GroupBlocks, PrefixHit
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout, resident_tokens, segment_blocks
@@ -29,107 +28,6 @@ if TYPE_CHECKING:
     from pagoda.kv.cold_segments import ColdSegments
 
 UNLIMITED_RUN = sys.maxsize
-
-
-class GroupTable:
-    """Blocks of one request in one group."""
-
-    __slots__ = ("blocks", "first", "num_adopted", "num_shared")
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        """Blocks from index `first` on."""
-        self.first = 0
-        """Index of the first block that is held; what is before it is behind the window."""
-        self.num_adopted = 0
-        """Index behind the last block that was cached before the request came."""
-        self.num_shared = 0
-        """Number of these that others referenced then: given back, they are not free."""
-
-    @property
-    def end(self) -> int:
-        """Index behind the last block."""
-        return self.first + len(self.blocks)
-
-
-class BlockTable:
-    """Blocks of one request in all groups."""
-
-    __slots__ = (
-        "cold",
-        "cooling",
-        "groups",
-        "holds_until",
-        "keys",
-        "num_published",
-        "num_reusable_tokens",
-        "spans",
-    )
-
-    def __init__(
-        self, root_key: bytes, num_groups: int = 1, spans: Sequence[EmbeddedSpan] = ()
-    ) -> None:
-        self.spans = spans
-        """Embedded spans of the prompt."""
-        self.groups = [GroupTable() for _ in range(num_groups)]
-        self.keys: list[bytes] = [root_key]
-        """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
-        self.num_published = 0
-        """Leading blocks that have been offered to the prefix index."""
-        self.num_reusable_tokens = sys.maxsize
-        """Leading tokens whose K and V may come from a cache; others are computed for their hidden states."""
-        self.holds_until = 0
-        """Computed tokens up to which no block lies behind what later tokens need."""
-        self.cold: list[Segment] = []
-        """Leading segments that lie in a storey below the device (`pagoda.kv.cold_segments`)."""
-        self.cooling: Segment | None = None
-        """The next one, while it is copied there."""
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All blocks that are held, group after group."""
-        if len(self.groups) == 1:
-            return self.groups[0].blocks
-        return list(chain.from_iterable(group.blocks for group in self.groups))
-
-    @property
-    def num_cold_blocks(self) -> int:
-        """Blocks in cold segments, all of which are equally large."""
-        return len(self.cold) * num_blocks(self.cold[0]) if self.cold else 0
-
-    def block_ids(self) -> list[list[int]]:
-        """Ids by group and index; a block that is not held has any valid id."""
-        return [
-            [0] * group.first + [block.block_id for block in group.blocks] for group in self.groups
-        ]
-
-
-class PrefixHit(NamedTuple):
-    """A cached prefix: the blocks that a request needs to go on behind it."""
-
-    num_blocks: int
-    """Blocks of the prefix, of the manager's `block_size`."""
-    firsts: Sequence[int]
-    """Index of the first block, by group."""
-    groups: Sequence[Sequence[Block]]
-    """Blocks without a gap up to the end of the prefix, by group."""
-    num_cold: int = 0
-    """Segments of the prefix that lie in a storey below the device, and stay there."""
-
-    def blocks(self) -> Iterator[Block]:
-        """All blocks, group after group."""
-        return chain.from_iterable(self.groups)
-
-    def num_shared(self) -> list[int]:
-        """Blocks that somebody references, by group."""
-        return [sum(block.ref_count > 0 for block in blocks) for blocks in self.groups]
-
-
-class GroupBlocks(NamedTuple):
-    """Ids of blocks that a table has gained in a group."""
-
-    group: int
-    block_ids: list[int]
 
 
 class KVManager:
@@ -171,8 +69,8 @@ class KVManager:
         """Segments of requests that are streamed; None where there are no storeys for them."""
 
     def fit(self, num_tokens: int, multiple: int = 1) -> bool:
-        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens, or the
-        pool and the storeys below it together.
+        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens, alone or
+        together with the storeys below it.
 
         Returns False if there is none.
         """
@@ -271,8 +169,8 @@ class KVManager:
         return hit.num_cold and hit.num_cold * segment_blocks(self.groups, self.segment_tokens)
 
     def num_cold_found(self, table: BlockTable, token_ids: Sequence[int]) -> int:
-        """Leading segments of a sequence which lie in storeys, and stay there as what is behind them takes the room
-        on the device."""
+        """Leading segments of a sequence which lie in storeys, and stay there as what is behind them takes the
+        device's room."""
         size, num_tokens = self.segment_tokens, len(token_ids)
         if self.cold is None or not self.is_streamed(num_tokens):
             return 0
@@ -281,8 +179,9 @@ class KVManager:
         return self.cold.num_found(table, token_ids, most)
 
     def most_reused(self, table: BlockTable, token_ids: Sequence[int], num_cold: int) -> int:
-        """The most leading blocks that a cache may have of a sequence, of which so many segments are cold. A sequence
-        that is streamed has room on the device for some more tokens behind them."""
+        """The most leading blocks that a cache may have of a sequence, of which so many segments are cold.
+
+        A sequence that is streamed has room on the device for some more tokens behind them."""
         end = self._num_reusable(table, token_ids)
         if not self.is_streamed(len(token_ids)):
             return end
@@ -496,31 +395,6 @@ class KVManager:
         both = zip(self.groups, table.groups, strict=True)
         table.holds_until = min(group.last_use(held.first) for group, held in both)
         return has_dropped
-
-    def drop_leading(self, table: BlockTable, counts: Mapping[int, int], last_step: int) -> None:
-        """Releases the first blocks of groups, so many of each, which lie elsewhere now. Steps up to `last_step` may
-        still use them."""
-        for group, count in counts.items():
-            held = table.groups[group]
-            dropped = held.blocks[:count]
-            del held.blocks[:count]
-            held.first += count
-            for block in dropped:
-                block.used_by = max(block.used_by, last_step)
-            self.pool.release(dropped, likely=False)
-
-    def own_blocks(
-        self, table: BlockTable, token_ids: Sequence[int], group: int, count: int
-    ) -> list[CachedBlock]:
-        """The first blocks that a table holds of a group, which are computed."""
-        held, size = table.groups[group], self.groups[group].block_size
-        blocks: list[CachedBlock] = []
-        for index, block in enumerate(held.blocks[:count], held.first):
-            parent = self.known_key(table, group, index - 1) if index else None
-            key = self.known_key(table, group, index)
-            tokens = token_ids[index * size : (index + 1) * size]
-            blocks.append(CachedBlock(block, key, parent, tokens, group, is_needed=True))
-        return blocks
 
     def publish(
         self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int

@@ -40,7 +40,8 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.kv_events.publisher import KVEventBatch
-from pagoda.plugins.sim.executor import SimExecutor, SimNeighbours, TransferFate, sim_token
+from pagoda.plugins.sim.executor import SimExecutor, SimNeighbours, TransferFate
+from pagoda.plugins.sim.model import sim_token
 from pagoda.telemetry.tracer import Tracer
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from group_models import grouped
@@ -14,6 +15,7 @@ from benchmarks.simulation.books import check_books
 from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.speculation import SpeculativeConfig
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks
 from pagoda.plugins.sim.executor import TransferFate
 
@@ -89,8 +91,6 @@ def test_other_groups_stay_on_the_device(model: str) -> None:
 
 
 def test_drafts_of_a_request_are_computed_over_its_cold_segments_too() -> None:
-    from pagoda.messages.speculation import SpeculativeConfig
-
     it = streaming(max_proposals=4, speculation=SpeculativeConfig(method="auto"))
     serve(it, long_request("long", max_tokens=50))
     assert it.scheduler.counters.num_accepted_tokens > 0
@@ -264,7 +264,9 @@ def test_a_disk_that_takes_nothing_ends_the_request_with_one_clear_error() -> No
 
 
 def test_what_all_storeys_together_do_not_hold_is_not_promised() -> None:
-    with pytest.raises(ConfigError, match=r"do not hold one sequence of 256 tokens; raise --kv-host"):
+    with pytest.raises(
+        ConfigError, match=r"do not hold one sequence of 256 tokens; raise --kv-host"
+    ):
         streaming(kv_host_slots=40)
 
 
@@ -286,7 +288,7 @@ def gaps(it: Harness, request_id: str) -> list[float]:
         if len(it.tokens[request_id]) > count:
             count = len(it.tokens[request_id])
             times.append(it.clock.now())
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in pairwise(times)]
 
 
 def test_others_hardly_notice_a_request_that_streams_for_long() -> None:

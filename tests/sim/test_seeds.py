@@ -13,7 +13,8 @@ from benchmarks.simulation.seeds.life import live
 from benchmarks.simulation.seeds.runner import live_all
 from pagoda.engine.scheduler import Scheduler
 from pagoda.fleet.token_stream import TokenStream
-from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.kv.block_table import BlockTable
+from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import TokenChunk
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real workers whose device holds a small part of a request's KV: the tokens are those of a device that holds all."""
+"""Real workers whose device holds a small part of a request's KV: tokens are those of one that holds all."""
 
 from __future__ import annotations
 

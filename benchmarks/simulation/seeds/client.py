@@ -23,7 +23,7 @@ from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.worker_config import Role
-from pagoda.plugins.sim.executor import sim_logprob, sim_token
+from pagoda.plugins.sim.model import sim_logprob, sim_token
 
 MAX_HARMLESS_DEATHS = 2
 """Deaths of workers and engines that no innocent request fails of: `MAX_CRASHES` of both quarantines is higher."""

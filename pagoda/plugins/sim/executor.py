@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from itertools import count as count_from
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.engine_config import SimConfig
-from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
+from pagoda.messages.frontend import PromptLogprobs, TokenLogprobs
 from pagoda.messages.kv_groups import KVKind, full_group
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
@@ -46,50 +45,18 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import (
     Capabilities,
-    SlotStart,
     StepPlan,
     StepResult,
     TokenMasks,
     WorkerReady,
 )
 from pagoda.plugins.sim.drafting import num_unkept, propose, say
+from pagoda.plugins.sim.model import sim_embedding, token_logprobs
+from pagoda.plugins.sim.slots import Place, SimSlot
 from pagoda.telemetry.tracer import TraceSession
-
-_MASK = 2**64 - 1
 
 Cells = dict[int, tuple[int, ...]]
 """A block: offset -> the tokens of the sequence up to and including that cell."""
-_Place = tuple[str, int | bytes]
-"""A kind of memory, and the number or key of a block in it."""
-
-
-def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int) -> int:
-    """The token that the simulated model samples behind `previous_token_id`; SplitMix64 (Steele et al. 2014)."""
-    x = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + previous_token_id) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (x ^ (x >> 31)) % vocab_size
-
-
-def sim_logprob(previous_token_id: int, token_id: int) -> float:
-    """The log-probability that the simulated model gives to a prompt token, from -4 to 0."""
-    return -sim_token(token_id, 0, previous_token_id, 4096) / 1024
-
-
-def _token_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs:
-    """The chosen token, of probability 1/2, and those behind it in the vocabulary, each half as likely as the one
-    before."""
-    ranks = range(min(num_top, vocab_size))
-    ids = [(token_id + rank) % vocab_size for rank in ranks]
-    logprobs = [(rank + 1) * -math.log(2) for rank in ranks]
-    return TokenLogprobs(-math.log(2), 1, ids, logprobs)
-
-
-def sim_embedding(token_ids: Sequence[int]) -> bytes:
-    """The vector of a prompt: eight elements from -1 to 1."""
-    total = sum(token_ids)
-    elements = (sim_token(total, i, len(token_ids), 2049) / 1024 - 1 for i in range(8))
-    return array("f", elements).tobytes()
 
 
 class TransferFate(NamedTuple):
@@ -332,20 +299,20 @@ class SimWorker:
         self._keeps_states = any(group.kind is KVKind.STATE for group in self._groups)
         self._num_stages = num_stages
         self._check_kv = check_kv
-        self.slots: dict[int, _SimSlot] = {}
+        self.slots: dict[int, SimSlot] = {}
         self.memory: dict[str, dict[Any, Cells]] = {
             "device": {},
             "host": {},
             "disk": {} if disk is None else disk,
         }
         """Blocks by the two parts of their places."""
-        self._step_writes: defaultdict[int, set[_Place]] = defaultdict(set)
-        self._step_reads: defaultdict[int, set[_Place]] = defaultdict(set)
+        self._step_writes: defaultdict[int, set[Place]] = defaultdict(set)
+        self._step_reads: defaultdict[int, set[Place]] = defaultdict(set)
         """Places that each step under way uses."""
         self._masks: dict[int, TokenMasks] = {}
         """Masks of steps that have not been executed."""
-        self._reading: Counter[_Place] = Counter()
-        self._writing: set[_Place] = set()
+        self._reading: Counter[Place] = Counter()
+        self._writing: set[Place] = set()
         """Places that transfers use."""
 
     def take_masks(self, masks: TokenMasks) -> None:
@@ -363,7 +330,7 @@ class SimWorker:
         for start in plan.starts:
             if start.slot in self.slots:
                 raise ValueError(f"Slot {start.slot} is started while it is in use.")
-            self.slots[start.slot] = _SimSlot(start)
+            self.slots[start.slot] = SimSlot(start)
         for new in plan.new_blocks:
             self.slots[new.slot].block_ids[new.group].extend(new.block_ids)
         for part in (*chain.from_iterable(start.cold for start in plan.starts), *plan.cold):
@@ -418,7 +385,7 @@ class SimWorker:
                 if slot_id in asked:
                     proposals[slot_id] = propose(slot, self._config, asked[slot_id])
                 if (num_top := slot.sampling.logprobs) is not None:
-                    logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
+                    logprobs[slot_id] = [token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
             plan.step,
             sampled,
@@ -445,7 +412,7 @@ class SimWorker:
         self._step_writes.pop(step, None)
         self._step_reads.pop(step, None)
 
-    def _write(self, step: int, slot: _SimSlot, count: int) -> None:
+    def _write(self, step: int, slot: SimSlot, count: int) -> None:
         start = slot.num_computed_tokens
         for group, it in enumerate(self._groups):
             if it.kind is KVKind.STATE and start:
@@ -460,7 +427,7 @@ class SimWorker:
                 cells = self.memory["device"].setdefault(place[1], {})
                 cells[offset] = _content(slot, group, position)
 
-    def _read(self, step: int, slot: _SimSlot, count: int) -> None:
+    def _read(self, step: int, slot: SimSlot, count: int) -> None:
         """Looks at all that the last `count` tokens of a slot have read."""
         start, end = slot.num_computed_tokens - count, slot.num_computed_tokens
         for group, it in enumerate(self._groups):
@@ -478,7 +445,7 @@ class SimWorker:
                 if it.kind is not KVKind.STATE or not is_overwritten:
                     self._expect(slot, group, position)
 
-    def _expect(self, slot: _SimSlot, group: int, position: int) -> None:
+    def _expect(self, slot: SimSlot, group: int, position: int) -> None:
         (kind, block), offset = self._cell(slot, group, position)
         cells = self.memory[kind].get(block, {})
         if cells.get(offset) != _content(slot, group, position):
@@ -486,7 +453,7 @@ class SimWorker:
                 f"Slot {slot.slot} would read another sequence's KV at position {position}."
             )
 
-    def _cell(self, slot: _SimSlot, group: int, position: int) -> tuple[_Place, int]:
+    def _cell(self, slot: SimSlot, group: int, position: int) -> tuple[Place, int]:
         """A block and the place of a token in it; a state has one place, whatever the token."""
         it = self._groups[group]
         block_index, offset = divmod(position, it.block_size)
@@ -542,13 +509,13 @@ class SimWorker:
         return TransferEnd(transfer.transfer_id, transfer.generation, not_copied, error)
 
 
-def _content(slot: _SimSlot, group: int, position: int) -> tuple[int, ...]:
+def _content(slot: SimSlot, group: int, position: int) -> tuple[int, ...]:
     """Content of a group's cell behind a position of the sequence."""
     own = slot.token_ids[: position + 1]
     return (-group, *own) if group else tuple(own)
 
 
-def _places(place: TransferPlace) -> list[_Place]:
+def _places(place: TransferPlace) -> list[Place]:
     match place:
         case DeviceBlocks(block_ids):
             return [("device", block_id) for block_id in block_ids]
@@ -560,81 +527,6 @@ def _places(place: TransferPlace) -> list[_Place]:
             return [("remote", block_id) for block_id in block_ids]
 
 
-def _overwritten(place: TransferPlace) -> set[_Place]:
+def _overwritten(place: TransferPlace) -> set[Place]:
     """Places that are overwritten bit by bit. Objects on disk are not: a new one replaces the old one at once."""
     return set() if isinstance(place, TierBlocks | RemoteBlocks) else set(_places(place))
-
-
-class _SimSlot:
-    def __init__(self, start: SlotStart) -> None:
-        self.token_ids = list(start.token_ids)
-        self.slot = start.slot
-        self.block_ids = [list(block_ids) for block_ids in start.block_ids]
-        self.cold: defaultdict[int, list[_Place]] = defaultdict(list)
-        """Leading blocks of groups that lie below the device."""
-        self.is_lost = False
-        """A cold block has gone: nothing right can be computed any more."""
-        self.sampling = start.work.sampling
-        self.num_computed_tokens = start.num_computed_tokens
-        self.num_prompt_tokens = start.num_prompt_tokens
-        self.num_told_tokens = len(start.token_ids)
-        """Tokens that the stages know which do not sample."""
-        self.pooling = start.work.pooling
-        if self.pooling is Pooling.MEAN and start.num_computed_tokens:
-            raise ValueError(
-                "A prompt of which the mean is wanted is not computed from its start on."
-            )
-        self.draft: list[int] = []
-        """The last of `token_ids`, which nobody has said."""
-        self._num_scored = max(1, start.num_scored_tokens)
-        self._eos_token_ids = {*start.work.eos_token_ids, *self.sampling.stop_token_ids}
-
-    def scores(self, count: int, vocab_size: int) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt tokens behind the next `count` tokens, and of as many likeliest ones as
-        are asked for and there are."""
-        num_top, first = self.sampling.prompt_logprobs, self.num_computed_tokens + 1
-        first, end = max(first, self._num_scored), min(first + count, self.num_prompt_tokens)
-        if num_top is None or first >= end:
-            return None
-        num_top = min(num_top, vocab_size)
-        logprobs, top_ids = array("f"), array("i")
-        for position in range(first, end):
-            token_id = self.token_ids[position]
-            logprob = sim_logprob(self.token_ids[position - 1], token_id)
-            logprobs.extend([logprob] * (1 + num_top))
-            top_ids.extend([token_id] * num_top)
-        ranks = array("i", [1] * (end - first))
-        columns = (column.tobytes() for column in (ranks, top_ids, logprobs))
-        return PromptLogprobs(first, num_top, *columns)
-
-    def place(self, group: int, index: int) -> _Place:
-        """The place of a block."""
-        cold = self.cold.get(group, ())
-        return cold[index] if index < len(cold) else ("device", self.block_ids[group][index])
-
-    def tell(self, token_id: int) -> None:
-        if self.token_ids[self.num_told_tokens : self.num_told_tokens + 1] != [token_id]:
-            raise ValueError(f"Token {token_id} was not what the last stage sampled.")
-        self.num_told_tokens += 1
-
-    def append_forced(self, token_ids: list[int]) -> None:
-        """Takes tokens that all stages are told."""
-        self.token_ids += token_ids
-        self.num_told_tokens += len(token_ids)
-
-    def take_draft(self, draft: list[int]) -> None:
-        self.draft = draft
-        self.token_ids += draft
-
-    def choose(self, vocab_size: int, mask: bytes | None) -> int:
-        """The next token; `mask` says which may be chosen."""
-        position = len(self.token_ids) - self.num_prompt_tokens
-        previous = self.token_ids[-1]
-        token_id = sim_token(self.sampling.seed or 0, position, previous, vocab_size)
-        if mask is not None:
-            while not mask[token_id >> 3] >> (token_id & 7) & 1:
-                token_id = (token_id + 1) % vocab_size
-            return token_id
-        while position < self.sampling.min_tokens and token_id in self._eos_token_ids:
-            token_id = (token_id + 1) % vocab_size
-        return token_id
