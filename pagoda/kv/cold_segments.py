@@ -110,16 +110,18 @@ class ColdSegments:
             for group, size in zip(self._groups, self._sizes, strict=True)
         ]
         storey = next((it for it in self._storeys if self._num_free_in(it)), None)
+        if storey is None:
+            return False
         holds: list[Hold] = []
-        for some in blocks if storey is not None else ():
+        for some in blocks:
             hold = storey.hold(some)
             if hold is None:  # there is room, but not yet
                 for other in holds:
                     other.release()
                 return False
             holds.append(hold)
-        table.cooling = holds or None
-        return bool(holds)
+        table.cooling = holds
+        return True
 
     def _oldest(
         self, table: BlockTable, token_ids: Sequence[int], group: int, count: int

@@ -421,7 +421,7 @@ class SimWorker:
                 place, offset = self._cell(slot, group, position)
                 if place in self._writing or self._reading[place] or place[0] != "device":
                     raise ValueError(
-                        f"Step {step} writes to block {place[1]}, which is under transfer."
+                        f"Step {step} writes to block {place[1]!r}, which is under transfer."
                     )
                 self._step_writes[step].add(place)
                 cells = self.memory["device"].setdefault(place[1], {})
