@@ -28,7 +28,7 @@ _STREAMED = (KVKind.FULL, KVKind.LATENT)
 """Kinds of layers whose KV may lie below the device while a request runs."""
 _PART_OF_CONTEXT = 10_000
 _DISK_BYTES_PER_S = 1e9
-"""What an SSD reads at least, which is not measured here."""
+"""Bandwidth of an SSD, at least, which is not measured here."""
 CONTEXT_COLUMNS = (
     "storey",
     "free",

@@ -20,9 +20,9 @@ from pagoda.engine.structured_output.vocabulary import TokenTextsOrder, load_tok
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
+from pagoda.kv.capacity import num_cold_segments
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
-from pagoda.kv.storeys import num_cold_segments
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.worker import WorkerReady
 

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pagoda.kv.capacity import segment_blocks
 from pagoda.kv.connector import CachedBlock
-from pagoda.kv.layout import segment_blocks
 from pagoda.kv.storeys import Hold, Storey
 from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
 

@@ -68,33 +68,3 @@ class KVLayout:
                 if not has(group, index):
                     return index * ratio
         return None
-
-
-def segment_blocks(groups: Sequence[KVGroup], segment_tokens: int) -> int:
-    """Blocks of a segment of a sequence, in all groups that keep all."""
-    return sum(segment_tokens // group.block_size for group in groups if group.keeps_all)
-
-
-def resident_tokens(
-    groups: Sequence[KVGroup],
-    num_blocks: int,
-    num_tokens: int,
-    run_tokens: int,
-    segment_tokens: int,
-) -> int:
-    """Tokens of a sequence of `num_tokens` that lie on a device of `num_blocks` while those before them lie in
-    storeys below it: half of what it holds, or two segments; 0 if it holds too little for that.
-
-    The device holds a segment and some tokens behind it at least, so that one can be filled after the other."""
-    kept = [group.block_size for group in groups if group.keeps_all]
-    unit = max(kept, default=0)
-    if not unit or not segment_tokens or segment_tokens % unit:
-        return 0
-    others = sum(
-        group.most_blocks(0, num_tokens, run_tokens) for group in groups if not group.keeps_all
-    )
-    fitting = (num_blocks - others) // sum(unit // size for size in kept) * unit
-    if fitting < segment_tokens + unit:
-        return 0
-    half = (fitting // 2 // unit - 2) * unit  # so that two find room
-    return min(fitting, max(2 * segment_tokens, half))

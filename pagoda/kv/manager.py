@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.block_table import BlockTable, GroupBlocks, PrefixHit
+from pagoda.kv.capacity import resident_tokens, segment_blocks
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
-from pagoda.kv.layout import KVLayout, resident_tokens, segment_blocks
+from pagoda.kv.layout import KVLayout
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
 
@@ -69,8 +70,8 @@ class KVManager:
         """Segments of requests that are streamed; None where there are no storeys for them."""
 
     def fit(self, num_tokens: int, multiple: int = 1) -> bool:
-        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens, alone or
-        together with the storeys below it.
+        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens,
+        alone or together with the storeys below it.
 
         Returns False if there is none.
         """

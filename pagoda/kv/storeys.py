@@ -3,39 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pagoda.kv.connector import CachedBlock
-from pagoda.kv.layout import segment_blocks
-from pagoda.messages.kv_groups import full_group
 from pagoda.messages.transfers import HostSlots, TierBlocks
-from pagoda.messages.worker import WorkerReady
-from pagoda.messages.worker_config import KVTierConfig
-
-_USABLE_PERCENT = 95
-"""Percentage of a tier's bytes that running requests may hold: a tier removes others before it is full."""
-
-
-def num_cold_segments(
-    ready: WorkerReady, tiers: Mapping[str, KVTierConfig], segment_tokens: int
-) -> int:
-    """Segments of requests that host memory and plugins' tiers, by name, hold together, each as a whole in one."""
-    groups = ready.kv_groups or (full_group(0, ready.block_size),)
-    each = segment_blocks(groups, segment_tokens)
-    if not each:
-        return 0
-    total = ready.kv_host_slots // each
-    for name, tier in tiers.items():
-        block_bytes = sum(place.block_bytes for place in ready.places_of(name))
-        if block_bytes:
-            total += usable_blocks(tier, block_bytes) // each
-    return total
-
-
-def usable_blocks(tier: KVTierConfig, block_bytes: int) -> int:
-    """Blocks of so many bytes, on all ranks together, that running requests may hold in a tier."""
-    return tier.num_bytes * _USABLE_PERCENT // 100 // block_bytes
 
 
 class Hold:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import format_bytes
-from pagoda.kv.layout import resident_tokens
+from pagoda.kv.capacity import resident_tokens
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.kv.memory import slot_bytes

@@ -19,8 +19,8 @@ from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.capacity import num_cold_segments
 from pagoda.kv.manager import KVManager
-from pagoda.kv.storeys import num_cold_segments
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.kv.tiers import build_tiers
 from pagoda.kv.transfers import TransferLedger

@@ -13,7 +13,7 @@ import msgspec
 
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.fleet.takers import SMALL_FLEET
-from pagoda.kv.layout import segment_blocks
+from pagoda.kv.capacity import segment_blocks
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
@@ -271,7 +271,7 @@ def _draw_host(rng: random.Random, engine: EnginePlan, size: int, handoff: bool)
 def _with_segments(
     rng: random.Random, engine: EnginePlan, hosts: tuple[HostPlan, ...]
 ) -> tuple[EnginePlan, tuple[HostPlan, ...]]:
-    """In some lives, devices that do not hold a long request, above storeys that do."""
+    """Devices that do not hold a long request, above storeys that do, in some lives."""
     is_able = engine.prefix_caching and any(group.keeps_all for group in engine.groups)
     if rng.random() < 0.7 or not is_able or any(host.role is not Role.NONE for host in hosts):
         return engine, hosts

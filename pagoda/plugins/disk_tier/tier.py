@@ -339,7 +339,7 @@ class DiskTier:
             hold.error = "the workers are lost" if end is None else end.error
 
     def lose(self, keys: Sequence[bytes]) -> None:
-        """They are computed and written again, if they are needed."""
+        """Removes objects, whose blocks are computed and written again if they are needed."""
         self._evictor.discard([key for key in keys if self._has(key)])
 
     # ---- transfers

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.kv.layout import segment_blocks
-from pagoda.kv.storeys import usable_blocks
+from pagoda.kv.capacity import segment_blocks, usable_blocks
 from pagoda.model.caches import allocate_cache
 from pagoda.worker.input_batch import input_batch_bytes
 from pagoda.worker.kv.memory import KVAllocation, shares_kv, slot_bytes
