@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 from small_objects import disk_under
-from tier_server import Server
+from tier_server import COUNT, Server
 from tiny_models import make_model
 
+from pagoda.messages.frontend import GenerateRequest, Work
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.transfers import HostSlots, TierBlocks
 from pagoda.parallel.config import ParallelConfig
 
 SEGMENT = 128
@@ -65,3 +71,34 @@ def test_tokens_are_those_of_a_device_that_holds_all(
     assert answers == expected[0]
     assert num_cached > (times - 2) * DEVICE_TOKENS
     it.core.close()
+
+
+def test_a_worker_and_an_engine_that_die_in_mid_stream(tmp_path: Path) -> None:
+    make_model("llama", max_position_embeddings=LENGTH).save_pretrained(tmp_path / "model")
+    prompt, formats = prompt_of(8 * DEVICE_TOKENS), FORMATS[0]
+    whole = server(tmp_path, formats, LENGTH // 16 + 1, kv_host_bytes=2**22)
+    (expected,), _ = whole.ask(prompt)
+    whole.core.close()
+    below = {"kv_host_bytes": 2**20, "kv_tiers": disk_under(tmp_path)}
+    it = server(tmp_path, formats, DEVICE_BLOCKS, **below)
+    work = Work(SamplingParams(temperature=0, seed=0, max_tokens=COUNT))
+    request = GenerateRequest(request_id="long", prompt_token_ids=prompt, work=work)
+    so_far = it.ask_some(request, 5)
+    assert cold_kinds(it) == {HostSlots, TierBlocks}
+    for pid in it.core.executor.pids().values():
+        os.kill(pid, signal.SIGKILL)
+    so_far += it.go_on("long", 10 - len(so_far))
+    assert cold_kinds(it) == {HostSlots, TierBlocks}
+    it.core.close()
+    after = server(tmp_path, formats, DEVICE_BLOCKS, **below)
+    again = msgspec.structs.replace(request, output_token_ids=so_far)
+    (rest,), _ = after.ask_requests([again])
+    assert so_far + rest == expected
+    assert after.core.load().num_cold_segments > 0
+    after.core.close()
+
+
+def cold_kinds(it: Server) -> set[type[object]]:
+    assert it.core.scheduler is not None
+    table = it.core.scheduler.requests["long"].table
+    return {type(hold.place) for segment in table.cold for hold in segment}

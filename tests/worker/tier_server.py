@@ -108,6 +108,21 @@ class Server:
         self._settle()
         return list(answers.values()), sum(num_cached.values())
 
+    def ask_some(self, request: GenerateRequest, count: int) -> list[int]:
+        """The first tokens of an answer, at least so many of them, which is not at its end then."""
+        assert self.core.add(request) == []
+        return self.go_on(request.request_id, count)
+
+    def go_on(self, request_id: str, count: int) -> list[int]:
+        """The next tokens of an answer, at least so many of them."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            self._wait()
+            for chunk in self.core.step():
+                assert (chunk.request_id, chunk.finish_reason) == (request_id, None)
+                tokens += chunk.token_ids
+        return tokens
+
     def _settle(self) -> None:
         assert self.core.scheduler is not None
         tiers = self.core.scheduler.hooks.tiers  # type: ignore[attr-defined]
