@@ -9,6 +9,7 @@ from pagoda.messages.kv_groups import KVGroup, full_group
 from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVTierConfig
 
+_BEHIND_SHARE = 4
 _USABLE_PERCENT = 95
 """Percentage of a tier's bytes that running requests may hold: a tier removes others before it is full."""
 
@@ -26,7 +27,7 @@ def resident_tokens(
     segment_tokens: int,
 ) -> int:
     """Tokens of a sequence of `num_tokens` that lie on a device of `num_blocks` while those before them lie in
-    storeys below it: half of what it holds, or two segments; 0 if it holds too little for that.
+    storeys below it: half of what it holds, or a segment and a quarter; 0 if it holds too little for that.
 
     The device holds a segment and some tokens behind it at least, so that one can be filled after the other."""
     kept = [group.block_size for group in groups if group.keeps_all]
@@ -40,7 +41,8 @@ def resident_tokens(
     if fitting < segment_tokens + unit:
         return 0
     half = (fitting // 2 // unit - 2) * unit  # so that two find room
-    return min(fitting, max(2 * segment_tokens, half))
+    behind = max(unit, segment_tokens // _BEHIND_SHARE // unit * unit)
+    return min(fitting, max(segment_tokens + behind, half))
 
 
 def num_cold_segments(

@@ -71,7 +71,7 @@ def test_a_request_of_four_times_the_device_goes_on(build: Callable[[], Tiered])
     it.run()
     assert_complete(it, [request], LENGTH)
     counters = it.scheduler.counters
-    assert (counters.num_preemptions, counters.num_cold_segments) == (0, 14)
+    assert (counters.num_preemptions, counters.num_cold_segments) == (0, 15)
     assert counters.num_streamed_bytes > 0
 
 
@@ -148,7 +148,7 @@ def test_a_request_with_priority_takes_its_blocks_and_it_comes_back_to_its_segme
     low = long_request("low", priority=5, max_tokens=40)
     it.add(low)
     go_on_until(it, lambda: len(cold_places(it, "low")) > 8)
-    high = make_request("high", [2] * 56, max_tokens=4)
+    high = make_request("high", [2] * 44, max_tokens=4)
     it.add(high)
     it.run()
     assert it.scheduler.counters.num_preemptions == 1
@@ -236,7 +236,7 @@ def test_objects_that_vanish_are_computed_again() -> None:
 def test_objects_that_vanish_again_and_again_end_the_request_alone() -> None:
     disk = SimDisk()
     it = on_disk(disk=disk)
-    short = make_request("short", [5] * 8, max_tokens=50)
+    short = make_request("short", [5] * 8, max_tokens=30)
     it.add(long_request("long"))
     it.add(short)
     while "long" not in it.finished:
