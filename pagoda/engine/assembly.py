@@ -103,8 +103,9 @@ def build_parts(
         outlives_workers=config.kv_tiers is not None and bool(config.kv_tiers.further),
     )
     limits = SchedulerLimits.within(config, worker)
-    # Engines hand over blocks that are on the device.
-    segment_tokens = 0 if links is not None else worker.segment_tokens
+    # Engines hand over blocks that are on the device, and segments are known by the keys of their blocks.
+    may_stream = links is None and config.enable_prefix_caching
+    segment_tokens = worker.segment_tokens if may_stream else 0
     further = {} if config.kv_tiers is None else config.kv_tiers.further
     kv = KVManager(
         worker.num_blocks,

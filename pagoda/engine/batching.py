@@ -271,7 +271,9 @@ class Batcher:
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
         one computes its blocks. False if it does not fit, so that nobody behind it is admitted."""
-        if self.in_flight_prefixes.is_awaiting(first) or not self.streams.has_room_below(first):
+        if self.in_flight_prefixes.is_awaiting(first) or not self.streams.has_room_below(
+            first, plan.step
+        ):
             return True
         hit = self.candidates.fitting_prefix(first)
         if hit is None:

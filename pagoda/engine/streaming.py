@@ -30,6 +30,8 @@ _SHARE = 0.2
 """The most of the time that these take, beside others."""
 _LOOKAHEAD_SHARE = 16
 """A segment leaves the device when less than this part of one is left of the request's room there."""
+_BLOCKED_STEPS = 16
+"""Steps after which a request that waits for room below is looked at again when nothing changed."""
 _PROMPT_TOKENS = 4
 """Tokens for each request of a step that tells how fast prompts are computed."""
 
@@ -59,6 +61,8 @@ class Streams:
         """Step from which on requests may stream for long again."""
         self._untold: list[tuple[Request, int, ColdSegment]] = []
         """Cold segments that the worker has not been told of, with the admissions of their requests."""
+        self._waits_below: tuple[Request | None, int, int] = None, 0, 0
+        """The last request for which there was no room below, the blocks held then, and when to look again."""
         self.stuck: list[Request] = []
         """Requests that no storey has room for, though nobody else is there to make any."""
 
@@ -132,11 +136,14 @@ class Streams:
         last = holders[-1]
         return last if last.order_key > request.order_key else request
 
-    def has_room_below(self, request: Request) -> bool:
+    def has_room_below(self, request: Request, step: int) -> bool:
         """True if the storeys have room for what a waiting request will have to give them of its known tokens."""
         kv = self._kv
         if kv.cold is None or not self.is_streamed(request):
             return True
+        waiting, num_held, until = self._waits_below
+        if waiting is request and num_held == kv.cold.num_held and step < until:
+            return False
         holders = sum(bool(it.table.cold or it.table.cooling) for it in self._queue.running)
         # One more for each that runs and will give away another one, lest the newcomer be preempted for it.
         num_segments = holders - (kv.resident_tokens - request.num_tokens) // kv.segment_tokens
@@ -147,6 +154,7 @@ class Streams:
             return True
         if not holders and kv.cold.is_idle and kv.cold.trouble:
             self.stuck.append(request)
+        self._waits_below = request, kv.cold.num_held, step + _BLOCKED_STEPS
         return False
 
     # ---- turns

@@ -162,7 +162,8 @@ class WorkerMemoryPlan:
     @property
     def segment_tokens(self) -> int:
         """Tokens of a segment of KV that steps can read below the device; 0 if they cannot."""
-        return self.config.segment_tokens if self.streamed_groups else 0
+        may_stream = self.streamed_groups and self.config.kv_handoff is None
+        return self.config.segment_tokens if may_stream else 0
 
     @property
     def block_size(self) -> int:

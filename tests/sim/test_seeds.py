@@ -49,6 +49,7 @@ def test_the_seeds_meet_every_fault_and_every_ending() -> None:
     assert endings - met.keys() == set()
     assert met["preemptions"] > 0
     assert met["deaths"] > 0
+    assert met["cold segments"] > 0
     assert met["drafts"] > met["right drafts"] > 20
 
 
