@@ -28,7 +28,7 @@ from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.plugins.sim.executor import sim_token
+from pagoda.plugins.sim.model import sim_token
 
 REPLICAS = (2, 4, 8, 16, 32, 64)
 SEEDS = (1, 2, 3)

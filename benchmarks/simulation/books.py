@@ -8,6 +8,7 @@ from collections import Counter
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
+from pagoda.kv.host_tier import HostTier
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.messages.transfers import HostSlots
 from pagoda.plugins.disaggregation.exporter import KVExporter
@@ -82,9 +83,12 @@ def check_slots(tiers: TieredKVConnector) -> None:
         if isinstance(place, HostSlots)
         for slot in place.slots
     )
-    for slots in tiers.near_pools:
-        slots.check()
-        require(slots.references() == used, "References of slots are not those of transfers.")
+    for tier in tiers.connectors:
+        if isinstance(tier, HostTier):
+            used.update(tier.holds)
+            tier.pool.check()
+            is_right = tier.pool.references() == used
+            require(is_right, "References of slots are not those of transfers and holds.")
 
 
 def check_sums(scheduler: Scheduler) -> None:
@@ -158,6 +162,8 @@ def check_nothing_left(scheduler: Scheduler) -> None:
 def check_nothing_under_way(tiers: TieredKVConnector) -> None:
     """No transfer is under way or due."""
     require(tiers.drain_transfers() == [], "A transfer was not handed out.")
+    num_held = sum(storey.num_held for storey in tiers.storeys)
+    require(num_held == 0, "Blocks are held for requests that have ended.")
     require(tiers.is_idle, "A transfer, load or look-up is under way.")
 
 

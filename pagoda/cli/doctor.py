@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -15,9 +16,16 @@ from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
-from pagoda.cli.model_report import check_memory, check_tensors, location, model_facts
+from pagoda.cli.model_report import (
+    CONTEXT_COLUMNS,
+    check_memory,
+    check_tensors,
+    context_rows,
+    location,
+    model_facts,
+)
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.cli.weight_traffic import WeightTraffic, weight_traffic
+from pagoda.cli.weight_traffic import WeightTraffic, held_bytes, weight_traffic
 from pagoda.errors import PagodaError
 from pagoda.ipc.machine import available_memory_bytes, format_bytes
 from pagoda.llm.engine_options import Dtype, QuantizationName
@@ -62,7 +70,23 @@ def doctor(
             (_limit_row(name, traffic, bandwidth) for name, traffic in models.items()),
         )
     )
+    rows = [] if model is None else list(_context_rows(model, dtype, quantization, bandwidth))
+    if rows:
+        console.print()
+        title = "Longest context, with --kv-host-bytes and --kv-disk-path; twice as long in int8"
+        console.print(output.table(title, CONTEXT_COLUMNS, rows))
     return 0
+
+
+def _context_rows(
+    model: str, dtype: str, quantization: str, bandwidth: Bandwidth
+) -> Iterable[tuple[str, ...]]:
+    load_format = "dummy" if model in PRESETS else "auto"
+    files = resolve_model(model, load_format=load_format)
+    spec = load_model_config(files.model, load_format)
+    held = held_bytes(spec, dtype, quantization)
+    disk = shutil.disk_usage(Path.cwd()).free
+    return context_rows(spec, held, available_memory_bytes(), disk, bandwidth.bytes_per_s)
 
 
 class _Backends(NamedTuple):

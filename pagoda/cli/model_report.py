@@ -24,6 +24,17 @@ _BLOCK_SIZE = 16
 _LONG_CONTEXT = 32_768
 _KV_BYTES = 2
 """Bytes of a number in a cache of 16 bits."""
+_STREAMED = (KVKind.FULL, KVKind.LATENT)
+"""Kinds of layers whose KV may lie below the device while a request runs."""
+_PART_OF_CONTEXT = 10_000
+_DISK_BYTES_PER_S = 1e9
+"""Bandwidth of an SSD, at least, which is not measured here."""
+CONTEXT_COLUMNS = (
+    "storey",
+    "free",
+    "tokens in 16 bits",
+    f"each token, for {_PART_OF_CONTEXT:,} tokens there",
+)
 
 
 def check_tensors(files: ModelFiles, spec: ModelSpec) -> None:
@@ -128,6 +139,33 @@ def _kv_cache(spec: ModelSpec) -> Iterator[str]:
     yield (
         f"{format_bytes(held)} at {length:,} tokens, {share:.2f} of it, as windows give back what lies behind"
     )
+
+
+def context_rows(
+    spec: ModelSpec, weight_bytes: int, free_bytes: int, disk_bytes: int, bytes_per_s: float
+) -> Iterator[tuple[str, ...]]:
+    """Rows of the storeys that hold a context together: for how many tokens each has room, and what a token of an
+    answer costs for those there. There are none of a model that keeps no token for ever.
+
+    `bytes_per_s` is what memory reads. Windows and states are not streamed, and stay out of this."""
+    vectors, numbers = spec.kv_vectors
+    layers = sum(
+        layer.state is None and KVKind(layer.kv_kind) in _STREAMED for layer in spec.layers
+    )
+    per_token = layers * vectors * spec.num_kv_heads * numbers * _KV_BYTES
+    if not per_token or not spec.gives_logits:
+        return
+    left = max(0, free_bytes - weight_bytes)
+    storeys = [("memory", left, bytes_per_s), ("disk here", disk_bytes, _DISK_BYTES_PER_S)]
+    for name, room, speed in storeys:
+        cost_s = _PART_OF_CONTEXT * per_token / speed
+        yield (
+            name,
+            format_bytes(room),
+            f"{room // per_token:,}",
+            f"{cost_s * 1e3:,.0f} ms at {speed / 1e9:.1f} GB/s",
+        )
+    yield "together", "", f"{sum(room for _, room, _ in storeys) // per_token:,}", ""
 
 
 def _layers(spec: ModelSpec) -> Iterator[str]:

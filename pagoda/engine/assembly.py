@@ -20,6 +20,7 @@ from pagoda.engine.structured_output.vocabulary import TokenTextsOrder, load_tok
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
+from pagoda.kv.capacity import num_cold_segments
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.messages.engine_config import EngineConfig
@@ -102,6 +103,10 @@ def build_parts(
         outlives_workers=config.kv_tiers is not None and bool(config.kv_tiers.further),
     )
     limits = SchedulerLimits.within(config, worker)
+    # Engines hand over blocks that are on the device, and segments are known by the keys of their blocks.
+    may_stream = links is None and config.enable_prefix_caching
+    segment_tokens = worker.segment_tokens if may_stream else 0
+    further = {} if config.kv_tiers is None else config.kv_tiers.further
     kv = KVManager(
         worker.num_blocks,
         worker.block_size,
@@ -109,7 +114,14 @@ def build_parts(
         run_tokens=limits.max_num_batched_tokens * limits.num_stages,
         prefix_caching=config.enable_prefix_caching and not limits.whole_prompts,
         recorder=recorder,
+        segment_tokens=segment_tokens,
+        num_cold_segments=num_cold_segments(worker, further, segment_tokens),
     )
+    if not kv.fit(limits.max_model_len, limits.batch_multiple):
+        raise ConfigError(
+            f"the KV cache of {worker.num_blocks} blocks and the tiers below it do not hold one sequence of "
+            f"{limits.max_model_len} tokens; raise --kv-host-bytes or --kv-disk-bytes, or lower --max-model-len."
+        )
     scheduler = Scheduler(limits, kv, clock)
     if _may_speculate(config, limits):
         scheduler.batcher.speculator = build_speculator(

@@ -23,8 +23,10 @@ from pagoda.engine.plans import DemandBehind, InFlightStep, PlanBuilder
 from pagoda.engine.precedence import Precedence
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.request_queue import Quarantine, RequestQueue
+from pagoda.engine.streaming import Streams
 from pagoda.ipc.clock import Clock
-from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.manager import UNLIMITED_RUN, KVManager
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady, most_sampled
@@ -83,6 +85,11 @@ class Counters:
     num_steps: int = 0
     """Steps whose results were applied."""
     num_preemptions: int = 0
+    num_cold_segments: int = 0
+    """Segments of running requests, of one KV group each, that went below the device or were found there."""
+    num_lost_segments: int = 0
+    """Steps of requests whose cold segments could not be read."""
+    num_streamed_bytes: int = 0
     num_prompt_tokens: int = 0
     """Prompt tokens of admitted requests."""
     num_prefix_hit_tokens: int = 0
@@ -125,6 +132,7 @@ class Batcher:
         """Listener for the first admission of a request."""
         self.in_flight_prefixes = InFlightPrefixes(kv)
         self.candidates = Candidates(kv, queue)
+        self.streams = Streams(kv, queue)
         self.shares = FairShares()
         self._precedence = Precedence(
             limits.max_num_batched_tokens, kv.block_size, queue, self.candidates
@@ -190,8 +198,16 @@ class Batcher:
                 if self.speculator is not None:
                     plan.proposals = self.speculator.ask(plan.scheduled)
                 step = InFlightStep(
-                    plan.step, plan.scheduled, plan.has_decodes, plan.drafts, plan.proposals
+                    plan.step,
+                    plan.scheduled,
+                    plan.has_decodes,
+                    plan.drafts,
+                    plan.proposals,
+                    plan.num_cold_blocks,
                 )
+                self.streams.planned(plan)
+                begun = sum(len(start.cold) for start in plan.starts)
+                self.counters.num_cold_segments += begun + len(plan.cold)
                 self.in_flight.append(step)
                 self._precedence.count_overtaking(plan)
                 if plan.masked_slots:
@@ -255,7 +271,9 @@ class Batcher:
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
         one computes its blocks. False if it does not fit, so that nobody behind it is admitted."""
-        if self.in_flight_prefixes.is_awaiting(first):
+        if self.in_flight_prefixes.is_awaiting(first) or not self.streams.has_room_below(
+            first, plan.step
+        ):
             return True
         hit = self.candidates.fitting_prefix(first)
         if hit is None:
@@ -286,8 +304,14 @@ class Batcher:
         behind: DemandBehind | None = None,
     ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
-        slot, count = request.slot, plan.count_for(available, behind, self._most(request))
-        if count == 0 or slot is None or plan.turns.gives_way(request):
+        slot = request.slot
+        if slot is None or not self._make_room_below(request, slot, plan):
+            return
+        count = plan.count_for(available, behind, self._most(request))
+        num_cold_blocks = request.table.num_cold_blocks
+        if count == 0 or not self.streams.may_stream(request, num_cold_blocks, count, plan):
+            return
+        if plan.turns.gives_way(request):
             return
         if available == 1:
             if plan.decodes_left == 0:
@@ -300,12 +324,16 @@ class Batcher:
         may_ask = count == available and request.is_decoding
         if may_ask and self.speculator is not None and self.speculator.num_ahead:
             num_ahead = min(self.speculator.num_ahead, request.max_total_tokens - num_wanted)
+            num_ahead = min(num_ahead, self._most(request) - (num_wanted - num_tokens + count))
             num_wanted += max(0, num_ahead)
         if not self._kv.has_room_for(request.table, num_wanted):
             new_blocks = self._kv.grow(request.table, num_wanted)
             if new_blocks is None and num_wanted > num_tokens:  # nobody makes way for drafts
                 drafts, new_blocks = [], self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
+                if self.streams.makes_room(request):
+                    plan.turns.gave_way = True
+                    return
                 if not self.candidates.hooks.make_room():
                     victim = self._precedence.victim_for(request)
                     self.preempt(victim)
@@ -328,6 +356,20 @@ class Batcher:
         if drafts:
             plan.add_drafts(request, slot, drafts)
 
+    def _make_room_below(self, request: Request, slot: int, plan: PlanBuilder) -> bool:
+        """Lets segments of a running request go to the storeys below; False if the request was preempted, or stays
+        as it is, because no storey has room for one."""
+        if self.streams.advance(request, slot, plan) or self.streams.room(request):
+            return True
+        victim = self.streams.victim_for(request)
+        if victim is None:
+            self.streams.stuck.append(request)
+            return False
+        self.preempt(victim)
+        plan.first = plan.demand = None
+        plan.turns.gave_way = True
+        return False
+
     def _drafts(self, request: Request, count: int, plan: PlanBuilder) -> list[int]:
         """Drafts behind the `count` tokens of a request for which there is room besides the tokens of all others
         that run or are in line."""
@@ -349,7 +391,8 @@ class Batcher:
         """
         run_tokens = self._kv.run_tokens
         left = run_tokens - (request.num_scheduled_tokens - request.num_computed_tokens)
-        return min(left, max(self._limits.batch_multiple, run_tokens // 2))
+        most = min(left, max(self._limits.batch_multiple, run_tokens // 2))
+        return min(most, self.streams.room(request))
 
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
@@ -373,9 +416,12 @@ class Batcher:
         """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
         num_hit_tokens = hit.num_blocks * self._kv.block_size
         available = request.num_tokens - num_hit_tokens
-        count = plan.count_for(available, most=self._most(request))
+        room = self.streams.room_behind(request, hit)
+        count = plan.count_for(available, most=min(self._most(request), room))
         if count == 0 or not plan.turns.may_start(request):
             return False
+        if not self.streams.may_stream(request, self._kv.num_cold_blocks(hit), count, plan):
+            return True
         self._kv.adopt(request.table, hit)
         if self._kv.grow(request.table, num_hit_tokens + count) is None:
             raise RuntimeError("A request was admitted that does not fit.")
@@ -392,7 +438,10 @@ class Batcher:
             self._note_first_admission(request, hit.num_blocks)
             self.shares.admitted(request.charge)
             self.on_begun(request)
-        plan.starts.append(request.slot_start(slot))
+        start = request.slot_start(slot)
+        if request.table.cold:
+            start = msgspec.structs.replace(start, cold=self.streams.cold_parts(request, slot))
+        plan.starts.append(start)
         self.in_flight_prefixes.advance(request)
         self.candidates.hooks.on_admitted(request)
         plan.add(request, slot, count, available)

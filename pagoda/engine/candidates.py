@@ -9,7 +9,8 @@ from typing import NamedTuple
 from pagoda.engine.kv_hooks import KVHooks
 from pagoda.engine.request import OrderKey, Request
 from pagoda.engine.request_queue import RequestQueue
-from pagoda.kv.manager import KVManager, PrefixHit
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.manager import KVManager
 
 _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""

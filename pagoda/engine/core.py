@@ -542,6 +542,7 @@ class EngineCore:
             planned_memory_bytes=self.parts.worker.planned_memory_bytes,
             taken_memory_bytes=self.parts.worker.taken_memory_bytes,
             num_worker_restarts=self._restarts.count,
+            num_cold_blocks=0 if scheduler.kv.cold is None else scheduler.kv.cold.num_held,
             num_blocks_stored=scheduler.kv.pool.num_stored,
             num_blocks_removed=scheduler.kv.pool.num_removed,
             step_time_s=self._step_time_s,

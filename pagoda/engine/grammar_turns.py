@@ -22,7 +22,7 @@ class GrammarTurns:
         self.slow_masks_s = 0.0
         """Processor time of the masks of all that run, whether or not they are in the plan."""
         self.gave_way = False
-        self._step, self._before_s, self._in_turn = step, before_s, in_turn
+        self._step, self._before_s, self.in_turn = step, before_s, in_turn
         self._masks_s = 0.0
         """The part of `slow_masks_s` that the plan takes."""
         self._has_start = False
@@ -34,7 +34,7 @@ class GrammarTurns:
             return False
         self.slow_masks_s += cost
         is_full = self._masks_s > 0 and self._masks_s + cost > STEP_MASKS_S
-        if is_full or (self._in_turn and self._step < request.mask_turn):
+        if is_full or (self.in_turn and self._step < request.mask_turn):
             self.gave_way = True
             return True
         self._masks_s += cost

@@ -9,7 +9,8 @@ prefixes end at snapshots of states alone, they find them snapshot by snapshot.
 from __future__ import annotations
 
 from pagoda.engine.request import Request
-from pagoda.kv.manager import KVManager, PrefixHit
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.manager import KVManager
 
 _MAX_WAITING = 32
 """Requests that a step passes over because others compute their blocks."""

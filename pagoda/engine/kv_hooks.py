@@ -12,7 +12,7 @@ from typing import Any
 from pagoda.engine.plans import Scheduled
 from pagoda.engine.request import Request
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.manager import PrefixHit
+from pagoda.kv.block_table import PrefixHit
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
 from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady

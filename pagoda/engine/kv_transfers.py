@@ -20,11 +20,13 @@ from pagoda.engine.peer_hooks import NO_PEERS, EngineLinks, PeerHooks, PeerNews
 from pagoda.engine.plans import Scheduled
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
+from pagoda.engine.streaming import no_room_below
 from pagoda.ipc.clock import Clock
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.cold_segments import ColdSegments
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.group_lookup import PendingLookup
-from pagoda.kv.manager import PrefixHit
 from pagoda.kv.rates import Rate
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
@@ -75,6 +77,8 @@ class KVTransferHooks(KVHooks):
         self._has_ended = False
         """A request has ended, so the turn of the first in line is near."""
         scheduler.attach(self)
+        if tiers.storeys and self._kv.segment_tokens:
+            self._kv.cold = ColdSegments(self._kv, tiers.storeys)
 
     # ---- requests come, go and get on
 
@@ -192,7 +196,7 @@ class KVTransferHooks(KVHooks):
         prefix = request.prefix
         if prefix is None or request.load_tried:
             return LoadStart.READY
-        found = self.tiers.lookup(prefix, hit.num_blocks)
+        found = self.tiers.lookup(self._usable(request, prefix, hit), hit.num_blocks)
         if isinstance(found, PendingLookup):
             if self.tiers.has_waited_enough(request.request_id):
                 request.load_tried = True
@@ -207,17 +211,27 @@ class KVTransferHooks(KVHooks):
         elif found.num_blocks == 0:
             return LoadStart.READY
         else:  # there is room for it: going on from a longer prefix takes no more blocks
-            self._load(request, found)
+            self._load(request, found, hit.num_cold)
             self._queue.enter(request, RequestState.LOADING)
         return LoadStart.LEFT_LINE
 
-    def _load(self, request: Request, found: TierMatch) -> None:
+    def _usable(self, request: Request, prefix: PrefixRequest, hit: PrefixHit) -> PrefixRequest:
+        """The part of a prefix for which a request has room on the device, behind its cold segments."""
+        if not self._kv.is_streamed(request.num_tokens):
+            return prefix
+        most = self._kv.most_reused(request.table, request.token_ids, hit.num_cold)
+        if hit.num_cold and not self._kv.keeps_all:
+            most = hit.num_blocks
+        return prefix.leading(max(most, hit.num_blocks))
+
+    def _load(self, request: Request, found: TierMatch, num_cold: int) -> None:
         self._leave_line(request)
         request.load_tried = True
         request.num_loads += 1
         request.fetched = range(found.start + found.num_cached, found.end)
         request.loaded = found.targets
-        blocks = self._kv.begin_load(request.table, request.token_ids, found.end, request.loaded)
+        table, token_ids = request.table, request.token_ids
+        blocks = self._kv.begin_load(table, token_ids, found.end, request.loaded, num_cold)
         self.tiers.load(found, blocks)
 
     def _leave_line(self, request: Request) -> None:
@@ -238,7 +252,9 @@ class KVTransferHooks(KVHooks):
         if prefix is None or request.load_tried:
             return False
         if request.request_id not in self._blocked:
-            if not isinstance(self.tiers.lookup(prefix, self._num_hits(request)), PendingLookup):
+            hit = self._kv.find_prefix(request.table, request.token_ids)
+            found = self.tiers.lookup(self._usable(request, prefix, hit), hit.num_blocks)
+            if not isinstance(found, PendingLookup):
                 return False
             self._blocked.add(request.request_id)
         return True
@@ -254,7 +270,10 @@ class KVTransferHooks(KVHooks):
     def _prefetch(self, request: Request, num_hits: int) -> None:
         """Brings the KV of a request without room nearer, and more of it with later news."""
         self._prefetching.pop(request.request_id, None)
-        if request.prefix is None or request.load_tried:
+        is_streamed = self._kv.is_streamed(
+            request.num_tokens
+        )  # its segments are read where they are
+        if request.prefix is None or request.load_tried or is_streamed:
             return
         if not self.tiers.prefetch(request.prefix, num_hits):
             self._prefetching[request.request_id] = request
@@ -265,7 +284,18 @@ class KVTransferHooks(KVHooks):
         self.tiers.transfer_ended(end)
 
     def step(self) -> list[TokenChunk]:
-        return self.apply_events(self.peers.news())
+        return [*self.apply_events(self.peers.news()), *self._fail_the_stuck()]
+
+    def _fail_the_stuck(self) -> list[TokenChunk]:
+        """Ends requests that are streamed and for which no storey has room, though nobody else has any there."""
+        chunks: list[TokenChunk] = []
+        stuck = self._scheduler.batcher.streams.stuck
+        while stuck:
+            request = stuck.pop()
+            if request.request_id in self._scheduler.requests:
+                trouble = "" if self._kv.cold is None else self._kv.cold.trouble
+                chunks.append(self._scheduler.fail(request, no_room_below(trouble)))
+        return chunks
 
     def apply_events(self, news: Iterable[PeerNews] = ()) -> list[TokenChunk]:
         """Applies news of other engines, ends of loads, and look-ups that may be answered now.
@@ -366,7 +396,9 @@ class KVTransferHooks(KVHooks):
         return {"tiers": self.tiers.load_report()} | self.peers.load_figures()
 
     def next_event_at(self) -> float | None:
-        instants = (self.tiers.next_event_at(), self.peers.next_event_at())
+        instants = [self.tiers.next_event_at(), self.peers.next_event_at()]
+        if self._scheduler.batcher.streams.stuck:
+            instants.append(self._scheduler.clock.now())
         return min((at for at in instants if at is not None), default=None)
 
     def pollables(self) -> list[object]:

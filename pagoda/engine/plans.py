@@ -13,6 +13,7 @@ import msgspec
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.request import Request
 from pagoda.kv.manager import UNLIMITED_RUN
+from pagoda.messages.segments import ColdSegment
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class InFlightStep(NamedTuple):
     """Tokens by slot that the step computes besides, and behind each of which the slot samples too."""
     proposals: dict[int, int]
     """The most tokens by slot that the worker may propose."""
+    num_cold_blocks: int = 0
+    """Cold blocks that the step reads."""
 
 
 class DemandBehind(NamedTuple):
@@ -117,6 +120,9 @@ class PlanBuilder:
         """Tokens of these."""
         self.proposals: dict[int, int] = {}
         self.masked_slots: list[int] = []
+        self.cold: list[ColdSegment] = []
+        self.num_cold_blocks = 0
+        """Cold blocks that the step reads."""
         self.turns = turns
         self.first: Request | None = None
         """The first in line of those that the step has not looked at; None once nobody may be admitted."""
@@ -163,6 +169,7 @@ class PlanBuilder:
             if request.constraint is not None:
                 self.masked_slots.append(slot)
         self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
+        self.num_cold_blocks += request.table.num_cold_blocks
         self.budget -= count
 
     def add_drafts(self, request: Request, slot: int, drafts: list[int]) -> None:
@@ -190,4 +197,5 @@ class PlanBuilder:
             list(self.drafts.items()),
             list(self.proposals.items()),
             self.masked_slots,
+            self.cold,
         )

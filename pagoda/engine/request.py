@@ -11,8 +11,8 @@ from dataclasses import InitVar, dataclass, field
 
 from pagoda.engine.fair_shares import Charge
 from pagoda.engine.structured_output.constraint import Constraint
+from pagoda.kv.block_table import BlockTable
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
@@ -113,6 +113,8 @@ class Request:
     next step computes them too, and samples behind each (speculative decoding). They change no token."""
     is_drafted: bool = False
     """True while a step with drafts of the request is in flight: nobody knows where it goes on."""
+    num_lost: int = 0
+    """Losses of segments that lay below the device."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0

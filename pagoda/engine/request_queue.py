@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.engine.request_tracing import RequestRows
-from pagoda.kv.manager import KVManager, PrefixHit
+from pagoda.kv.block_table import PrefixHit
+from pagoda.kv.manager import KVManager
 
 QUARANTINE_CRASHES = 2
 MAX_CRASHES = QUARANTINE_CRASHES + 2

@@ -34,6 +34,9 @@ from pagoda.messages.spans import problem_with_spans
 from pagoda.messages.worker import StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
+_UNREADABLE = "KV of this request could not be read from a tier again and again: {}."
+_MAX_LOST = 3
+"""Losses of cold segments that a request survives."""
 _TOO_COMPLEX = "the grammar takes too much work at this point of the answer."
 
 
@@ -51,11 +54,11 @@ class Scheduler:
         if not kv.fit(limits.max_model_len, limits.batch_multiple):
             raise ValueError(
                 f"A KV cache of {kv.pool.num_blocks} blocks of {kv.block_size} tokens cannot hold one "
-                f"sequence of {limits.max_model_len} tokens."
+                f"sequence of {limits.max_model_len} tokens, nor can the tiers below it, if there are any."
             )
         self.limits = limits
         self.kv = kv
-        self._clock = clock
+        self.clock = clock
         self._order = order
         self.requests: dict[str, Request] = {}
         self.queue = RequestQueue(kv, limits.max_num_seqs)
@@ -105,7 +108,7 @@ class Scheduler:
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
             constraint=constraint,
-            added_at=self._clock.now(),
+            added_at=self.clock.now(),
         )
         self._num_arrivals += 1
         problem = self._refusal(request) or self.hooks.refusal(message)
@@ -224,7 +227,9 @@ class Scheduler:
             for slot, token_ids in result.proposals.items()
         ):
             return f"the result of step {result.step} proposes what it was not asked for"
-        lacking = due.difference(result.slots, result.embeddings, result.errors)
+        lacking = due.difference(
+            result.slots, result.embeddings, result.errors, result.lost_segments
+        )
         if drafts:
             for slot, (*right, _) in zip(result.slots, result.token_ids, strict=True):
                 if slot in drafts and right != drafts[slot][: len(right)]:
@@ -244,7 +249,11 @@ class Scheduler:
         self.counters.num_steps += 1
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
-        self.hooks.on_computed(step.scheduled, result.step_time_s)
+        if self.kv.cold is not None:
+            self.kv.cold.step_done(step.step)
+            self.counters.num_streamed_bytes += result.streamed_bytes
+            self.batcher.streams.observe(step, result.step_time_s, result.stream_time_s)
+        self.hooks.on_computed(step.scheduled, result.step_time_s - result.stream_time_s)
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples
@@ -268,6 +277,10 @@ class Scheduler:
                 chunks.append(self.fail(request, errors[slot], blamed_field=field))
                 continue
             is_current = part.admission == request.admission and request.slot is not None
+            if slot in result.lost_segments:
+                if is_current:
+                    chunks += self._lose_segments(request, result.lost_segments[slot])
+                continue
             if is_current:  # else the request was preempted meanwhile, and only its sample counts
                 self._confirm(request, part.num_tokens)
             scores = result.prompt_logprobs.get(slot)
@@ -323,6 +336,17 @@ class Scheduler:
         self._drop_behind(request)
         if request.crash_count:
             self.quarantine.on_progress(request)
+
+    def _lose_segments(self, request: Request, problem: str) -> list[TokenChunk]:
+        """Cold segments of a running request could not be read: it is computed again from there, a few times."""
+        request.num_lost += 1
+        self.counters.num_lost_segments += 1
+        if request.num_lost > _MAX_LOST:
+            return [self.fail(request, _UNREADABLE.format(problem))]
+        if self.kv.cold is not None:
+            self.kv.cold.lose(request.table)
+        self.preempt(request)
+        return []
 
     def _drop_behind(self, request: Request) -> None:
         """Gives back blocks that lie behind the windows of all tokens to come."""
@@ -469,6 +493,8 @@ class Scheduler:
         for request in self.waiting:
             request.forget_steps()
             request.num_saved = request.num_saved_tail = 0
+        if self.kv.cold is not None:
+            self.kv.cold.workers_lost()
         self.kv.pool.clear_cache()
         self.queue.drain_freed_slots()
         self.batcher.candidates.forget_blocked()

@@ -44,6 +44,7 @@ def joined(
         ready,
         summary=f"{_describe_ranks(parallel)}{ready.summary}",
         kv_host_slots=min(ready.kv_host_slots for ready in readies),
+        segment_tokens=min(ready.segment_tokens for ready in readies),
         kv_places=tuple(chain.from_iterable(ready.kv_places for ready in readies)),
         kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),
         planned_memory_bytes=sum(ready.planned_memory_bytes for ready in readies),

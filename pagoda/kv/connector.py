@@ -13,7 +13,7 @@ like computed ones, and the request is then admitted as usual and finds them on 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -22,6 +22,9 @@ from pagoda.kv.block_pool import Block
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
 from pagoda.messages.worker import WorkerReady
+
+if TYPE_CHECKING:
+    from pagoda.kv.storeys import Storey
 
 IsThere = Callable[[bytes], bool]
 """True if a place that can be slow to look at has the block of a key."""
@@ -47,6 +50,10 @@ class PrefixRequest(msgspec.Struct, frozen=True):
     """Smallest blocks of any group in each of these blocks."""
     other_blocks: OtherBlocks | None = None
     """Looks for blocks of other groups; None without such groups. Any thread may call it."""
+
+    def leading(self, num_blocks: int) -> PrefixRequest:
+        """The first blocks alone."""
+        return msgspec.structs.replace(self, keys=self.keys[:num_blocks])
 
     def of_group(self, group: int, ratio: int, num_blocks: int) -> PrefixRequest:
         """The leading blocks of another group, each of which is `ratio` blocks of group 0."""
@@ -107,6 +114,10 @@ class KVConnector(Protocol):
         Returns the number of leading blocks that are settled. Only a lack of `TransferLedger.room_for` leaves
         blocks over; these are given again while they can be found.
         """
+
+    @property
+    def storey(self) -> Storey | None:
+        """The place in which steps read segments of running requests; None if they cannot."""
 
     def workers_ready(self, ready: WorkerReady) -> None: ...
 

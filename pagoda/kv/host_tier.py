@@ -7,6 +7,7 @@ evicted in the order in which requests last passed through them. Arenas are lost
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,8 @@ from typing import NamedTuple
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.events import CacheRecorder, Medium
-from pagoda.kv.transfers import TransferLedger
+from pagoda.kv.storeys import Hold
+from pagoda.kv.transfers import OnEnd, TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TransferEnd
 from pagoda.messages.worker import WorkerReady
@@ -83,6 +85,8 @@ class HostTier:
         """Finds a block that a preempted request needs again, and that is worth a place below."""
         self._num_sinking = 0
         """Slots that the tier below is writing."""
+        self.holds: Counter[int] = Counter()
+        """Holds by slot; never zero."""
         self._changed: set[str] = set()
         self._num_loaded = 0
         self._num_failed = 0
@@ -162,12 +166,18 @@ class HostTier:
         if not saved:
             return
         slots = self.pool.allocate(len(saved))
+        on_end = partial(self._store_ended, slots, saved)
+        self._copy_down(saved, slots, on_end, likely=not saved[0].is_needed)
+
+    def _copy_down(
+        self, saved: Sequence[CachedBlock], slots: Sequence[Block], on_end: OnEnd, *, likely: bool
+    ) -> None:
+        """Begins to copy blocks from the device to slots."""
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
         self._storing.update(cached.key for cached in saved)
-        on_end = partial(self._store_ended, slots, saved)
-        self._ledger.open(on_end, source, target, blocks, likely=not saved[0].is_needed)
+        self._ledger.open(on_end, source, target, blocks, likely=likely)
 
     def _store_ended(
         self, slots: Sequence[Block], saved: Sequence[CachedBlock], end: TransferEnd | None
@@ -181,6 +191,86 @@ class HostTier:
                     parent, tokens = cached.parent, cached.token_ids
                     self.pool.publish(slots[index], cached.key, parent, tokens, cached.group)
         self.pool.release(slots)
+
+    # ---- segments of running requests, which steps read here (`Storey`)
+
+    trouble = ""
+
+    @property
+    def storey(self) -> HostTier:
+        return self
+
+    @property
+    def num_held(self) -> int:
+        return len(self.holds)
+
+    @property
+    def num_holdable(self) -> int:
+        return self.pool.num_blocks
+
+    def has(self, key: bytes) -> bool:
+        return self.pool.find(key) is not None
+
+    def is_held(self, key: bytes) -> bool:
+        slot = self.pool.find(key)
+        return slot is not None and slot.block_id in self.holds
+
+    def hold_found(self, keys: Sequence[bytes]) -> Hold:
+        slots = [slot for key in keys if (slot := self.pool.find(key)) is not None]
+        if len(slots) != len(keys):
+            raise ValueError(f"{len(keys)} blocks are to be held, {len(slots)} are here.")
+        self.pool.share(slots)
+        return self._hold(slots, is_there=True)
+
+    def hold(self, blocks: Sequence[CachedBlock]) -> Hold | None:
+        found = [self.pool.find(cached.key) for cached in blocks]
+        lacking = [it for it, slot in zip(blocks, found, strict=True) if slot is None]
+        if any(it.key in self._storing or it.key in self._reserved for it in lacking):
+            return None
+        known = [slot for slot in found if slot is not None]
+        self.pool.share(known)
+        if lacking:
+            self._sink(len(lacking))
+        if len(lacking) > self.pool.num_available:
+            self.pool.release(known)
+            return None
+        new = self.pool.allocate(len(lacking))
+        rest = iter(new)
+        slots = [next(rest) if slot is None else slot for slot in found]
+        hold = self._hold(slots, is_there=not lacking)
+        if lacking:
+            self.pool.share(new)  # for the copy, which ends by itself
+            on_end = partial(self._hold_copied, hold, new, lacking)
+            self._copy_down(lacking, new, on_end, likely=True)
+        return hold
+
+    def _hold(self, slots: Sequence[Block], *, is_there: bool) -> Hold:
+        ids = [slot.block_id for slot in slots]
+        self.holds.update(ids)
+
+        def release() -> None:
+            for slot_id in ids:
+                self.holds[slot_id] -= 1
+                if not self.holds[slot_id]:
+                    del self.holds[slot_id]
+            self.pool.release(slots)
+
+        return Hold(HostSlots(ids), release, is_there=is_there)
+
+    def _hold_copied(
+        self,
+        hold: Hold,
+        slots: Sequence[Block],
+        saved: Sequence[CachedBlock],
+        end: TransferEnd | None,
+    ) -> None:
+        self._store_ended(slots, saved, end)
+        hold.is_there = end is not None and not end.failed
+        if not hold.is_there:
+            hold.error = "the workers are lost" if end is None else end.error
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """Host memory loses nothing."""
 
     # ---- what goes down to the tier below
 

@@ -11,101 +11,24 @@ group, in which prefixes are counted too.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.block_table import BlockTable, GroupBlocks, PrefixHit
+from pagoda.kv.capacity import resident_tokens, segment_blocks
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
 
+if TYPE_CHECKING:
+    from pagoda.kv.cold_segments import ColdSegments
+
 UNLIMITED_RUN = sys.maxsize
-
-
-class GroupTable:
-    """Blocks of one request in one group."""
-
-    __slots__ = ("blocks", "first", "num_adopted", "num_shared")
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        """Blocks from index `first` on."""
-        self.first = 0
-        """Index of the first block that is held; what is before it is behind the window."""
-        self.num_adopted = 0
-        """Index behind the last block that was cached before the request came."""
-        self.num_shared = 0
-        """Number of these that others referenced then: given back, they are not free."""
-
-    @property
-    def end(self) -> int:
-        """Index behind the last block."""
-        return self.first + len(self.blocks)
-
-
-class BlockTable:
-    """Blocks of one request in all groups."""
-
-    __slots__ = ("groups", "holds_until", "keys", "num_published", "num_reusable_tokens", "spans")
-
-    def __init__(
-        self, root_key: bytes, num_groups: int = 1, spans: Sequence[EmbeddedSpan] = ()
-    ) -> None:
-        self.spans = spans
-        """Embedded spans of the prompt."""
-        self.groups = [GroupTable() for _ in range(num_groups)]
-        self.keys: list[bytes] = [root_key]
-        """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
-        self.num_published = 0
-        """Leading blocks that have been offered to the prefix index."""
-        self.num_reusable_tokens = sys.maxsize
-        """Leading tokens whose K and V may come from a cache; others are computed for their hidden states."""
-        self.holds_until = 0
-        """Computed tokens up to which no block lies behind what later tokens need."""
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All blocks that are held, group after group."""
-        if len(self.groups) == 1:
-            return self.groups[0].blocks
-        return list(chain.from_iterable(group.blocks for group in self.groups))
-
-    def block_ids(self) -> list[list[int]]:
-        """Ids by group and index; a block that is not held has any valid id."""
-        return [
-            [0] * group.first + [block.block_id for block in group.blocks] for group in self.groups
-        ]
-
-
-class PrefixHit(NamedTuple):
-    """A cached prefix: the blocks that a request needs to go on behind it."""
-
-    num_blocks: int
-    """Blocks of the prefix, of the manager's `block_size`."""
-    firsts: Sequence[int]
-    """Index of the first block, by group."""
-    groups: Sequence[Sequence[Block]]
-    """Blocks without a gap up to the end of the prefix, by group."""
-
-    def blocks(self) -> Iterator[Block]:
-        """All blocks, group after group."""
-        return chain.from_iterable(self.groups)
-
-    def num_shared(self) -> list[int]:
-        """Blocks that somebody references, by group."""
-        return [sum(block.ref_count > 0 for block in blocks) for blocks in self.groups]
-
-
-class GroupBlocks(NamedTuple):
-    """Ids of blocks that a table has gained in a group."""
-
-    group: int
-    block_ids: list[int]
 
 
 class KVManager:
@@ -120,11 +43,14 @@ class KVManager:
         run_tokens: int = UNLIMITED_RUN,
         prefix_caching: bool = True,
         recorder: CacheRecorder | None = None,
+        segment_tokens: int = 0,
+        num_cold_segments: int = 0,
     ) -> None:
         """One group keeps all where `groups` is empty.
 
         `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
         keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.
+        `num_cold_segments` of so many tokens may lie in storeys below the device.
         """
         self.pool = BlockPool(num_blocks, recorder)
         self.block_size = block_size
@@ -135,25 +61,68 @@ class KVManager:
         """States stay behind known tokens: drafts that were right are computed again."""
         self.run_tokens = UNLIMITED_RUN if self.keeps_all else run_tokens
         self._prefix_caching = prefix_caching
+        self.segment_tokens = segment_tokens
+        self._num_cold_segments = num_cold_segments
+        self.resident_tokens = UNLIMITED_RUN
+        """The most tokens on the device of a request that is streamed."""
+        self._streamed_from = sys.maxsize
+        self.cold: ColdSegments | None = None
+        """Segments of requests that are streamed; None where there are no storeys for them."""
 
     def fit(self, num_tokens: int, multiple: int = 1) -> bool:
-        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens.
+        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens,
+        alone or together with the storeys below it.
 
         Returns False if there is none.
         """
         if self.num_blocks_for(num_tokens) <= self.pool.num_blocks:
             return True
-        if self.keeps_all:
-            return False
-        highest = min(self.run_tokens, num_tokens) // multiple
-        fitting = bisect_right(
-            range(1, highest + 1),
-            self.pool.num_blocks,
-            key=lambda count: self._most_blocks(num_tokens, 0, count * multiple),
-        )
+        highest = 1 if self.keeps_all else min(self.run_tokens, num_tokens) // multiple
+        num_blocks = self.pool.num_blocks
+        fitting = 0
+        if not self.keeps_all:
+            fitting = bisect_right(
+                range(1, highest + 1),
+                num_blocks,
+                key=lambda count: self._most_blocks(num_tokens, 0, count * multiple),
+            )
         if fitting:
             self.run_tokens = fitting * multiple
-        return fitting > 0
+            return True
+        return self._num_cold_segments > 0 and self._fit_streamed(num_tokens, multiple, highest)
+
+    def _fit_streamed(self, num_tokens: int, multiple: int, highest: int) -> bool:
+        """Chooses how much of a sequence that is streamed lies on the device; False if all storeys together do not
+        hold so many tokens."""
+        num_blocks, size = self.pool.num_blocks, self.segment_tokens
+        resident = resident_tokens(self.groups, num_blocks, num_tokens, self.run_tokens, size)
+        if not (resident or self.keeps_all):
+            fitting = bisect_left(
+                range(1, highest + 1),
+                True,
+                key=lambda count: (
+                    not resident_tokens(self.groups, num_blocks, num_tokens, count * multiple, size)
+                ),
+            )
+            run_tokens = fitting * multiple
+            if fitting:
+                resident = resident_tokens(self.groups, num_blocks, num_tokens, run_tokens, size)
+                self.run_tokens = run_tokens
+        if not resident or num_tokens > resident + self._num_cold_segments * size:
+            return False
+        self.resident_tokens = resident
+        self._streamed_from = bisect_right(
+            range(num_tokens),
+            num_blocks,
+            key=lambda count: sum(
+                group.most_blocks(0, count + size, self.run_tokens) for group in self.groups
+            ),
+        )
+        return True
+
+    def is_streamed(self, num_tokens: int) -> bool:
+        """True if a sequence of so many tokens keeps only a part of its blocks on the device."""
+        return num_tokens >= self._streamed_from
 
     def new_table(
         self,
@@ -173,24 +142,60 @@ class KVManager:
         last token: that one is computed, so that the request can sample.
         """
         end, leading = 0, dict[int, list[Block]]()
+        num_cold = self.num_cold_found(table, token_ids)
+        first = num_cold * self.segment_tokens // self.block_size
         if self._prefix_caching:
-            end = self._num_reusable(table, token_ids)
+            end = self.most_reused(table, token_ids, num_cold)
             for group, it in enumerate(self.groups):
                 if it.keeps_all:
-                    leading[group] = self._leading(table, token_ids, group, end)
-                    end = len(leading[group]) * self._ratios[group]
+                    leading[group] = self._leading(table, token_ids, group, first, end)
+                    end = first + len(leading[group]) * self._ratios[group]
             end = self.layout.longest_usable(
                 end, lambda group, index: self._find(table, token_ids, group, index) is not None
             )
-        needed = [self.layout.needed(group, end) for group in range(len(self.groups))]
+        if end < first:  # other groups lack what they need behind the cold segments
+            end = num_cold = first = 0
+        needed = [self._held(group, end, first) for group in range(len(self.groups))]
         hits: list[list[Block]] = []
         for group, indices in enumerate(needed):
             if group in leading:
-                hits.append(leading[group][: indices.stop])
+                hits.append(leading[group][: len(indices)])
                 continue
             found = (self._find(table, token_ids, group, index) for index in indices)
             hits.append([block for block in found if block is not None])
-        return PrefixHit(end, [indices.start for indices in needed], hits)
+        return PrefixHit(end, [indices.start for indices in needed], hits, num_cold)
+
+    def num_cold_blocks(self, hit: PrefixHit) -> int:
+        """Blocks of the cold segments of a prefix."""
+        return hit.num_cold and hit.num_cold * segment_blocks(self.groups, self.segment_tokens)
+
+    def num_cold_found(self, table: BlockTable, token_ids: Sequence[int]) -> int:
+        """Leading segments of a sequence which lie in storeys, and stay there as what is behind them takes the
+        device's room."""
+        size, num_tokens = self.segment_tokens, len(token_ids)
+        if self.cold is None or not self.is_streamed(num_tokens):
+            return 0
+        wanted = -(-(num_tokens + size - self.resident_tokens) // size)
+        most = min(wanted, self._num_reusable(table, token_ids) * self.block_size // size)
+        return self.cold.num_found(table, token_ids, most)
+
+    def most_reused(self, table: BlockTable, token_ids: Sequence[int], num_cold: int) -> int:
+        """The most leading blocks that a cache may have of a sequence, of which so many segments are cold.
+
+        A sequence that is streamed has room on the device for some more tokens behind them."""
+        end = self._num_reusable(table, token_ids)
+        if not self.is_streamed(len(token_ids)):
+            return end
+        tokens = num_cold * self.segment_tokens + self.resident_tokens
+        return min(end, tokens // self.block_size - self.layout.multiple)
+
+    def _held(self, group: int, end: int, first: int) -> range:
+        """Indices of a group's blocks on the device without which a prefix of `end` blocks is not usable, of which
+        the first ones are cold."""
+        needed = self.layout.needed(group, end)
+        if self.groups[group].keeps_all:
+            return range(first // self._ratios[group], needed.stop)
+        return needed
 
     def _find(
         self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
@@ -204,13 +209,21 @@ class KVManager:
         """The key of block `index` of a group."""
         return group_key(self._key(table, token_ids, (index + 1) * self._ratios[group] - 1), group)
 
+    def block_key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
+        """The key of block `index`, all of whose tokens are known."""
+        return self._key(table, token_ids, index)
+
+    def known_key(self, table: BlockTable, group: int, index: int) -> bytes:
+        """The key of block `index` of a group, which the table has."""
+        return group_key(table.keys[(index + 1) * self._ratios[group]], group)
+
     def _leading(
-        self, table: BlockTable, token_ids: Sequence[int], group: int, most: int
+        self, table: BlockTable, token_ids: Sequence[int], group: int, first: int, most: int
     ) -> list[Block]:
-        """Leading cached blocks of a group without a gap, of at most `most` blocks of `block_size`."""
+        """Cached blocks of a group from `first` on without a gap, up to at most `most` blocks of `block_size`."""
         ratio, keys, find = self._ratios[group], table.keys, self.pool.find
         blocks: list[Block] = []
-        for end in range(ratio, most + 1, ratio):
+        for end in range(first + ratio, most + 1, ratio):
             key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
             block = find(group_key(key, group))
             if block is None:
@@ -284,8 +297,17 @@ class KVManager:
 
     def _most_blocks(self, num_tokens: int, num_computed_tokens: int, run_tokens: int) -> int:
         return sum(
-            group.most_blocks(num_computed_tokens, num_tokens, run_tokens) for group in self.groups
+            self._group_blocks(group, num_tokens, num_computed_tokens, run_tokens)
+            for group in self.groups
         )
+
+    def _group_blocks(
+        self, group: KVGroup, num_tokens: int, num_computed_tokens: int, run_tokens: int
+    ) -> int:
+        most = group.most_blocks(num_computed_tokens, num_tokens, run_tokens)
+        if group.keeps_all and self.is_streamed(num_tokens):
+            return min(most, self.resident_tokens // group.block_size)
+        return most
 
     def num_blocks_behind(self, hit: PrefixHit, num_tokens: int) -> int:
         """The most blocks that a sequence which starts with a cached prefix takes from the pool.
@@ -301,7 +323,7 @@ class KVManager:
         """The most blocks that a table gains, besides those that it gives back, until it holds `num_tokens`."""
         missing = 0
         for group, held in zip(self.groups, table.groups, strict=True):
-            most = group.most_blocks(num_computed_tokens, num_tokens, self.run_tokens)
+            most = self._group_blocks(group, num_tokens, num_computed_tokens, self.run_tokens)
             if not group.keeps_all:
                 most += max(0, min(held.num_shared, held.num_adopted - held.first))
             gained = group.num_blocks_for(num_tokens) - held.end
@@ -310,6 +332,8 @@ class KVManager:
 
     def adopt(self, table: BlockTable, hit: PrefixHit) -> None:
         """Starts an empty table with a cached prefix; its blocks become shared and are never written again."""
+        if self.cold is not None:
+            self.cold.adopt(table, hit.num_cold)
         for held, first, blocks in zip(table.groups, hit.firsts, hit.groups, strict=True):
             held.num_shared = sum(block.ref_count > 0 for block in blocks)
             self.pool.share(blocks)
@@ -483,17 +507,20 @@ class KVManager:
         token_ids: Sequence[int],
         end: int,
         targets: Collection[tuple[int, int]],
+        num_cold: int = 0,
     ) -> list[Block]:
         """Fills an empty table with what a prefix of `end` blocks needs; returns the blocks that are to be loaded.
 
-        `targets` are groups and indices of these, in order; all others are cached.
+        `targets` are groups and indices of these, in order; all others are cached, or in the first `num_cold`
+        segments, which are in storeys.
 
         Raises ValueError if there are too few blocks, or another one is not cached.
         """
         loaded = set(targets)
+        first = num_cold * self.segment_tokens // self.block_size
         kept: list[dict[int, Block]] = []
         for group in range(len(self.groups)):
-            indices = self.layout.needed(group, end)
+            indices = self._held(group, end, first)
             wanted = [index for index in indices if (group, index) not in loaded]
             found = {i: self._find(table, token_ids, group, i) for i in wanted}
             kept.append({i: block for i, block in found.items() if block is not None})
@@ -509,8 +536,10 @@ class KVManager:
         for (group, index), block in zip(targets, new, strict=True):
             kept[group][index] = block
         for group, held in enumerate(table.groups):
-            held.first = self.layout.needed(group, end).start
+            held.first = self._held(group, end, first).start
             held.blocks.extend(kept[group][index] for index in sorted(kept[group]))
+        if self.cold is not None:
+            self.cold.adopt(table, num_cold)
         return new
 
     def publish_loaded(
@@ -533,6 +562,8 @@ class KVManager:
 
         Steps up to `last_step` may still use them. They write behind what is computed only, but read all of it.
         """
+        if self.cold is not None:
+            self.cold.release(table, last_step)
         for held in reversed(table.groups):
             if last_step >= 0:
                 for block in held.blocks:

@@ -117,6 +117,7 @@ class TieredKVConnector:
         self.connectors = connectors
         self.near_pools = near_pools
         """Pools from which a block is loaded at next to no cost."""
+        self.storeys = [it.storey for it in connectors if it.storey is not None]
         self._pool = pool
         self._layout = layout or KVLayout(1)
         self.ledger = ledger

@@ -45,6 +45,10 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     base_s: float = 0.0
     per_token_s: float = 0.0
     per_transferred_block_s: float = 0.0
+    per_cold_block_s: float = 0.0
+    """Seconds by which a block that a step reads below the device makes it longer."""
+    segment_tokens: int = 0
+    """Tokens of a segment of KV that may lie below the device; 0 where none may."""
     num_blocks: int = 8192
     block_size: int = 16
     max_model_len: int = 131072

@@ -188,6 +188,33 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         Count,
         counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",)),
     ] = 0
+    num_cold_segments: Annotated[
+        Count,
+        counter(
+            "kv_cold_segments_total",
+            "Segments of running requests that went to tiers below the device, or were found there.",
+        ),
+    ] = 0
+    num_lost_segments: Annotated[
+        Count,
+        counter(
+            "kv_lost_segments_total",
+            "Times that a running request's segments in tiers could not be read.",
+        ),
+    ] = 0
+    num_streamed_bytes: Annotated[
+        Count,
+        counter(
+            "kv_streamed_bytes_total", "Bytes of KV that steps read in tiers below the device."
+        ),
+    ] = 0
+    num_cold_blocks: Annotated[
+        Count,
+        gauge(
+            "kv_cold_blocks",
+            "Blocks in tiers below the device that running requests hold there.",
+        ),
+    ] = 0
     num_drafts: Annotated[
         Count,
         counter(

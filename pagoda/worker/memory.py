@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import format_bytes
+from pagoda.kv.capacity import resident_tokens
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.kv.memory import slot_bytes
@@ -111,14 +112,16 @@ def choose_num_blocks(
     bytes_per_block: int,
     max_model_len: int,
     available_bytes: int,
+    segment_tokens: int = 0,
+    num_cold_segments: int = 0,
 ) -> int:
-    """Blocks of the KV cache.
+    """Blocks of the KV cache, below which lie tiers that hold so many segments of running requests.
 
     The number comes from `num_blocks`, else from `kv_cache_memory_bytes`, which both hold as they are, else from
     the share `memory_utilization` of `available_bytes`: then it is no more than requests could ever fill.
 
-    Raises ConfigError if the cache could not hold one sequence of `max_model_len` tokens or does not fit into
-    `available_bytes`.
+    Raises ConfigError if the cache, with the tiers below it, could not hold one sequence of `max_model_len` tokens
+    or does not fit into `available_bytes`.
     """
     most = sum(group.most_blocks(0, max_model_len, max_model_len) for group in groups)
     blocks_per_sequence = sum(group.most_blocks(0, max_model_len, LEAST_RUN) for group in groups)
@@ -133,11 +136,17 @@ def choose_num_blocks(
             num_blocks = min(budget // bytes_per_block, config.max_num_seqs * most)
     num_tokens = tokens_held(groups, num_blocks)
     size, available = format_bytes(num_blocks * bytes_per_block), format_bytes(available_bytes)
-    if num_blocks < blocks_per_sequence:
+    resident = resident_tokens(groups, num_blocks, max_model_len, LEAST_RUN, segment_tokens)
+    num_streamed = resident + num_cold_segments * segment_tokens if resident else 0
+    if num_blocks < blocks_per_sequence and num_streamed < max_model_len:
+        below, flags = "", flag
+        if num_cold_segments:
+            below = f", and the tiers below it {num_cold_segments * segment_tokens}"
+            flags = f"--kv-host-bytes, --kv-disk-bytes or {flag}"
         raise ConfigError(
-            f"the KV cache would hold {num_tokens} tokens ({size} of {available} free memory), "
+            f"the KV cache would hold {num_tokens} tokens ({size} of {available} free memory){below}, "
             f"but one sequence may have {max_model_len} "
-            f"({format_bytes(blocks_per_sequence * bytes_per_block)}); raise {flag} or lower --max-model-len."
+            f"({format_bytes(blocks_per_sequence * bytes_per_block)}); raise {flags} or lower --max-model-len."
         )
     if num_blocks * bytes_per_block > available_bytes:
         raise ConfigError(

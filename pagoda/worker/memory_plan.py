@@ -160,6 +160,12 @@ class WorkerMemoryPlan:
         return [group.block_size for group in self.kv_groups]
 
     @property
+    def segment_tokens(self) -> int:
+        """Tokens of a segment of KV that steps can read below the device; 0 if they cannot."""
+        may_stream = self.streamed_groups and self.config.kv_handoff is None
+        return self.config.segment_tokens if may_stream else 0
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block, in the group where they are fewest."""
         return min(group.block_size for group in self.kv_groups)

@@ -10,7 +10,7 @@ import pytest
 from tables import each_row
 from template_texts import CALL, QWEN, prompt_of, text
 
-from pagoda.plugins.sim.executor import sim_logprob
+from pagoda.plugins.sim.model import sim_logprob
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

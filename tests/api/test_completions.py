@@ -30,7 +30,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.plugins.sim.executor import sim_logprob
+from pagoda.plugins.sim.model import sim_logprob
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 

@@ -22,7 +22,7 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts
 from pagoda.cli.doctor import doctor
 from pagoda.cli.machine_facts import measure_read_bandwidth
-from pagoda.cli.model_report import model_facts
+from pagoda.cli.model_report import context_rows, model_facts
 from pagoda.cli.weight_traffic import weight_traffic
 
 
@@ -292,3 +292,14 @@ def test_a_context_beyond_which_frequencies_are_others_is_told() -> None:
     told = dict(model_facts(config("qwen3-0.6b", **long), "auto"))["context"]
     assert told == "40,960 tokens; above --max-model-len 4096 frequencies of all prompts are others"
     assert dict(model_facts(config("qwen3-0.6b"), "auto"))["context"] == "40,960 tokens"
+
+
+def test_storeys_hold_a_context_together() -> None:
+    spec = config("qwen3-0.6b")
+    (memory, disk, both) = context_rows(spec, 2**30, 3 * 2**30, 8 * 2**30, 20e9)
+    per_token = 2 * 28 * 8 * 128 * 2
+    assert memory == ("memory", "2.00 GiB", f"{2 * 2**30 // per_token:,}", "57 ms at 20.0 GB/s")
+    assert disk[2:] == (f"{8 * 2**30 // per_token:,}", "1,147 ms at 1.0 GB/s")
+    assert both[2] == f"{10 * 2**30 // per_token:,}"
+    windows = config("qwen3-0.6b", use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    assert list(context_rows(windows, 1, 2, 3, 4.0)) == []

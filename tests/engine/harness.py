@@ -40,7 +40,8 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.kv_events.publisher import KVEventBatch
-from pagoda.plugins.sim.executor import SimExecutor, SimNeighbours, TransferFate, sim_token
+from pagoda.plugins.sim.executor import SimExecutor, SimNeighbours, TransferFate
+from pagoda.plugins.sim.model import sim_token
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -121,6 +122,8 @@ class Harness:
         neighbours: SimNeighbours | None = None,
         kv_groups: tuple[KVGroup, ...] = (),
         kv_host_slots: int = 0,
+        segment_tokens: int = 0,
+        per_cold_block_s: float = 0.0,
         kv_tiers: KVTiersConfig | None = None,
         fails: bool = False,
         disk: SimDisk | None = None,
@@ -143,6 +146,8 @@ class Harness:
             per_transferred_block_s=per_transferred_block_s,
             kv_groups=kv_groups,
             kv_host_slots=kv_host_slots,
+            segment_tokens=segment_tokens,
+            per_cold_block_s=per_cold_block_s,
             max_proposals=max_proposals,
             kv_places=directories,
         )

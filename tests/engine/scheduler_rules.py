@@ -24,7 +24,8 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.plugins.sim.executor import Cells, SimWorker, sim_embedding, sim_logprob
+from pagoda.plugins.sim.executor import Cells, SimWorker
+from pagoda.plugins.sim.model import sim_embedding, sim_logprob
 
 MAX_MODEL_LEN = 32
 WANTED: list[dict[str, Any]] = [{}, {}, {"num_top": 2}, *({"pooling": one} for one in Pooling)]

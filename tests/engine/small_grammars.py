@@ -13,7 +13,7 @@ from pagoda.engine.structured_output.constraint import Constraint
 from pagoda.engine.structured_output.grammars import Grammars
 from pagoda.engine.structured_output.vocabulary import TokenTexts
 from pagoda.messages.frontend import GenerateRequest, Grammar
-from pagoda.plugins.sim.executor import sim_token
+from pagoda.plugins.sim.model import sim_token
 
 VOCAB_SIZE = 50
 EOS = VOCAB_SIZE - 1

@@ -27,15 +27,15 @@ DISK = disk_tiers(1000, 1)
 
 
 class Fates:
-    """Fates of transfers to the device, and all transfers that were begun."""
+    """Fates of transfers to the device and of others, and all transfers that were begun."""
 
     def __init__(self) -> None:
-        self.load = TransferFate()
+        self.load = self.store = TransferFate()
         self.begun: list[Transfer] = []
 
     def __call__(self, transfer: Transfer) -> TransferFate:
         self.begun.append(transfer)
-        return self.load if isinstance(transfer.target, DeviceBlocks) else TransferFate()
+        return self.load if isinstance(transfer.target, DeviceBlocks) else self.store
 
     def loads(self) -> list[Transfer]:
         return [it for it in self.begun if isinstance(it.target, DeviceBlocks)]

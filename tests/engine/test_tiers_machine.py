@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from itertools import count as count_from
 from typing import Any
 
+import msgspec
 from group_models import EVERY, grouped
 from harness import VOCAB_SIZE
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.capacity import num_cold_segments
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.kv.tiers import build_tiers
@@ -41,6 +44,7 @@ class TiersMachine(SchedulerRules):
         fails=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2]),
         model=st.sampled_from(["full", *EVERY]),
+        segment_tokens=st.sampled_from([0, 0, 8, 16]),
     )
     def build(
         self,
@@ -53,10 +57,9 @@ class TiersMachine(SchedulerRules):
         fails: bool,
         num_stages: int,
         model: str,
+        segment_tokens: int,
     ) -> None:
         groups = grouped(model, BLOCK_SIZE)
-        least = sum(group.most_blocks(0, MAX_MODEL_LEN, BLOCK_SIZE) for group in groups)
-        num_blocks = least + extra_blocks
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -65,11 +68,11 @@ class TiersMachine(SchedulerRules):
         )
         self.clock = VirtualClock()
         self.disk = SimDisk(lambda: 1.0)
-        self.ready = WorkerReady(
+        ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(BLOCK_SIZE,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
             ),
-            num_blocks=num_blocks,
+            num_blocks=1,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
@@ -79,7 +82,22 @@ class TiersMachine(SchedulerRules):
             kv_places=(TierPlace("disk", "/nowhere", 1),),
         )
         config = disk_tiers(disk_bytes, min_touches)
-        kv = KVManager(num_blocks, BLOCK_SIZE, groups=groups, run_tokens=2 * budget)
+        num_cold = num_cold_segments(ready, config.further, segment_tokens)
+
+        def manager(num_blocks: int) -> KVManager:
+            return KVManager(
+                num_blocks,
+                BLOCK_SIZE,
+                groups=groups,
+                run_tokens=2 * budget,
+                segment_tokens=segment_tokens,
+                num_cold_segments=num_cold,
+            )
+
+        least = next(count for count in count_from(1) if manager(count).fit(MAX_MODEL_LEN))
+        num_blocks = least + extra_blocks
+        self.ready = msgspec.structs.replace(ready, num_blocks=num_blocks)
+        kv = manager(num_blocks)
         tiers = build_tiers(
             config,
             self.ready,

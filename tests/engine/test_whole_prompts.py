@@ -15,7 +15,8 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, Wor
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan
-from pagoda.plugins.sim.executor import SimExecutor, sim_embedding
+from pagoda.plugins.sim.executor import SimExecutor
+from pagoda.plugins.sim.model import sim_embedding
 
 GROUPS = (KVGroup(layers=(0, 1, 2), kind=KVKind.STEP, block_size=4),)
 PROMPTS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=64)

@@ -25,7 +25,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import Role
-from pagoda.plugins.sim.executor import sim_embedding, sim_logprob
+from pagoda.plugins.sim.model import sim_embedding, sim_logprob
 from pagoda.text.model_text import synthetic_model_text
 
 TEXT = synthetic_model_text()

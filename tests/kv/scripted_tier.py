@@ -18,6 +18,7 @@ class ScriptedTier:
         self.tier = name
         self.has_own_timeout = False
         self.is_cache = True
+        self.storey = None
         self.has: set[bytes] = set()
         self.is_unsure = False
         """The tier does not know yet if it has other blocks."""

@@ -210,3 +210,58 @@ def test_events_tell_what_host_memory_holds() -> None:
     assert removed.medium == Medium.HOST
     assert isinstance(again, BlockStored)
     assert again.parent_block_hash == PREFIX.keys[5]
+
+
+# ---- segments of running requests
+
+
+def test_what_is_held_is_copied_if_it_lacks_and_not_evicted_until_it_is_let_go() -> None:
+    host = Host(num_slots=4)
+    host.store(0, 1)
+    hold = host.tier.hold(cached_blocks_of(host.pool, PREFIX, 0, 3))
+    assert hold is not None
+    assert not hold.is_there
+    (transfer,) = host.ledger.drain()
+    assert isinstance(transfer.source, DeviceBlocks)
+    assert len(transfer.source.block_ids) == 2
+    host.ledger.close(end_of(transfer))
+    assert hold.is_there
+    assert (host.tier.num_held, host.tier.num_holdable) == (3, 4)
+    host.store(4, 8)
+    assert host.tier.lookup(PREFIX, 0) == 3
+    again = host.tier.hold_found(PREFIX.keys[:2])
+    assert again.is_there
+    assert again.place == HostSlots([0, 1])
+    for _ in range(2):
+        hold.release()
+    assert (host.num_free, host.tier.num_held) == (2, 2)
+    again.release()
+    assert (host.num_free, host.tier.num_held) == (4, 0)
+
+
+def test_what_is_under_way_or_has_no_room_is_not_held() -> None:
+    host = Host(num_slots=4)
+    host.tier.save(cached_blocks_of(host.pool, PREFIX, 0, 2))
+    assert host.tier.hold(cached_blocks_of(host.pool, PREFIX, 0, 2)) is None
+    assert host.tier.hold(cached_blocks_of(host.pool, PREFIX, 2, 8)) is None
+    (transfer,) = host.ledger.drain()
+    host.ledger.close(end_of(transfer))
+    assert host.num_free == 4
+    with pytest.raises(ValueError, match="3 blocks are to be held, 2 are here"):
+        host.tier.hold_found(PREFIX.keys[:3])
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_copy_that_fails_says_so_and_ends_by_itself(host: Host, dies: bool) -> None:
+    hold = host.tier.hold(cached_blocks_of(host.pool, PREFIX, 0, 3))
+    assert hold is not None
+    (transfer,) = host.ledger.drain()
+    if dies:
+        host.ledger.drop_all()
+        host.tier.workers_lost()
+    else:
+        host.ledger.close(end_of(transfer, failed=[1], error="it is broken"))
+    assert not hold.is_there
+    assert hold.error == ("the workers are lost" if dies else "it is broken")
+    hold.release()
+    assert host.num_free == 8

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.kv.block_keys import GroupKeys, prefix_keys
+from pagoda.kv.block_table import BlockTable
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheRecorder, Medium
-from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.kv.manager import KVManager
 from pagoda.messages.kv_groups import KVKind
 
 SIZE = 4

@@ -11,7 +11,8 @@ from group_models import EVERY, GEMMA_LIKE, NAMES, grouped, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.kv.block_table import BlockTable
+from pagoda.kv.manager import KVManager
 from pagoda.messages.kv_groups import KVGroup, KVKind, full_group, layer_groups
 
 FULL, WINDOW = (KVKind.FULL, 0), (KVKind.WINDOW, 9)

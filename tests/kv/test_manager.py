@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pagoda.kv.block_keys import block_key, prefix_keys, root_key
 from pagoda.kv.block_pool import Block
+from pagoda.kv.block_table import BlockTable
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheRecorder
-from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.kv.manager import KVManager
 
 SALTS = (None, "tenant-a")
 

@@ -13,7 +13,8 @@ from benchmarks.simulation.seeds.life import live
 from benchmarks.simulation.seeds.runner import live_all
 from pagoda.engine.scheduler import Scheduler
 from pagoda.fleet.token_stream import TokenStream
-from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.kv.block_table import BlockTable
+from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import TokenChunk
 
 
@@ -48,6 +49,7 @@ def test_the_seeds_meet_every_fault_and_every_ending() -> None:
     assert endings - met.keys() == set()
     assert met["preemptions"] > 0
     assert met["deaths"] > 0
+    assert met["cold segments"] > 0
     assert met["drafts"] > met["right drafts"] > 20
 
 

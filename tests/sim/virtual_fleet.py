@@ -28,7 +28,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.plugins.sim.executor import sim_token
+from pagoda.plugins.sim.model import sim_token
 
 VOCAB_SIZE = 100
 POISON = VOCAB_SIZE + 1

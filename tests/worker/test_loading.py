@@ -67,6 +67,23 @@ def test_too_small_a_cache_names_numbers_and_flags(changes: dict[str, Any], flag
     )
 
 
+def test_tiers_below_the_cache_hold_the_rest_of_a_sequence() -> None:
+    sizes = {**SIZES, "max_model_len": 1000, "segment_tokens": 64}
+    small = _replace(num_blocks=10)
+    assert choose_num_blocks(small, **sizes, num_cold_segments=15) == 10
+    with pytest.raises(ConfigError) as caught:
+        choose_num_blocks(small, **sizes, num_cold_segments=10)
+    assert str(caught.value) == (
+        "the KV cache would hold 160 tokens (10.0 KiB of 100 KiB free memory), and the tiers below it 640, but one "
+        "sequence may have 1000 (63.0 KiB); raise --kv-host-bytes, --kv-disk-bytes or --num-kv-blocks or lower "
+        "--max-model-len."
+    )
+    with pytest.raises(
+        ConfigError, match="would hold 64 tokens"
+    ):  # a segment, and nothing behind it
+        choose_num_blocks(_replace(num_blocks=4), **sizes, num_cold_segments=100)
+
+
 @pytest.mark.parametrize(
     ("changes", "flag", "size"),
     [

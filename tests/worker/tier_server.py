@@ -32,6 +32,8 @@ class Server:
         parallel: ParallelConfig,
         num_blocks: int = 40,
         speculation: SpeculativeConfig = OFF,
+        max_model_len: int = 256,
+        max_num_batched_tokens: int = 64,
         **options: object,
     ) -> None:
         """All drafts of `speculation` are computed."""
@@ -39,7 +41,8 @@ class Server:
             model=str(directory / "model"),
             num_blocks=num_blocks,
             block_size=16,
-            max_model_len=256,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=4,
             num_threads=1,
             parallel=parallel,
@@ -50,7 +53,7 @@ class Server:
         config = EngineConfig(
             worker=worker,
             max_num_seqs=4,
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=max_num_batched_tokens,
             speculation=speculation,
             kv_tiers=KVTiersConfig(
                 host_bytes=worker.kv_host_bytes,
@@ -104,6 +107,21 @@ class Server:
                 self._wait()
         self._settle()
         return list(answers.values()), sum(num_cached.values())
+
+    def ask_some(self, request: GenerateRequest, count: int) -> list[int]:
+        """The first tokens of an answer, at least so many of them, which is not at its end then."""
+        assert self.core.add(request) == []
+        return self.go_on(request.request_id, count)
+
+    def go_on(self, request_id: str, count: int) -> list[int]:
+        """The next tokens of an answer, at least so many of them."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            self._wait()
+            for chunk in self.core.step():
+                assert (chunk.request_id, chunk.finish_reason) == (request_id, None)
+                tokens += chunk.token_ids
+        return tokens
 
     def _settle(self) -> None:
         assert self.core.scheduler is not None

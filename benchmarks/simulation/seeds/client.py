@@ -23,7 +23,7 @@ from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.worker_config import Role
-from pagoda.plugins.sim.executor import sim_logprob, sim_token
+from pagoda.plugins.sim.model import sim_logprob, sim_token
 
 MAX_HARMLESS_DEATHS = 2
 """Deaths of workers and engines that no innocent request fails of: `MAX_CRASHES` of both quarantines is higher."""
@@ -199,6 +199,9 @@ def _explains(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> boo
     if "died" in error:
         is_poisoned = WORKER_POISON in prompt or ENGINE_POISON in prompt
         return is_poisoned or num_deaths > MAX_HARMLESS_DEATHS
+    if "could not be read from a tier" in error or "fits neither the device" in error:
+        may_fail = plan.chances.transfer_failed > 0 or bool(plan.faults)
+        return plan.engine.segment_tokens > 0 and may_fail
     if "could not be" in error:
         return plan.engine.fails_on_load_failure
     if "No replica has taken requests" in error:

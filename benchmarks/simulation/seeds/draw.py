@@ -7,11 +7,14 @@ import enum
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import count as count_from
 
 import msgspec
 
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.fleet.takers import SMALL_FLEET
+from pagoda.kv.capacity import segment_blocks
+from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams
@@ -105,6 +108,9 @@ class EnginePlan:
     per_block_s: float
     drafts: str = "off"
     """`off`, `suffix`, or `worker` for a drafter of the worker."""
+    segment_tokens: int = 0
+    """Tokens of segments of requests that do not fit the device; 0 where all fit."""
+    per_cold_block_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,7 @@ def draw(seed: int) -> Plan:
     span_s = rng.choice([0.02, 0.1, 0.5])
     asks = _draw_asks(rng, engine, num_routers, num_hosts, num_asks, span_s)
     asks = _with_shares(random.Random(f"{seed} shares"), asks)
+    engine, hosts = _with_segments(random.Random(f"{seed} segments"), engine, hosts)
     drafts = random.Random(f"{seed} drafts").choice(["off", "suffix", "worker"])
     return Plan(
         seed=seed,
@@ -259,6 +266,44 @@ def _draw_host(rng: random.Random, engine: EnginePlan, size: int, handoff: bool)
         num_blocks=needed + rng.choice([0, 0, 1, needed // 2, needed, 4 * needed]),
         clock_offset_s=rng.choice([0.0, 0.0, -0.5, 7.25, 1e5]),
     )
+
+
+def _with_segments(
+    rng: random.Random, engine: EnginePlan, hosts: tuple[HostPlan, ...]
+) -> tuple[EnginePlan, tuple[HostPlan, ...]]:
+    """Devices that do not hold a long request, above storeys that do, in some lives."""
+    is_able = engine.prefix_caching and any(group.keeps_all for group in engine.groups)
+    if rng.random() < 0.7 or not is_able or any(host.role is not Role.NONE for host in hosts):
+        return engine, hosts
+    size = engine.block_size * rng.choice([1, 2, 3])
+    each = segment_blocks(engine.groups, size)
+    num_needed = -(-engine.max_model_len // size) * each
+    host_slots = rng.choice([0, each, num_needed, 3 * num_needed])
+    engine = replace(
+        engine,
+        host_slots=host_slots,
+        has_disk=host_slots < num_needed or engine.has_disk,
+        segment_tokens=size,
+        per_cold_block_s=rng.choice([0.0, 0.001, 0.05]),
+    )
+    num_cold = num_needed // each
+    fitting = (
+        count
+        for count in count_from(1)
+        if KVManager(
+            count,
+            engine.block_size,
+            groups=engine.groups,
+            run_tokens=engine.max_num_batched_tokens * engine.num_stages,
+            segment_tokens=size,
+            num_cold_segments=num_cold,
+        ).fit(engine.max_model_len)
+    )
+    least = next(fitting)
+    hosts = tuple(
+        replace(host, num_blocks=least + rng.choice([0, 0, 1, 3, least // 2])) for host in hosts
+    )
+    return engine, hosts
 
 
 def _draw_chances(rng: random.Random) -> Chances:

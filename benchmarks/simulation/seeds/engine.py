@@ -116,7 +116,12 @@ class _Preemptions:
             self._note(f"{request.request_id} {before.name} -> {request.state.name}")
         is_preempted = before is RequestState.RUNNING and request.state is RequestState.WAITING
         if is_preempted and not is_lost:
+            kv = self._scheduler.kv
             behind = [it for it in self._scheduler.running if it.order_key > request.order_key]
+            if kv.is_streamed(
+                request.num_tokens
+            ):  # for room below the device, or as its segments were lost
+                behind = []
             has_tenants = self._scheduler.queue.has_tenants
             wrong = [it for it in behind if not (has_tenants and _may_stay(it, request))]
             require(not wrong, f"{request.request_id} was preempted before others.")

@@ -74,6 +74,8 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
         vocab_size=VOCAB_SIZE,
         kv_groups=plan.groups,
         kv_host_slots=plan.host_slots,
+        segment_tokens=plan.segment_tokens,
+        per_cold_block_s=plan.per_cold_block_s,
         max_proposals=4 if plan.drafts == "worker" else 0,
         kv_places=(TierPlace("disk", "/nowhere", 1),) if plan.has_disk else (),
     )

@@ -440,6 +440,8 @@ class Life:
                 if engine.core is not None and engine.core.scheduler is not None:
                     counters = engine.core.scheduler.counters
                     met["preemptions"] += counters.num_preemptions
+                    met["cold segments"] += counters.num_cold_segments
+                    met["lost segments"] += counters.num_lost_segments
                     met["steps"] += counters.num_steps
                     met["drafts"] += counters.num_draft_tokens
                     met["right drafts"] += counters.num_accepted_tokens

@@ -100,6 +100,7 @@ class RemoteKV:
     tier = "remote"
     has_own_timeout = True
     is_cache = False
+    storey = None
 
     def __init__(
         self,

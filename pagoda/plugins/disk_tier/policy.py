@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from pagoda.ipc.clock import Clock
@@ -165,10 +166,14 @@ class Evictor:
         self._forget = forget
         self.storing: set[bytes] = set()
         """Keys of objects that are being written."""
+        self.holds: Counter[bytes] = Counter()
+        """Holds by key of objects in `OWN` that running requests read; never zero. These are not removed."""
         self._removing: set[tuple[int, bytes]] = set()
         self._removing_bytes = 0
         self._is_evicting = False
         """True from the high mark until the low mark is reached."""
+        self._wanted_bytes = 0
+        """Bytes for which there is to be room then, below the high mark."""
 
     def is_removing(self, directory: int, key: bytes) -> bool:
         return (directory, key) in self._removing
@@ -187,6 +192,22 @@ class Evictor:
         taken = self._used_bytes + self._removing_bytes
         return min(count, max(0, self._quota_bytes - taken) // each)
 
+    @property
+    def num_holdable(self) -> int:
+        """The most objects that may be held."""
+        return self._high_bytes // self._index.object_bytes(OWN)
+
+    def has_room_for(self, count: int) -> bool:
+        """True if so many further objects may be written now, which are to be held. If not, others that nobody
+        holds are being removed, as far as there are any."""
+        wanted = count * self._index.object_bytes(OWN)
+        if self._used_bytes + self._removing_bytes + wanted <= self._quota_bytes:
+            return True
+        self._is_evicting = True
+        self._wanted_bytes = wanted
+        self.evict()
+        return False
+
     def check(self, further_bytes: int = 0) -> None:
         """Evicts if the high mark is passed, or would be with `further_bytes`; other servers may have written."""
         if self._used_bytes + further_bytes > self._high_bytes:
@@ -196,12 +217,18 @@ class Evictor:
     def evict(self) -> None:
         """Removes the least recently used objects, the next part when the last one is gone."""
         keys: dict[int, list[bytes]] = {}
+        target = min(self._low_bytes, self._high_bytes - self._wanted_bytes)
+        num_spared = 0
         while self._is_evicting and len(self._removing) < _MAX_REMOVING:
             oldest = self._index.oldest()
-            if oldest is None or self._used_bytes <= self._low_bytes:
-                self._is_evicting = False
+            if oldest is None or self._used_bytes <= target or num_spared > len(self.holds):
+                self._is_evicting, self._wanted_bytes = False, 0
                 break
             directory, key = oldest
+            if directory == OWN and key in self.holds:
+                self._index.touch(OWN, key, 0)  # it goes behind all others
+                num_spared += 1
+                continue
             keys.setdefault(directory, []).append(key)
             self._drop_from_index(directory, key)
         for directory, some in keys.items():

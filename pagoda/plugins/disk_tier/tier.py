@@ -20,6 +20,8 @@ from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier, Lower
 from pagoda.kv.plugin import TierContext
+from pagoda.kv.storeys import Hold
+from pagoda.kv.transfers import OnEnd
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -84,6 +86,8 @@ class DiskTier:
         self._num_probes = 0
         self._changed: set[str] = set()
         self._next_warning_at = 0.0
+        self._last_error = ""
+        """Clause that says why a store failed last."""
         self._num_stored = 0
         self._num_removed = 0
         self._num_loaded = 0
@@ -221,11 +225,13 @@ class DiskTier:
         saved = self._affordable(saved)
         if not saved:
             return
+        self._write(saved, partial(self._store_ended, saved), likely=not saved[0].is_needed)
+
+    def _write(self, saved: Sequence[CachedBlock], on_end: OnEnd, *, likely: bool) -> None:
+        """Begins to write blocks that are on the device."""
         keys = [cached.key for cached in saved]
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
-        on_end = partial(self._store_ended, saved)
-        likely = not saved[0].is_needed
         self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks, likely=likely)
         self._evictor.storing.update(keys)
 
@@ -269,6 +275,73 @@ class DiskTier:
     def _now(self) -> int:
         return int(self._epoch_s + self._clock.now())
 
+    # ---- segments of running requests, which steps read here (`Storey`)
+
+    @property
+    def storey(self) -> DiskTier:
+        return self
+
+    @property
+    def num_held(self) -> int:
+        return len(self._evictor.holds)
+
+    @property
+    def num_holdable(self) -> int:
+        return self.num_held if self._backoff.is_on else self._evictor.num_holdable
+
+    @property
+    def trouble(self) -> str:
+        return self._last_error if self._backoff.is_on else ""
+
+    def has(self, key: bytes) -> bool:
+        return self._has(key) and not self._evictor.is_changing(key)
+
+    def is_held(self, key: bytes) -> bool:
+        return key in self._evictor.holds
+
+    def hold_found(self, keys: Sequence[bytes]) -> Hold:
+        if not all(map(self.has, keys)):
+            raise ValueError("Blocks are to be held that are not here.")
+        self._use(keys)
+        return self._hold(keys, is_there=True)
+
+    def hold(self, blocks: Sequence[CachedBlock]) -> Hold | None:
+        lacking = [it for it in blocks if not self._has(it.key)]
+        if any(self._evictor.is_changing(it.key) for it in blocks):
+            return None
+        if lacking and not (self._may_store and self._evictor.has_room_for(len(lacking))):
+            return None
+        keys = [it.key for it in blocks]
+        self._use(keys)
+        hold = self._hold(keys, is_there=not lacking)
+        if lacking:
+            self._write(lacking, partial(self._hold_written, hold, lacking), likely=True)
+        return hold
+
+    def _hold(self, keys: Sequence[bytes], *, is_there: bool) -> Hold:
+        holds = self._evictor.holds
+        holds.update(keys)
+
+        def release() -> None:
+            for key in keys:
+                holds[key] -= 1
+                if not holds[key]:
+                    del holds[key]
+
+        return Hold(TierBlocks(TIER, list(keys)), release, is_there=is_there)
+
+    def _hold_written(
+        self, hold: Hold, saved: Sequence[CachedBlock], end: TransferEnd | None
+    ) -> None:
+        self._store_ended(saved, end)
+        hold.is_there = end is not None and not end.failed
+        if not hold.is_there:
+            hold.error = "the workers are lost" if end is None else end.error
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """Removes objects, whose blocks are computed and written again if they are needed."""
+        self._evictor.discard([key for key in keys if self._has(key)])
+
     # ---- transfers
 
     def _load_ended(self, keys: Sequence[bytes], end: TransferEnd | None) -> None:
@@ -310,6 +383,7 @@ class DiskTier:
         for it in good:
             self._recorder.store(it.key, it.parent, it.token_ids, _MEDIUM, it.group)
         if failed:
+            self._last_error = end.error
             # A disk that took some is not full: what failed is in the way of single objects.
             pause_s = None if good else self._backoff.failed()
             if pause_s is not None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import chain
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.engine_config import SimConfig
-from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
+from pagoda.messages.frontend import PromptLogprobs, TokenLogprobs
 from pagoda.messages.kv_groups import KVKind, full_group
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
@@ -41,53 +41,22 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferPlace,
     Transfers,
+    num_places,
 )
 from pagoda.messages.worker import (
     Capabilities,
-    SlotStart,
     StepPlan,
     StepResult,
     TokenMasks,
     WorkerReady,
 )
 from pagoda.plugins.sim.drafting import num_unkept, propose, say
+from pagoda.plugins.sim.model import sim_embedding, token_logprobs
+from pagoda.plugins.sim.slots import Place, SimSlot
 from pagoda.telemetry.tracer import TraceSession
-
-_MASK = 2**64 - 1
 
 Cells = dict[int, tuple[int, ...]]
 """A block: offset -> the tokens of the sequence up to and including that cell."""
-_Place = tuple[str, int | bytes]
-"""A kind of memory, and the number or key of a block in it."""
-
-
-def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int) -> int:
-    """The token that the simulated model samples behind `previous_token_id`; SplitMix64 (Steele et al. 2014)."""
-    x = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + previous_token_id) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (x ^ (x >> 31)) % vocab_size
-
-
-def sim_logprob(previous_token_id: int, token_id: int) -> float:
-    """The log-probability that the simulated model gives to a prompt token, from -4 to 0."""
-    return -sim_token(token_id, 0, previous_token_id, 4096) / 1024
-
-
-def _token_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs:
-    """The chosen token, of probability 1/2, and those behind it in the vocabulary, each half as likely as the one
-    before."""
-    ranks = range(min(num_top, vocab_size))
-    ids = [(token_id + rank) % vocab_size for rank in ranks]
-    logprobs = [(rank + 1) * -math.log(2) for rank in ranks]
-    return TokenLogprobs(-math.log(2), 1, ids, logprobs)
-
-
-def sim_embedding(token_ids: Sequence[int]) -> bytes:
-    """The vector of a prompt: eight elements from -1 to 1."""
-    total = sum(token_ids)
-    elements = (sim_token(total, i, len(token_ids), 2049) / 1024 - 1 for i in range(8))
-    return array("f", elements).tobytes()
 
 
 class TransferFate(NamedTuple):
@@ -133,6 +102,8 @@ class SimExecutor:
         """Steps under way, and when they will have been executed."""
         self._plans: deque[tuple[float, StepPlan, float]] = deque()
         """Steps that await masks, or come behind such a step: when they end, plans and costs."""
+        self._cold: Counter[int] = Counter()
+        """Cold blocks by slot."""
         self._executed_step = -1
         self._busy_until = [0.0] * num_stages
         self._disk = {} if disk is None else disk
@@ -170,7 +141,7 @@ class SimExecutor:
             block_size=config.block_size,
             max_model_len=(
                 config.max_model_len
-                if config.kv_groups
+                if config.kv_groups or config.segment_tokens
                 else min(config.max_model_len, config.num_blocks * config.block_size)
             ),
             kv_groups=config.kv_groups,
@@ -179,6 +150,7 @@ class SimExecutor:
             summary="simulated worker",
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
+            segment_tokens=config.segment_tokens,
             kv_places=config.kv_places,
             kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, descriptors=descriptors),),
             kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
@@ -187,6 +159,7 @@ class SimExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         cost = self._config.base_s + self._config.per_token_s * sum(plan.num_tokens)
+        cost += self._config.per_cold_block_s * self._count_cold(plan)
         done = self._clock.now()
         for stage, busy_until in enumerate(self._busy_until):
             done = max(busy_until, done) + cost / len(self._busy_until)
@@ -195,6 +168,14 @@ class SimExecutor:
         self._steps.append((done, plan.step))
         self._plans.append((done, plan, cost))
         self._execute()
+
+    def _count_cold(self, plan: StepPlan) -> int:
+        """Cold blocks that the plan reads."""
+        for slot in plan.freed_slots:
+            self._cold.pop(slot, None)
+        for part in (*chain.from_iterable(start.cold for start in plan.starts), *plan.cold):
+            self._cold[part.slot] += num_places(part.place)
+        return sum(self._cold[slot] for slot in plan.slots)
 
     def submit_masks(self, masks: TokenMasks) -> None:
         self.worker.take_masks(masks)
@@ -295,6 +276,7 @@ class SimExecutor:
         self._events.clear()
         self._steps.clear()
         self._plans.clear()
+        self._cold.clear()
         self._peers.clear()
         if self._neighbours is not None:
             self._neighbours.pop(self._name, None)
@@ -317,20 +299,20 @@ class SimWorker:
         self._keeps_states = any(group.kind is KVKind.STATE for group in self._groups)
         self._num_stages = num_stages
         self._check_kv = check_kv
-        self.slots: dict[int, _SimSlot] = {}
+        self.slots: dict[int, SimSlot] = {}
         self.memory: dict[str, dict[Any, Cells]] = {
             "device": {},
             "host": {},
             "disk": {} if disk is None else disk,
         }
         """Blocks by the two parts of their places."""
-        self._step_writes: defaultdict[int, set[_Place]] = defaultdict(set)
-        self._step_reads: defaultdict[int, set[_Place]] = defaultdict(set)
+        self._step_writes: defaultdict[int, set[Place]] = defaultdict(set)
+        self._step_reads: defaultdict[int, set[Place]] = defaultdict(set)
         """Places that each step under way uses."""
         self._masks: dict[int, TokenMasks] = {}
         """Masks of steps that have not been executed."""
-        self._reading: Counter[_Place] = Counter()
-        self._writing: set[_Place] = set()
+        self._reading: Counter[Place] = Counter()
+        self._writing: set[Place] = set()
         """Places that transfers use."""
 
     def take_masks(self, masks: TokenMasks) -> None:
@@ -348,9 +330,11 @@ class SimWorker:
         for start in plan.starts:
             if start.slot in self.slots:
                 raise ValueError(f"Slot {start.slot} is started while it is in use.")
-            self.slots[start.slot] = _SimSlot(start)
+            self.slots[start.slot] = SimSlot(start)
         for new in plan.new_blocks:
             self.slots[new.slot].block_ids[new.group].extend(new.block_ids)
+        for part in (*chain.from_iterable(start.cold for start in plan.starts), *plan.cold):
+            self.slots[part.slot].cold[part.group] += _places(part.place)
         for slot_id, token_id in plan.new_tokens:
             self.slots[slot_id].tell(token_id)
         for slot_id, forced in plan.forced_tokens:
@@ -361,6 +345,8 @@ class SimWorker:
         asked, proposals = dict(plan.proposals), dict[int, list[int]]()
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
+        lost = {slot_id: "an object has gone" for slot_id in plan.slots if self._lacks(slot_id)}
+        num_cold_blocks = 0
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
             num_told = slot.num_told_tokens + len(slot.draft)
@@ -379,6 +365,9 @@ class SimWorker:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
+            num_cold_blocks += sum(map(len, slot.cold.values()))
+            if slot_id in lost:
+                continue
             if self._check_kv:
                 self._read(plan.step, slot, count)
             if slot.num_computed_tokens == len(slot.token_ids):
@@ -396,7 +385,7 @@ class SimWorker:
                 if slot_id in asked:
                     proposals[slot_id] = propose(slot, self._config, asked[slot_id])
                 if (num_top := slot.sampling.logprobs) is not None:
-                    logprobs[slot_id] = [_token_logprobs(it, num_top, vocab_size) for it in said]
+                    logprobs[slot_id] = [token_logprobs(it, num_top, vocab_size) for it in said]
         return StepResult(
             plan.step,
             sampled,
@@ -406,39 +395,49 @@ class SimWorker:
             embeddings,
             proposals=proposals,
             step_time_s=cost_s,
+            streamed_bytes=num_cold_blocks,
+            stream_time_s=num_cold_blocks * self._config.per_cold_block_s,
+            lost_segments=lost,
         )
+
+    def _lacks(self, slot_id: int) -> bool:
+        """True if a cold block of the slot has gone, now or before."""
+        slot = self.slots[slot_id]
+        places = chain.from_iterable(slot.cold.values())
+        slot.is_lost |= any(key not in self.memory[kind] for kind, key in places)
+        return slot.is_lost
 
     def step_done(self, step: int) -> None:
         """The step has been executed; until then transfers keep away from what it uses."""
         self._step_writes.pop(step, None)
         self._step_reads.pop(step, None)
 
-    def _write(self, step: int, slot: _SimSlot, count: int) -> None:
+    def _write(self, step: int, slot: SimSlot, count: int) -> None:
         start = slot.num_computed_tokens
         for group, it in enumerate(self._groups):
             if it.kind is KVKind.STATE and start:
                 self._expect(slot, group, start - 1)
             for position in range(start, start + count - num_unkept(slot, it)):
-                block_id, offset = self._cell(slot, group, position)
-                place: _Place = ("device", block_id)
-                if place in self._writing or self._reading[place]:
+                place, offset = self._cell(slot, group, position)
+                if place in self._writing or self._reading[place] or place[0] != "device":
                     raise ValueError(
-                        f"Step {step} writes to block {block_id}, which is under transfer."
+                        f"Step {step} writes to block {place[1]!r}, which is under transfer."
                     )
                 self._step_writes[step].add(place)
-                cells = self.memory["device"].setdefault(block_id, {})
+                cells = self.memory["device"].setdefault(place[1], {})
                 cells[offset] = _content(slot, group, position)
 
-    def _read(self, step: int, slot: _SimSlot, count: int) -> None:
+    def _read(self, step: int, slot: SimSlot, count: int) -> None:
         """Looks at all that the last `count` tokens of a slot have read."""
         start, end = slot.num_computed_tokens - count, slot.num_computed_tokens
         for group, it in enumerate(self._groups):
             first = it.first_token(start)
-            for block_id in slot.block_ids[group][first // it.block_size : it.num_blocks_for(end)]:
-                self._step_reads[step].add(("device", block_id))
-                if ("device", block_id) in self._writing:
+            for index in range(first // it.block_size, it.num_blocks_for(end)):
+                place = slot.place(group, index)
+                self._step_reads[step].add(place)
+                if place in self._writing:
                     raise ValueError(
-                        f"Step {step} reads block {block_id}, which is under transfer."
+                        f"Step {step} reads block {place[1]!r}, which is under transfer."
                     )
             kept_end = end - num_unkept(slot, it)
             for position in range(first, kept_end):
@@ -446,19 +445,19 @@ class SimWorker:
                 if it.kind is not KVKind.STATE or not is_overwritten:
                     self._expect(slot, group, position)
 
-    def _expect(self, slot: _SimSlot, group: int, position: int) -> None:
-        block_id, offset = self._cell(slot, group, position)
-        cells = self.memory["device"].get(block_id, {})
+    def _expect(self, slot: SimSlot, group: int, position: int) -> None:
+        (kind, block), offset = self._cell(slot, group, position)
+        cells = self.memory[kind].get(block, {})
         if cells.get(offset) != _content(slot, group, position):
             raise ValueError(
                 f"Slot {slot.slot} would read another sequence's KV at position {position}."
             )
 
-    def _cell(self, slot: _SimSlot, group: int, position: int) -> tuple[int, int]:
+    def _cell(self, slot: SimSlot, group: int, position: int) -> tuple[Place, int]:
         """A block and the place of a token in it; a state has one place, whatever the token."""
         it = self._groups[group]
         block_index, offset = divmod(position, it.block_size)
-        return slot.block_ids[group][block_index], 0 if it.kind is KVKind.STATE else offset
+        return slot.place(group, block_index), 0 if it.kind is KVKind.STATE else offset
 
     # ---- transfers
 
@@ -510,13 +509,13 @@ class SimWorker:
         return TransferEnd(transfer.transfer_id, transfer.generation, not_copied, error)
 
 
-def _content(slot: _SimSlot, group: int, position: int) -> tuple[int, ...]:
+def _content(slot: SimSlot, group: int, position: int) -> tuple[int, ...]:
     """Content of a group's cell behind a position of the sequence."""
     own = slot.token_ids[: position + 1]
     return (-group, *own) if group else tuple(own)
 
 
-def _places(place: TransferPlace) -> list[_Place]:
+def _places(place: TransferPlace) -> list[Place]:
     match place:
         case DeviceBlocks(block_ids):
             return [("device", block_id) for block_id in block_ids]
@@ -528,72 +527,6 @@ def _places(place: TransferPlace) -> list[_Place]:
             return [("remote", block_id) for block_id in block_ids]
 
 
-def _overwritten(place: TransferPlace) -> set[_Place]:
+def _overwritten(place: TransferPlace) -> set[Place]:
     """Places that are overwritten bit by bit. Objects on disk are not: a new one replaces the old one at once."""
     return set() if isinstance(place, TierBlocks | RemoteBlocks) else set(_places(place))
-
-
-class _SimSlot:
-    def __init__(self, start: SlotStart) -> None:
-        self.token_ids = list(start.token_ids)
-        self.slot = start.slot
-        self.block_ids = [list(block_ids) for block_ids in start.block_ids]
-        self.sampling = start.work.sampling
-        self.num_computed_tokens = start.num_computed_tokens
-        self.num_prompt_tokens = start.num_prompt_tokens
-        self.num_told_tokens = len(start.token_ids)
-        """Tokens that the stages know which do not sample."""
-        self.pooling = start.work.pooling
-        if self.pooling is Pooling.MEAN and start.num_computed_tokens:
-            raise ValueError(
-                "A prompt of which the mean is wanted is not computed from its start on."
-            )
-        self.draft: list[int] = []
-        """The last of `token_ids`, which nobody has said."""
-        self._num_scored = max(1, start.num_scored_tokens)
-        self._eos_token_ids = {*start.work.eos_token_ids, *self.sampling.stop_token_ids}
-
-    def scores(self, count: int, vocab_size: int) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt tokens behind the next `count` tokens, and of as many likeliest ones as
-        are asked for and there are."""
-        num_top, first = self.sampling.prompt_logprobs, self.num_computed_tokens + 1
-        first, end = max(first, self._num_scored), min(first + count, self.num_prompt_tokens)
-        if num_top is None or first >= end:
-            return None
-        num_top = min(num_top, vocab_size)
-        logprobs, top_ids = array("f"), array("i")
-        for position in range(first, end):
-            token_id = self.token_ids[position]
-            logprob = sim_logprob(self.token_ids[position - 1], token_id)
-            logprobs.extend([logprob] * (1 + num_top))
-            top_ids.extend([token_id] * num_top)
-        ranks = array("i", [1] * (end - first))
-        columns = (column.tobytes() for column in (ranks, top_ids, logprobs))
-        return PromptLogprobs(first, num_top, *columns)
-
-    def tell(self, token_id: int) -> None:
-        if self.token_ids[self.num_told_tokens : self.num_told_tokens + 1] != [token_id]:
-            raise ValueError(f"Token {token_id} was not what the last stage sampled.")
-        self.num_told_tokens += 1
-
-    def append_forced(self, token_ids: list[int]) -> None:
-        """Takes tokens that all stages are told."""
-        self.token_ids += token_ids
-        self.num_told_tokens += len(token_ids)
-
-    def take_draft(self, draft: list[int]) -> None:
-        self.draft = draft
-        self.token_ids += draft
-
-    def choose(self, vocab_size: int, mask: bytes | None) -> int:
-        """The next token; `mask` says which may be chosen."""
-        position = len(self.token_ids) - self.num_prompt_tokens
-        previous = self.token_ids[-1]
-        token_id = sim_token(self.sampling.seed or 0, position, previous, vocab_size)
-        if mask is not None:
-            while not mask[token_id >> 3] >> (token_id & 7) & 1:
-                token_id = (token_id + 1) % vocab_size
-            return token_id
-        while position < self.sampling.min_tokens and token_id in self._eos_token_ids:
-            token_id = (token_id + 1) % vocab_size
-        return token_id

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pagoda.ipc.machine import available_memory_bytes
+from pagoda.kv.capacity import segment_blocks, usable_blocks
 from pagoda.model.caches import allocate_cache
 from pagoda.worker.input_batch import input_batch_bytes
-from pagoda.worker.kv.memory import KVAllocation, shares_kv
+from pagoda.worker.kv.memory import KVAllocation, shares_kv, slot_bytes
 from pagoda.worker.kv.store import open_kv
 from pagoda.worker.memory import check_weights, choose_num_blocks, left_for_kv_cache
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pagoda.messages.worker_config import WorkerConfig
     from pagoda.worker.memory_plan import WorkerMemoryPlan
 
+_OBJECT_BYTES = 4096
+"""Bytes that a tier adds to those of a block, about."""
 _TENSORS_PER_LAYER = 4
 """Tensors of a layer's KV cache, at most."""
 
@@ -89,6 +92,7 @@ def _blocks(
     config = plan.config
     if config.kept_blocks is not None:
         return config.kept_blocks
+    num_cold_segments = cold_segments(plan)
     batch_bytes = _batch_bytes(plan)
     if not plan.backend.memory.on_host:
         config, batch_bytes = msgspec.structs.replace(config, kv_host_bytes=0), 0
@@ -99,7 +103,19 @@ def _blocks(
         bytes_per_block=plan.bytes_per_block,
         max_model_len=plan.max_model_len,
         available_bytes=_left(plan, config, *sizes, available_bytes),
+        segment_tokens=plan.segment_tokens,
+        num_cold_segments=num_cold_segments,
     )
+
+
+def cold_segments(plan: WorkerMemoryPlan) -> int:
+    """Segments of running requests that host memory and the tiers below it hold, about."""
+    config, each = plan.config, segment_blocks(plan.kv_groups, plan.segment_tokens)
+    if not each:
+        return 0
+    in_tier = config.parallel.replica_size * (plan.bytes_per_block + _OBJECT_BYTES)
+    below = sum(usable_blocks(tier, in_tier) // each for tier in config.kv_tiers.values())
+    return config.kv_host_bytes // slot_bytes(plan.bytes_per_block) // each + below
 
 
 def _left(

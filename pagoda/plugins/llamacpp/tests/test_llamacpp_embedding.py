@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from pagoda.plugins.llamacpp.embedding import normalized
-from pagoda.plugins.sim.executor import sim_embedding
+from pagoda.plugins.sim.model import sim_embedding
 
 
 def vector_of(text: str | list[int]) -> list[float]:

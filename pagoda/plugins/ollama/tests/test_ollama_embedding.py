@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from pagoda.plugins.sim.executor import sim_embedding
+from pagoda.plugins.sim.model import sim_embedding
 
 
 def vector_of(text: str, dimensions: int = 8) -> list[float]:

@@ -24,7 +24,7 @@ from pagoda.messages.engine_config import EngineConfig, SimConfig
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.router.discovery.choice import registering
 from pagoda.plugins.router.door import JoinConfig
-from pagoda.plugins.sim.executor import sim_token
+from pagoda.plugins.sim.model import sim_token
 from pagoda.telemetry.request_tracker import RequestTracker
 
 VOCAB_SIZE = 512

@@ -16,7 +16,7 @@ from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.plugins.sim.executor import sim_embedding, sim_logprob
+from pagoda.plugins.sim.model import sim_embedding, sim_logprob
 from pagoda.text.text_generator import TextGenerator
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tables import each_row
 
-from pagoda.plugins.sim.executor import sim_logprob
+from pagoda.plugins.sim.model import sim_logprob
 
 
 async def test_one_prompt(api) -> None:
