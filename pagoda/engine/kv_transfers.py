@@ -30,7 +30,7 @@ from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
-from pagoda.messages.transfers import TransferEnd, Transfers
+from pagoda.messages.transfers import TierWord, TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
 
 TiersBuilder = Callable[..., TieredKVConnector | None]
@@ -264,6 +264,9 @@ class KVTransferHooks(KVHooks):
     def transfer_ended(self, end: TransferEnd) -> None:
         self.tiers.transfer_ended(end)
 
+    def take_word(self, word: TierWord) -> None:
+        self.tiers.post.take(word)
+
     def step(self) -> list[TokenChunk]:
         return self.apply_events(self.peers.news())
 
@@ -342,11 +345,12 @@ class KVTransferHooks(KVHooks):
 
     def drain_transfers(self) -> Transfers | None:
         transfers = self.tiers.drain_transfers(self._num_wanted_soon())
+        words = self.tiers.post.drain()
         changes = self.peers.drain_transfers()
-        if not transfers:
+        if not (transfers or words):
             return changes
         changes = changes or Transfers()
-        return msgspec.structs.replace(changes, transfers=transfers)
+        return msgspec.structs.replace(changes, transfers=transfers, words=words)
 
     def _num_wanted_soon(self) -> int:
         """Blocks that running requests take in the next steps, while copies are under way; 0 if none are due."""

@@ -22,6 +22,7 @@ from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, KVConnector, PrefixRequest
 from pagoda.kv.group_lookup import GroupLookup, PendingLookup, Segment, other_blocks
 from pagoda.kv.layout import KVLayout
+from pagoda.kv.post import TierPost
 from pagoda.kv.rates import TransferRates
 from pagoda.kv.swap import Swap
 from pagoda.kv.transfers import TransferLedger
@@ -112,9 +113,12 @@ class TieredKVConnector:
         layout: KVLayout | None = None,
         near_pools: Sequence[BlockPool] = (),
         fail_on_load_failure: bool = False,
+        post: TierPost | None = None,
     ) -> None:
         """All layers keep all where there is no `layout`."""
         self.connectors = connectors
+        self.post = post or TierPost()
+        """Reaches the workers' halves of the tiers."""
         self.near_pools = near_pools
         """Pools from which a block is loaded at next to no cost."""
         self._pool = pool
@@ -405,6 +409,7 @@ class TieredKVConnector:
     def workers_ready(self, ready: WorkerReady) -> None:
         for connector in self.connectors:
             connector.workers_ready(ready)
+        self.post.workers_ready()
         self._has_workers = bool(self.connectors)
 
     def workers_lost(self) -> None:
@@ -412,6 +417,7 @@ class TieredKVConnector:
         self._has_workers = False
         self.ledger.drop_all()
         self.rates.lost()
+        self.post.workers_lost()
         self.swap.clear()
         for connector in self.connectors:
             connector.workers_lost()
