@@ -37,7 +37,8 @@ class HostScanner:
         self._tell = tell
         self._tells = False
         self._scanner: DiskScanner | None = None
-        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop = -1
+        """File descriptor that ends the thread; there is none before the thread."""
         self._thread: threading.Thread | None = None
 
     def hear(self, body: bytes) -> None:
@@ -55,6 +56,7 @@ class HostScanner:
         if here[0] != self._place:
             return
         self._tells = directories[0] == self._place
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._scanner = DiskScanner(here, MonotonicClock())
         self._thread = threading.Thread(
             target=self._pass_on, args=(self._scanner,), name="kv-disk-news", daemon=True
@@ -87,12 +89,12 @@ class HostScanner:
 
     def close(self) -> None:
         """Ends the threads, unless the disk does not answer."""
-        os.eventfd_write(self._stop, 1)
-        if self._thread is not None:
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None and self._thread is not None:
+            os.eventfd_write(self._stop, 1)
             self._thread.join()
-        if self._scanner is not None:
-            self._scanner.close()
-        os.close(self._stop)
+            scanner.close()
+            os.close(self._stop)
 
 
 def _all_there(keys: Sequence[bytes], _num_found: int, is_there: IsThere) -> list[bytes]:
