@@ -206,10 +206,18 @@ class KVTransferHooks(KVHooks):
             self._queue.enter(request, RequestState.AWAITING_KV)
         elif found.num_blocks == 0:
             return LoadStart.READY
+        elif not (worth := self.tiers.worth_loading(found, self._block_s)).num_blocks:
+            request.load_tried = True
+            return LoadStart.READY
         else:  # there is room for it: going on from a longer prefix takes no more blocks
-            self._load(request, found)
+            self._load(request, worth)
             self._queue.enter(request, RequestState.LOADING)
         return LoadStart.LEFT_LINE
+
+    @property
+    def _block_s(self) -> float:
+        """Seconds that a block of a prompt takes to compute; 0 if that is not known."""
+        return self._prompts.seconds(self._kv.block_size)
 
     def _load(self, request: Request, found: TierMatch) -> None:
         self._leave_line(request)
@@ -256,7 +264,7 @@ class KVTransferHooks(KVHooks):
         self._prefetching.pop(request.request_id, None)
         if request.prefix is None or request.load_tried:
             return
-        if not self.tiers.prefetch(request.prefix, num_hits):
+        if not self.tiers.prefetch(request.prefix, num_hits, self._block_s):
             self._prefetching[request.request_id] = request
 
     # ---- news

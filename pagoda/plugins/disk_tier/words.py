@@ -70,7 +70,8 @@ def encode_word(word: Word) -> bytes:
 
 def decode_word(body: bytes) -> Word:
     """Raises msgspec.DecodeError: that is no word."""
-    return msgspec.msgpack.decode(body, type=Word)
+    word: Word = msgspec.msgpack.decode(body, type=Word)
+    return word
 
 
 def encode_news(news: News) -> bytes:
