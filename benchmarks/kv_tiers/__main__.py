@@ -9,6 +9,7 @@ _COMMANDS = {
     "ttft": "Time to the first token of long prompts from SSD after a restart, beside computing them.",
     "chat": "Prompt tokens computed for conversations that outgrow the device, with and without tiers.",
     "no-reuse": "Throughput of prompts that never return, with and without tiers.",
+    "swap": "Throughput of requests that outgrow the device together, with a disk and without tiers.",
     "bandwidth": "Blocks between a worker and SSD, beside plain copies of as many bytes.",
 }
 
