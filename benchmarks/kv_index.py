@@ -29,6 +29,7 @@ from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.plugin import TierContext
+from pagoda.kv.post import TierPost
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import TierPlace
 from pagoda.messages.worker_config import KVTierConfig
@@ -166,7 +167,7 @@ def measure(directory: Path, objects: int) -> None:
     place = TierPlace("disk", str(directory), _MANIFEST.object_bytes)
     config = KVTierConfig("/kv", 2 * objects * _MANIFEST.object_bytes, {MIN_TOUCHES: 2})
     ledger, epoch_s = TransferLedger(BlockPool(1)), time.time() - clock.now()
-    tier = open_tier(TierContext(config, (place,), ledger, clock, None, None, epoch_s))
+    tier = open_tier(TierContext(config, (place,), ledger, clock, None, None, epoch_s, TierPost()))
     poller = select.poll()
     (descriptor,) = tier.pollables()
     poller.register(int(str(descriptor)), select.POLLIN)

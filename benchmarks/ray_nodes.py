@@ -34,13 +34,20 @@ _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 class RayNode:
     """`ray start` in the foreground, with cores to give away."""
 
-    def __init__(self, arguments: list[str], log: Path, num_cpus: int) -> None:
-        """Returns when the node has joined."""
+    def __init__(
+        self, arguments: list[str], log: Path, num_cpus: int, own_disk: Path | None = None
+    ) -> None:
+        """Returns when the node has joined. It sees a file system of its own at `own_disk`, which is there."""
+        apart: list[str] = []
+        if own_disk is not None:
+            script = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
+            apart = ["unshare", "--mount", "sh", "-c", script, str(own_disk)]
         source = str(Path(pagoda.__file__).parents[1])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
                 [
+                    *apart,
                     *_RAY,
                     "start",
                     "--block",
@@ -103,14 +110,14 @@ class RayCluster:
         """Starts a head at the same address, which knows nothing of the cluster before it."""
         self._head = self._add(*self._head_arguments)
 
-    def add(self, address: str, num_cpus: int = 1) -> RayNode:
+    def add(self, address: str, num_cpus: int = 1, own_disk: Path | None = None) -> RayNode:
         place = f"--address={self.address}", f"--node-ip-address={address}"
-        return self._add(*place, num_cpus=num_cpus)
+        return self._add(*place, num_cpus=num_cpus, own_disk=own_disk)
 
-    def _add(self, *arguments: str, num_cpus: int = 1) -> RayNode:
+    def _add(self, *arguments: str, num_cpus: int = 1, own_disk: Path | None = None) -> RayNode:
         self._num_nodes += 1
         log = self._directory / f"node{self._num_nodes}.log"
-        node = RayNode(list(arguments), log, num_cpus)
+        node = RayNode(list(arguments), log, num_cpus, own_disk)
         self._nodes.append(node)
         return node
 

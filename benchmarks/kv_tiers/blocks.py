@@ -14,7 +14,7 @@ from pagoda.backend.base import KVCache
 from pagoda.backend.kv_store import layout_of
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.messages.transfers import DeviceBlocks, TierBlocks, Transfer, TransferPlace
+from pagoda.messages.transfers import DeviceBlocks, TierBlocks, Transfer, TransferEnd, TransferPlace
 from pagoda.plugins.disk_tier.objects import Manifest, ObjectFiles, open_directory
 from pagoda.plugins.disk_tier.transfers import tier_of
 from pagoda.worker.kv.jobs import Jobs
@@ -77,7 +77,7 @@ class Blocks:
         self._num_transfers += 1
         self._ended.acquire()
         [end] = self._jobs.poll()
-        if end.failed:
+        if isinstance(end, TransferEnd) and end.failed:
             raise RuntimeError(f"{len(end.failed)} blocks were not moved: {end.error}.")
 
     def clear_device(self) -> None:

@@ -39,7 +39,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.messages.tracing import StartTrace, TraceStopped
-from pagoda.messages.transfers import TransferEnd
+from pagoda.messages.transfers import TierWord, TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import even_share
@@ -307,6 +307,9 @@ class EngineCore:
                 case TransferEnd():
                     if self.parts is not None:
                         self.parts.scheduler.hooks.transfer_ended(event)
+                case TierWord():
+                    if self.parts is not None:
+                        self.parts.scheduler.hooks.take_word(event)
                 case WorkerReady() if self.parts and not is_alike(event, self.parts.worker):
                     self.executor.close()
                     problem = "the worker came back with another model or KV cache than before"

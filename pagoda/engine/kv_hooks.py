@@ -14,7 +14,7 @@ from pagoda.engine.request import Request
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.block_table import PrefixHit
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
-from pagoda.messages.transfers import TransferEnd, Transfers
+from pagoda.messages.transfers import TierWord, TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
 
 
@@ -100,6 +100,9 @@ class KVHooks:
         return []
 
     def transfer_ended(self, end: TransferEnd) -> None: ...
+
+    def take_word(self, word: TierWord) -> None:
+        """A worker's half of a tier tells this."""
 
     def step(self) -> list[TokenChunk]:
         """Applies what has happened to KV since the last call."""

@@ -32,7 +32,7 @@ from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
-from pagoda.messages.transfers import TransferEnd, Transfers
+from pagoda.messages.transfers import TierWord, TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
 
 TiersBuilder = Callable[..., TieredKVConnector | None]
@@ -210,10 +210,18 @@ class KVTransferHooks(KVHooks):
             self._queue.enter(request, RequestState.AWAITING_KV)
         elif found.num_blocks == 0:
             return LoadStart.READY
+        elif not (worth := self.tiers.worth_loading(found, self._block_s)).num_blocks:
+            request.load_tried = True
+            return LoadStart.READY
         else:  # there is room for it: going on from a longer prefix takes no more blocks
-            self._load(request, found, hit.num_cold)
+            self._load(request, worth, hit.num_cold)
             self._queue.enter(request, RequestState.LOADING)
         return LoadStart.LEFT_LINE
+
+    @property
+    def _block_s(self) -> float:
+        """Seconds that a block of a prompt takes to compute; 0 if that is not known."""
+        return self._prompts.seconds(self._kv.block_size)
 
     def _usable(self, request: Request, prefix: PrefixRequest, hit: PrefixHit) -> PrefixRequest:
         """The part of a prefix for which a request has room on the device, behind its cold segments."""
@@ -275,13 +283,16 @@ class KVTransferHooks(KVHooks):
         )  # its segments are read where they are
         if request.prefix is None or request.load_tried or is_streamed:
             return
-        if not self.tiers.prefetch(request.prefix, num_hits):
+        if not self.tiers.prefetch(request.prefix, num_hits, self._block_s):
             self._prefetching[request.request_id] = request
 
     # ---- news
 
     def transfer_ended(self, end: TransferEnd) -> None:
         self.tiers.transfer_ended(end)
+
+    def take_word(self, word: TierWord) -> None:
+        self.tiers.post.take(word)
 
     def step(self) -> list[TokenChunk]:
         return [*self.apply_events(self.peers.news()), *self._fail_the_stuck()]
@@ -372,11 +383,12 @@ class KVTransferHooks(KVHooks):
 
     def drain_transfers(self) -> Transfers | None:
         transfers = self.tiers.drain_transfers(self._num_wanted_soon())
+        words = self.tiers.post.drain()
         changes = self.peers.drain_transfers()
-        if not transfers:
+        if not (transfers or words):
             return changes
         changes = changes or Transfers()
-        return msgspec.structs.replace(changes, transfers=transfers)
+        return msgspec.structs.replace(changes, transfers=transfers, words=words)
 
     def _num_wanted_soon(self) -> int:
         """Blocks that running requests take in the next steps, while copies are under way; 0 if none are due."""

@@ -9,7 +9,7 @@ import msgspec
 
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.tracing import TraceStopped
-from pagoda.messages.transfers import TransferEnd, Transfers
+from pagoda.messages.transfers import TierWord, TransferEnd, Transfers
 from pagoda.messages.worker import StepPlan, StepResult, TokenMasks, WorkerReady
 from pagoda.telemetry.tracer import TraceSession
 
@@ -28,7 +28,9 @@ class WorkerLost(msgspec.Struct, frozen=True):
     waited long for it (`STEP_TIMEOUT_SUSPICION`)."""
 
 
-ExecutorEvent = WorkerReady | StepResult | TransferEnd | AdapterLoaded | TraceStopped | WorkerLost
+ExecutorEvent = (
+    WorkerReady | StepResult | TransferEnd | TierWord | AdapterLoaded | TraceStopped | WorkerLost
+)
 
 
 class Executor(Protocol):

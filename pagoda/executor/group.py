@@ -28,7 +28,13 @@ from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.ipc.door import Door
 from pagoda.messages.adapters import Adapter, AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
-from pagoda.messages.transfers import TransferEnd, TransferLink, TransferMessage, Transfers
+from pagoda.messages.transfers import (
+    TierWord,
+    TransferEnd,
+    TransferLink,
+    TransferMessage,
+    Transfers,
+)
 from pagoda.messages.worker import (
     PROTOCOL_VERSION,
     KVSize,
@@ -279,6 +285,8 @@ class GroupExecutor:
                     end = group.transfers.end(rank, message, self._clock.now())
                     events += [end] if end is not None else []
                     group.await_transfers()
+                case TierWord():
+                    events.append(message)
                 case StepResult():
                     group.num_in_flight -= 1
                     group.deadlines.pop("step", None)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagoda.ipc.clock import Clock
     from pagoda.kv.events import CacheRecorder
     from pagoda.kv.host_tier import HostTier
+    from pagoda.kv.post import TierPost
     from pagoda.kv.transfers import TransferLedger
     from pagoda.messages.transfers import TierPlace
     from pagoda.messages.worker_config import KVTierConfig
@@ -31,6 +32,7 @@ class KVTierPlugin:
     `LLM` behind `--kv-host-bytes`. Options of the engine inherit it."""
     configure: str
     """`configure(options, model)` gives a `KVTierConfig`; called if an option has another value than the default.
+    `model` is None if workers may be on other hosts: then these look at the place.
     Raises ConfigError: an option has an impossible value, or lacks another."""
     engine_half: str
     """`open_tier(context)` gives the `KVConnector` of an engine from a `TierContext`, which it may keep.
@@ -59,6 +61,8 @@ class TierContext:
     recorder: CacheRecorder | None
     epoch_s: float
     """Time at which the clock read 0, in seconds since 1970."""
+    post: TierPost
+    """Reaches the workers' halves."""
 
 
 def tier_plugins() -> dict[str, KVTierPlugin]:

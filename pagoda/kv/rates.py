@@ -73,6 +73,10 @@ class TransferRates:
         silence = now - lane.since if lane.num_queued else 0.0
         return max(silence, lane.rate.seconds(lane.num_queued + count))
 
+    def num_queued(self, source: str, target: str) -> int:
+        """Blocks of transfers that have not ended."""
+        return self._lanes[source, target].num_queued
+
     def doubt(self, source: str, target: str) -> None:
         self._lanes[source, target].rate.doubt()
 

@@ -22,13 +22,16 @@ from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, KVConnector, PrefixRequest
 from pagoda.kv.group_lookup import GroupLookup, PendingLookup, Segment, other_blocks
 from pagoda.kv.layout import KVLayout
-from pagoda.kv.rates import TransferRates
+from pagoda.kv.post import TierPost
+from pagoda.kv.rates import DEVICE, TransferRates
 from pagoda.kv.swap import Swap
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
+_UNWEIGHED_S = 0.05
+"""Loads that take no longer than this are begun anyway: a few turns of busy loops are not told apart."""
 LOAD_TIMEOUT_S = 10.0
 """Seconds that a request waits for a lookup, or for its blocks, before it goes on without them."""
 
@@ -60,6 +63,11 @@ class TierMatch(NamedTuple):
     def targets(self) -> list[tuple[int, int]]:
         """Groups and indices of these blocks."""
         return [(it.group, index) for it in self.segments for index in range(it.start, it.end)]
+
+    def cut(self, count: int) -> TierMatch:
+        """The match of the first segments alone, of a layout that is a chain; nothing is left of none."""
+        segments = self.segments[:count]
+        return self._replace(end=segments[-1].end if segments else self.start, segments=segments)
 
     @property
     def num_cached(self) -> int:
@@ -112,9 +120,12 @@ class TieredKVConnector:
         layout: KVLayout | None = None,
         near_pools: Sequence[BlockPool] = (),
         fail_on_load_failure: bool = False,
+        post: TierPost | None = None,
     ) -> None:
         """All layers keep all where there is no `layout`."""
         self.connectors = connectors
+        self.post = post or TierPost()
+        """Reaches the workers' halves of the tiers."""
         self.near_pools = near_pools
         """Pools from which a block is loaded at next to no cost."""
         self.storeys = [it.storey for it in connectors if it.storey is not None]
@@ -171,12 +182,44 @@ class TieredKVConnector:
         for connector in self.connectors:
             connector.on_dequeued(request_id)
 
-    def prefetch(self, prefix: PrefixRequest, start: int) -> bool:
-        """Moves blocks of a request for which there is no room yet to nearer tiers.
+    def worth_loading(self, match: TierMatch, block_s: float) -> TierMatch:
+        """What of a match takes less time to load, behind what is queued, than to compute.
+
+        Computing a block of the prefix takes `block_s`; 0 if that is not known. What other engines have computed
+        for the request is always loaded.
+        """
+        segments = match.segments
+        if not block_s or not all(segment.connector.is_cache for segment in segments):
+            return match
+        if not self._layout.is_chain:
+            computing_s = block_s * (match.end - match.start)
+            return match if self._pays(segments, computing_s) else match.cut(0)
+        for index, segment in enumerate(segments):
+            if not self._pays([segment], block_s * (segment.end - segment.start)):
+                return match.cut(index)
+        return match
+
+    def _pays(self, segments: Sequence[Segment], computing_s: float) -> bool:
+        counts = Counter[str]()
+        for segment in segments:
+            counts[segment.connector.tier] += segment.end - segment.start
+        now, rates = self._clock.now(), self.rates
+        loading_s = max(rates.seconds(tier, DEVICE, n, now) for tier, n in counts.items())
+        if loading_s <= max(computing_s, _UNWEIGHED_S):
+            return True
+        for tier in counts:
+            rates.doubt(tier, DEVICE)
+        return False
+
+    def prefetch(self, prefix: PrefixRequest, start: int, block_s: float = 0.0) -> bool:
+        """Moves blocks of a request for which there is no room yet to nearer tiers, unless moving them takes
+        longer than computing them: `block_s` for each block of the prefix, 0 if that is not known.
 
         Returns whether the nearest tier has all of them; if not, call again when `poll` names any request.
         """
         is_near = self._has_workers
+        if block_s and not self._may_prefetch(block_s):
+            return True
         if is_near and not self._layout.is_chain:
             return self._prefetch_groups(prefix, start)
         for index, connector in enumerate(self.connectors if self._has_workers else ()):
@@ -190,6 +233,18 @@ class TieredKVConnector:
             is_near = is_near and (count == 0 or (index == 0 and count is not None))
             start += count or 0
         return is_near
+
+    def _may_prefetch(self, block_s: float) -> bool:
+        """True if one more block reaches the nearest tier in less time than those before it take to compute."""
+        now = self._clock.now()
+        nearest, *others = [it.tier for it in self.connectors if it.is_cache] or [DEVICE]
+        for tier in others:
+            queued = self.rates.num_queued(tier, nearest)
+            moving_s = self.rates.seconds(tier, nearest, 1, now)
+            if moving_s > max(_UNWEIGHED_S, (queued + 1) * block_s):
+                self.rates.doubt(tier, nearest)
+                return False
+        return True
 
     def _prefetch_groups(self, prefix: PrefixRequest, start: int) -> bool:
         found = self.lookup(prefix, start)
@@ -406,6 +461,7 @@ class TieredKVConnector:
     def workers_ready(self, ready: WorkerReady) -> None:
         for connector in self.connectors:
             connector.workers_ready(ready)
+        self.post.workers_ready()
         self._has_workers = bool(self.connectors)
 
     def workers_lost(self) -> None:
@@ -413,6 +469,7 @@ class TieredKVConnector:
         self._has_workers = False
         self.ledger.drop_all()
         self.rates.lost()
+        self.post.workers_lost()
         self.swap.clear()
         for connector in self.connectors:
             connector.workers_lost()

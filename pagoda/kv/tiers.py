@@ -14,6 +14,7 @@ from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.plugin import TierContext, tier_plugin
+from pagoda.kv.post import TierPost
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import KVTiersConfig
@@ -42,13 +43,14 @@ def build_tiers(
         epoch_s = time.time() - clock.now()
     connectors: list[KVConnector] = []
     host: HostTier | None = None
+    post = TierPost()
     if ready.kv_host_slots:
         host = HostTier(ready.kv_host_slots, ready.block_size, ledger, recorder)
         connectors.append(host)
     for name, tier in ({} if config is None else config.further).items():
         if places := ready.places_of(name):
             open_tier = openers.get(name) or resolve_name(tier_plugin(name).engine_half)
-            context = TierContext(tier, places, ledger, clock, host, recorder, epoch_s)
+            context = TierContext(tier, places, ledger, clock, host, recorder, epoch_s, post)
             connectors.append(open_tier(context))
     if remote is not None:
         connectors.append(remote)
@@ -61,6 +63,7 @@ def build_tiers(
         clock,
         layout=KVLayout(ready.block_size, ready.kv_groups),
         near_pools=[] if host is None else [host.pool],
+        post=post,
         fail_on_load_failure=fail_on_load_failure,
     )
     if host is not None:

@@ -193,8 +193,12 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
     seed: Seed | None = None
     """Seed of dummy weights; in generate, chat and bench offline also of sampling."""
 
-    def engine_config(self, model: str, handoff: Handoff | None = None) -> EngineConfig:
+    def engine_config(
+        self, model: str, handoff: Handoff | None = None, *, on_this_host: bool = True
+    ) -> EngineConfig:
         """An engine over a worker process that loads `model`, a directory or a preset's name.
+
+        Places of tiers are looked at `on_this_host`; if not, by each worker on its own.
 
         Raises ConfigError if a value is not allowed.
         """
@@ -203,7 +207,7 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
         tiers = KVTiersConfig(
             **shared(options, KVTiersConfig, "kv_"),
             further={
-                name: resolve_name(plugin.configure)(options, model)
+                name: resolve_name(plugin.configure)(options, model if on_this_host else None)
                 for name, plugin in TIERS.items()
                 if options.given_of(plugin)
             },
@@ -413,7 +417,7 @@ class ExecutorOptions:
         cannot be split as `parallel` says.
         """
         self._check(engine, parallel)
-        config = engine.engine_config(model, handoff)
+        config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
         topology = parallel.config(engine.backend)
         if config.kv_events is not None:
             find_publisher().check(config.kv_events, topology.data_parallel_size)
@@ -460,11 +464,6 @@ class ExecutorOptions:
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{flag_of(name)} is at most {limit} with --executor sim.")
-        if self.executor not in _UNUSED and (of_tiers := engine.given_of(*TIERS.values())):
-            raise ConfigError(
-                f"{flag_of(of_tiers[0])} does not go with --executor {self.executor}, whose workers may be on "
-                "hosts where the engine does not see their directories."
-            )
         if self.executor == "ray" and importlib.util.find_spec("ray") is None:
             raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
 

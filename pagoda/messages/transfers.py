@@ -129,6 +129,14 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """Last step that may still use device blocks of `target`, which workers execute first; -1 for none."""
 
 
+class TierWord(msgspec.Struct, frozen=True, tag="tier_word"):
+    """What one half of a plugin's tier tells the other, where workers are on other hosts than their engine."""
+
+    tier: Name
+    body: Annotated[bytes, msgspec.Meta(max_length=2**30)]
+    """A message that the plugin alone reads."""
+
+
 class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"):
     """Transfers to begin, in order of urgency."""
 
@@ -137,6 +145,8 @@ class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"
     """Peers that transfers from now on may name."""
     removed_peers: list[str] = []
     """Ids of peers that no transfer names any more; those under way may fail."""
+    words: list[TierWord] = []
+    """For all ranks, in order."""
 
 
 class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):
@@ -163,7 +173,9 @@ class TierPlace(msgspec.Struct, frozen=True):
     path: Sentence
     block_bytes: Count
     """Bytes that each block takes there."""
+    host: Name = ""
+    """The same for ranks on one host; empty where all are on their engine's, which sees the place itself."""
 
 
-TransferMessage = TransferLink | TransferEnd
+TransferMessage = TransferLink | TransferEnd | TierWord
 """Messages of a worker on its second connection."""

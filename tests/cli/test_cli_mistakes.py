@@ -121,7 +121,7 @@ MISTAKES = [
     ("serve --executor ray --devices cpu:0", f"--devices {RAY}"),
     (
         "serve --executor ray --kv-disk-path kv --kv-disk-bytes 1GiB",
-        "--kv-disk-path does not go with --executor ray",
+        "--kv-disk-path must be an absolute path where workers are on several hosts, got 'kv'.$",
     ),
     ("serve nowhere --tp 2 --devices cpu:0,cpu:0", "--devices names cpu:0 more than once"),
     (

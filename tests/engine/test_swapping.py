@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from harness import Harness, make_request
 
@@ -110,3 +111,25 @@ def test_nothing_is_copied_where_computing_again_is_faster() -> None:
     it = Swapping(per_token_s=0.0, per_transferred_block_s=1.0)
     it.serve_all()
     assert it.count(DeviceBlocks, TierBlocks) < 0.25 * it.num_lost
+
+
+@pytest.mark.parametrize("host_slots", [0, 80])
+def test_what_is_on_a_slow_disk_is_computed(host_slots: int) -> None:
+    """But for some loads that tell how long they take; the prompts are those of an earlier server."""
+    disk = SimDisk()
+    tiers = disk_tiers(100_000, 1, host_bytes=host_slots)
+    fields = {"disk": disk, "kv_tiers": tiers, "kv_host_slots": host_slots, "num_blocks": 1000}
+    asked = [make_request(f"r{index}", [index] * PROMPT, max_tokens=4) for index in range(40)]
+    Swapping(**fields).serve(*asked, max_model_len=LEN + 1)
+    assert len(disk.objects) >= 40 * (PROMPT // BLOCK_SIZE - 1)
+    loaded = []
+    for per_block_s in (0.0001, 2.0):
+        it = Swapping(**fields, per_transferred_block_s=per_block_s)
+        for request in [*asked[:2], *asked]:
+            renamed = msgspec.structs.replace(
+                request, request_id=f"{request.request_id}-{it.clock.now()}"
+            )
+            it.serve(renamed, max_model_len=LEN + 1)
+        loaded.append(it.count(TierBlocks, DeviceBlocks))
+    assert loaded[0] > 0.9 * len(disk.objects)
+    assert loaded[1] < 0.25 * len(disk.objects)

@@ -213,7 +213,7 @@ def test_two_requests_never_load_the_same_block() -> None:
 
 def test_when_the_first_of_them_is_aborted_the_second_loads() -> None:
     it = filled()
-    it.fates.load = TransferFate(delay_s=1.0)
+    it.fates.load = TransferFate(delay_s=0.01)
     it.add(document("a", 1))
     second = document("b", 1)
     it.add(second)

@@ -24,8 +24,9 @@ MIN_TOUCHES = "min_touches"
 """Setting: a block is written once this many requests have passed through it."""
 
 
-def configure(options: DiskOptions, model: str) -> KVTierConfig:
-    """The tier that options, some of them given, ask for; `model` is that of a `WorkerConfig`.
+def configure(options: DiskOptions, model: str | None) -> KVTierConfig:
+    """The tier that options, some of them given, ask for; `model` is that of a `WorkerConfig`, or None if each
+    worker is to look at the directory on its own host.
 
     Raises ConfigError if an option lacks another, or as `check_kv_directory` does.
     """
@@ -36,7 +37,14 @@ def configure(options: DiskOptions, model: str) -> KVTierConfig:
     if quota_bytes is None:
         raise ConfigError("--kv-disk-path needs --kv-disk-bytes, such as 100GiB.")
     quota_bytes = int(quota_bytes)  # amounts of memory are in bytes already
-    directory = check_kv_directory(path, quota_bytes, model)
+    if model is not None:
+        directory = check_kv_directory(path, quota_bytes, model)
+    elif os.path.isabs(path):
+        directory = path
+    else:
+        raise ConfigError(
+            f"--kv-disk-path must be an absolute path where workers are on several hosts, got {path!r}."
+        )
     return KVTierConfig(directory, quota_bytes, {MIN_TOUCHES: options.kv_disk_min_touches})
 
 

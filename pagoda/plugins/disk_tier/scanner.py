@@ -142,6 +142,7 @@ class DiskScanner:
         # What both threads see, under `_changed`:
         self._probes: OrderedDict[Probe, tuple[Sequence[bytes], OtherBlocks | None]] = OrderedDict()
         self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
+        self._kept: deque[tuple[int, Collection[bytes]]] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0
         self._is_scanning = True
@@ -180,6 +181,12 @@ class DiskScanner:
                 self._is_scanning = True
                 self._changed.notify()
 
+    def remove_others(self, fan_out: int, keys: Collection[bytes]) -> None:
+        """Removes what nobody asks for: all in a fan-out directory but these keys, unless it has just come."""
+        with self._changed:
+            self._kept.append((fan_out, keys))
+            self._changed.notify()
+
     def poll(self) -> list[News]:
         """Returns news in order, but the latest `ProbeAnswer` first; as many as can be read quickly."""
         news: list[News] = []
@@ -212,7 +219,7 @@ class DiskScanner:
     def _run(self) -> None:
         scan = self._scan()
         while True:
-            asked = removal = None
+            asked = removal = kept = None
             with self._changed:
                 self._changed.wait_for(self._has_something_to_do)
                 if self._is_closing:
@@ -221,11 +228,15 @@ class DiskScanner:
                     asked = self._probes.popitem(last=False)
                 elif self._removals:
                     removal = self._removals.popleft()
+                elif self._kept:
+                    kept = self._kept.popleft()
             try:
                 if asked is not None:
                     self._tell(self._answer(asked[0], *asked[1]))
                 elif removal is not None:
                     self._remove(*removal)
+                elif kept is not None:
+                    self._remove_others(*kept)
                 elif next(scan, None) is None:
                     scan = self._scan()
             except Exception:
@@ -235,13 +246,14 @@ class DiskScanner:
                     self._tell(ProbeAnswer(asked[0], ()))
                 elif removal is not None:
                     self._tell(Removed(*removal))
-                else:
+                elif kept is None:
                     self._stop_scanning(0.0)
                     scan = self._scan()
 
     def _has_something_to_do(self) -> bool:
         may_scan = self._is_scanning and self._backlog < _MAX_BACKLOG
-        return bool(self._is_closing or self._probes or self._removals or may_scan)
+        is_asked = self._probes or self._removals or self._kept
+        return bool(self._is_closing or is_asked or may_scan)
 
     def _tell(self, news: News) -> None:
         with self._changed:
@@ -411,6 +423,11 @@ class DiskScanner:
         for found in files:
             if found.is_left_over(now):
                 self._unlink(found.path, os.path.dirname(found.path))
+
+    def _remove_others(self, fan_out: int, keys: Collection[bytes]) -> None:
+        kept = set(keys)
+        for path in (self._own.path, *self._own.counterparts):
+            self._remove_orphans(f"{path}/{FAN_OUTS[fan_out]}", kept)
 
     def _remove_orphans(self, path: str, keys: Collection[bytes]) -> None:
         """Removes objects that another rank has and rank 0 lacks: they are never loaded."""

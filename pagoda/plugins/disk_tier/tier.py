@@ -10,8 +10,10 @@ the quota cannot be kept before.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
@@ -32,6 +34,7 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
+from pagoda.plugins.disk_tier.far_scanner import FarScanner
 from pagoda.plugins.disk_tier.index import DiskIndex
 from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, SwapBudget, WriteBackoff
 from pagoda.plugins.disk_tier.scanner import (
@@ -57,12 +60,36 @@ _WARNING_INTERVAL_S = 10.0
 """Seconds between warnings of failed loads: in a directory that was removed, one fails after the other."""
 
 
-OpenScanner = Callable[[Sequence[TierPlace], Clock], DiskScanner]
+class Scanner(Protocol):
+    """Looks at directories for the engine, which never waits for it; `DiskScanner` says how."""
+
+    def probe(
+        self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None = None
+    ) -> None: ...
+
+    def cancel_probe(self, probe: Probe) -> None: ...
+
+    def remove(self, directory: int, keys: Sequence[bytes]) -> None: ...
+
+    def rescan(self) -> None: ...
+
+    def poll(self) -> list[News]: ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
-def open_tier(context: TierContext, open_scanner: OpenScanner = DiskScanner) -> DiskTier:
+OpenScanner = Callable[[Sequence[TierPlace], Clock], Scanner]
+
+
+def open_tier(context: TierContext, open_scanner: OpenScanner | None = None) -> DiskTier:
     """The tier of one engine. Raises ConfigError if the quota is too small for even one block."""
-    return DiskTier(context, open_scanner)
+
+    def scanner(places: Sequence[TierPlace], clock: Clock) -> Scanner:
+        return FarScanner(places, context.post) if places[0].host else DiskScanner(places, clock)
+
+    return DiskTier(context, open_scanner or scanner)
 
 
 class DiskTier:
@@ -92,7 +119,10 @@ class DiskTier:
         self._num_removed = 0
         self._num_loaded = 0
         self._num_failed = 0
+        self._queued: dict[str, tuple[PrefixRequest, int]] = {}
+        """Requests in line, and where what the device lacks begins."""
         self._open_directories(context.places)
+        self._budget = SwapBudget(self._quota_bytes // self._block_bytes, self._clock)
         if self._host is not None and self._host.lower is None:
             self._host.lower = Lower(self._wants, self._store_slots)
 
@@ -100,14 +130,16 @@ class DiskTier:
         """Starts anew with directories of which nothing is known yet."""
         self._directories = directories
         self._path = directories[0].path
-        self._block_bytes = sum(directory.block_bytes for directory in directories)
-        """Bytes of one block, on all ranks together."""
+        by_host = Counter[str]()
+        for directory in directories:
+            by_host[directory.host] += directory.block_bytes
+        self._block_bytes = max(by_host.values())
+        """Bytes of one block, on all ranks of a host together: each host has a disk of its own."""
         if self._block_bytes > self._quota_bytes:
             raise ConfigError(
                 f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
                 f"takes {self._block_bytes} bytes on disk."
             )
-        self._budget = SwapBudget(self._quota_bytes // self._block_bytes, self._clock)
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
@@ -121,10 +153,17 @@ class DiskTier:
         self._evictor = Evictor(
             self._index, self._scanner.remove, self._quota_bytes, self._forget_object
         )
+        for prefix, start in self._queued.values():
+            self._look(prefix, start)
 
     # ---- what requests find
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
+        self._queued[prefix.request_id] = prefix, start
+        self._look(prefix, start)
+
+    def _look(self, prefix: PrefixRequest, start: int) -> None:
+        """Asks for blocks that are not known to be there."""
         keys = prefix.keys
         unknown = [index for index in range(start, len(keys)) if not self._has(keys[index])]
         if not (unknown or (prefix.other_blocks and keys)) or self._is_hanging():
@@ -139,6 +178,7 @@ class DiskTier:
         self._scanner.probe(probe, [keys[index] for index in unknown], others)
 
     def on_dequeued(self, request_id: str) -> None:
+        self._queued.pop(request_id, None)
         probe = self._probes.pop(request_id, None)
         if probe is not None:
             self._scanner.cancel_probe(probe)
@@ -416,7 +456,7 @@ class DiskTier:
     def workers_ready(self, ready: WorkerReady) -> None:
         """Raises ConfigError if the quota is too small for even one block."""
         directories = ready.places_of(TIER)
-        if directories == self._directories:
+        if directories == self._directories and not directories[0].host:
             self._scanner.rescan()  # some stores may have ended unseen
         else:
             self._scanner.close()

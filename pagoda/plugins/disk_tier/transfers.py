@@ -15,9 +15,17 @@ from pathlib import Path
 
 from pagoda.backend.kv_store import KVStore
 from pagoda.faults.injector import Faults
-from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, TierPlace, Transfer
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    HostSlots,
+    TierBlocks,
+    TierPlace,
+    TierWord,
+    Transfer,
+)
 from pagoda.messages.worker_config import KVTierConfig
-from pagoda.plugins.disk_tier.directory import TIER
+from pagoda.plugins.disk_tier.directory import TIER, check_kv_directory
+from pagoda.plugins.disk_tier.host_scanner import HostScanner
 from pagoda.plugins.disk_tier.manifest import make_manifest
 from pagoda.plugins.disk_tier.objects import (
     ObjectError,
@@ -33,6 +41,7 @@ from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.kv.transfers import not_here
 from pagoda.worker.loading import LoadedWorker
 from pagoda.worker.memory_plan import WorkerMemoryPlan
+from pagoda.worker.rendezvous import host_identity
 
 NUM_READERS = 2
 NUM_WRITERS = 2
@@ -56,17 +65,24 @@ def open_tier(
     """The objects of one rank. Raises ConfigError if the directory cannot be used."""
     manifest = make_manifest(plan, loaded.kv, loaded.ready.arithmetic)
     was_open = plan.config.kept_blocks is not None
+    own_host = plan.config.bind_host
+    if own_host and not was_open:  # else the engine's host is this one, and has looked
+        check_kv_directory(config.path, config.num_bytes, plan.config.model)
     directory = open_in_time(Path(config.path), manifest, was_open=was_open)
-    return tier_of(ObjectFiles(directory, manifest, faults), place_parts(loaded.kv), faults)
+    host = host_identity(own_host) if own_host else ""
+    return tier_of(ObjectFiles(directory, manifest, faults), place_parts(loaded.kv), faults, host)
 
 
 def tier_of(
-    files: ObjectFiles, parts: Sequence[BlockPart] = (), faults: Faults | None = None
+    files: ObjectFiles,
+    parts: Sequence[BlockPart] = (),
+    faults: Faults | None = None,
+    host: str = "",
 ) -> WorkerTier:
     """The tier of these objects, whose transfers begin later; `parts` are those of places in a block, and `faults`
-    of this process."""
-    place = TierPlace(TIER, str(files.directory), files.object_bytes)
-    start = partial(DiskTransfers, files, faults or Faults(None))
+    of this process. `host` is that of the rank if the engine may be on another one."""
+    place = TierPlace(TIER, str(files.directory), files.object_bytes, host)
+    start = partial(DiskTransfers, files, place, faults or Faults(None))
     return WorkerTier(place, start, ObjectParts(files, parts))
 
 
@@ -76,6 +92,7 @@ class DiskTransfers:
     def __init__(
         self,
         files: ObjectFiles,
+        place: TierPlace,
         faults: Faults,
         jobs: Jobs,
         store: KVStore,
@@ -84,6 +101,7 @@ class DiskTransfers:
         self._copy_block = faults.before("worker.copy", self._copy)
         self._files = files
         self._jobs = jobs
+        self._host_scanner = HostScanner(place, lambda body: jobs.tell(TierWord(place.tier, body)))
         self._store = store
         self._arena = arena
         self._num_reads = 0
@@ -127,6 +145,9 @@ class DiskTransfers:
             else:
                 self._readers.put((job, index), urgency)
 
+    def hear(self, body: bytes) -> None:
+        self._host_scanner.hear(body)
+
     @property
     def owes_blocks(self) -> bool:
         return bool(self._owed)
@@ -146,6 +167,7 @@ class DiskTransfers:
             self._jobs.end_part(job, [index], _HANGS, unreadable=True)
 
     def close(self) -> None:
+        self._host_scanner.close()
         for lane in (self._readers, self._writers):
             lane.close()
         for lane in (self._readers, self._writers):

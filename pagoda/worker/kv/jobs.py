@@ -14,7 +14,7 @@ from queue import Empty, PriorityQueue
 from typing import Generic, TypeVar
 
 from pagoda.backend.kv_store import DONE, DeviceEvent
-from pagoda.messages.transfers import Transfer, TransferEnd, num_places
+from pagoda.messages.transfers import TierWord, Transfer, TransferEnd, num_places
 
 FIRST, LATER = range(2)
 """Urgency: a request waits for a task, or one will."""
@@ -68,16 +68,16 @@ class Job:
 class Jobs:
     """State that the threads of all lanes share: ends that have yet to be told, and the number of steps done."""
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        """`on_end` is called, from any thread, when `poll` has something to tell."""
-        self._on_end = on_end
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        """`on_news` is called, from any thread, when `poll` has something to tell."""
+        self._on_news = on_news
         self.changed = threading.Condition()
         """Guards the jobs and all that follows."""
         self.is_closed = False
         self._executed = -1
         self._computed = DONE
         """Event of all that steps up to the last one executed do to KV."""
-        self._ends: deque[TransferEnd] = deque()
+        self._news: deque[TransferEnd | TierWord] = deque()
         self._next_warning_at = 0.0
 
     def begin(self, transfer: Transfer, num_parts: int) -> Job:
@@ -122,15 +122,19 @@ class Jobs:
             self.end_part(job)
 
     def _end(self, job: Job) -> None:
-        with self.changed:
-            self._ends.append(job.end())
-        self._on_end()
+        self.tell(job.end())
 
-    def poll(self) -> list[TransferEnd]:
+    def tell(self, news: TransferEnd | TierWord) -> None:
+        """Tells the engine, from any thread."""
         with self.changed:
-            ended = list(self._ends)
-            self._ends.clear()
-        return ended
+            self._news.append(news)
+        self._on_news()
+
+    def poll(self) -> list[TransferEnd | TierWord]:
+        with self.changed:
+            news = list(self._news)
+            self._news.clear()
+        return news
 
     def step_done(self, step: int, computed: DeviceEvent = DONE) -> None:
         """A step has been executed, whose KV is in the cache when `computed` is done."""

@@ -38,6 +38,9 @@ class TierTransfers(Protocol):
 
         Raises ValueError: this worker has no such places."""
 
+    def hear(self, body: bytes) -> None:
+        """Takes what the engine's half tells; never waits. Answers go through the jobs."""
+
     def give_up(self) -> None:
         """Ends the transfers of a place that has not answered for long. The thread that begins transfers calls it,
         so none begins meanwhile."""

@@ -152,9 +152,10 @@ class TransferThread:
             self.transfers.give_up()
             if self._news in ready:
                 os.eventfd_read(self._news)
-                for end in self.jobs.poll():
-                    socket.send_multipart(pieces(codec_out.encode(end)))
-                    self._spans.end(end)
+                for news in self.jobs.poll():
+                    socket.send_multipart(pieces(codec_out.encode(news)))
+                    if isinstance(news, TransferEnd):
+                        self._spans.end(news)
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
                 self._check_turn(message)

@@ -127,6 +127,9 @@ class TransferWorker:
         """
         if self.fetcher is not None:
             self.fetcher.add_peers(message.added_peers)
+        for word in message.words:
+            if word.tier in self._tiers:
+                self._tiers[word.tier].hear(word.body)
         self.start(message.transfers)
         if self.fetcher is not None:
             self.fetcher.remove_peers(message.removed_peers)

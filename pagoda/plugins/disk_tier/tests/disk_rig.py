@@ -17,6 +17,7 @@ from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.plugin import TierContext
+from pagoda.kv.post import TierPost
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import TierBlocks, TierPlace, Transfer, TransferEnd
@@ -63,6 +64,7 @@ class DiskRig:
             self.host,
             self.events,
             EPOCH,
+            TierPost(),
         )
         self.tier = DiskTier(context, self._open)
         if is_scanned:

@@ -16,6 +16,7 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.plugin import TierContext
+from pagoda.kv.post import TierPost
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import TierBlocks, TierPlace, TransferEnd
 from pagoda.messages.worker_config import KVTierConfig
@@ -40,7 +41,9 @@ class Server:
         place = TierPlace("disk", str(files.directory), files.object_bytes)
         config = KVTierConfig("/kv", QUOTA_BLOCKS * files.object_bytes, {MIN_TOUCHES: 1})
         self.tier = open_tier(
-            TierContext(config, (place,), self.ledger, self.clock, None, None, time.time())
+            TierContext(
+                config, (place,), self.ledger, self.clock, None, None, time.time(), TierPost()
+            )
         )
         self.poller = select.poll()
         self.poller.register(self.tier.pollables()[0], select.POLLIN)

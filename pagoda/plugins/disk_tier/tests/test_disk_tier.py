@@ -300,8 +300,11 @@ def test_workers_of_other_directories_begin_with_what_is_in_them(rig: DiskRig) -
     rig.tier.workers_lost()
     rig.tier.workers_ready(ready(name="other"))
     assert [keeper.is_closed for keeper in rig.keepers] == [True, False]
-    assert rig.tier.lookup(prefix(), 0) == 0
     assert not rig.report.is_indexed
+    assert rig.tier.lookup(prefix(), 0) is None, "a request in line asks again"
+    rig.keeper.disk[OWN].update(dict.fromkeys(KEYS[:2], EPOCH))
+    rig.work()
+    assert rig.tier.lookup(prefix(), 0) == 2
     rig.tier.on_dequeued("r")
 
 
