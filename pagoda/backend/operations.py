@@ -99,6 +99,12 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "sinks?"),
         ("head_dim", "scale", "window", "softcap", "chunk", "causal"),
     ),
+    "context_attention": OperationSpec(
+        "attention",
+        ("queries", "metadata"),
+        ("cache", "ranks", "sinks?"),
+        ("head_dim", "scale", "window", "softcap", "chunk", "segment_tokens"),
+    ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
     ),

@@ -27,6 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
+from pagoda.backend.context import ContextRanks
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
@@ -86,10 +87,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         batch_invariant: bool = True,
         lent: Decoder[LinearT, MetadataT] | None = None,
         captured: Sequence[int] = (),
+        context: ContextRanks = ContextRanks(),
     ) -> None:
         """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 
-        A head takes tables that it lacks from its model, `lent`. `captured` are layers whose inputs are results.
+        A head takes tables that it lacks from its model, `lent`. `captured` are layers whose inputs are results;
+        `context` are the ranks that hold parts of each context.
         With `has_adapters`, tokens of a step may have adapters of `adapters`; see `Graph.batch_invariant`.
         """
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
@@ -103,7 +106,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         has_norm = shard.is_last and config.encoder is None
         self._norm = loader.norm(config.names.norm) if has_norm else None
         draft = config.draft_head
-        self._captured = captured
+        self._captured, self._context = captured, context
         self._joint = load_joint(loader)
         self.token_offsets = load_token_offsets(loader)
         """Numbers [outputs] that make a head's tokens the model's; None where they are the same."""
@@ -532,7 +535,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         if spec.temperature is not None:
             scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
-        out = ops.attention(
+        out = self._context.attention(
+            ops,
             queries,
             metadata,
             cache,

@@ -25,6 +25,7 @@ from torch import Tensor
 from pagoda.backend.base import EmbeddedRows, TokenBatch
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
+from pagoda.parallel.segments import BlockNumbers
 from pagoda.worker.block_table import SlotBlockTables
 from pagoda.worker.step_rows import Draft, SlotRows
 
@@ -197,15 +198,17 @@ class InputBatch:
         adapter_number: Callable[[str], int] | None = None,
         *,
         embeds_spans: bool = True,
+        blocks: BlockNumbers = BlockNumbers(),
         keeps_states: bool = False,
     ) -> None:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
         `keeps_states`, states stay behind known tokens: drafts that were right are computed again.
 
-        `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
+        `blocks` says which blocks are this rank's. `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
         """
         self._adapter_number = adapter_number
         self._embeds_spans = embeds_spans
+        self._blocks = blocks
         self.keeps_states = keeps_states
         # The last token of a full context is sampled but never computed: one more place for it.
         self._stride = max_model_len + 1
@@ -300,7 +303,7 @@ class InputBatch:
     def add_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
         """Appends to a slot's block table of a group."""
         self._check_use(slot)
-        if not self._tables[group].append(slot, block_ids):
+        if not self._tables[group].append(slot, self._blocks.seen(block_ids)):
             raise ValueError(f"Slot {slot} is given too many blocks of group {group}.")
         self._room[slot] = min(table.room[slot] for table in self._tables)
 

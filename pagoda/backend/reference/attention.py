@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,20 @@ class _Pass:
     num_active: list[int]
     """Number of query tiles that reach each key tile."""
     kv_rows: list[Tensor]
-    """Rows of each key tile's blocks, for the query tiles that reach it; see `_kv_rows`."""
+    """Rows of each key tile's blocks, for the query tiles that reach it; see `kv_rows`."""
+
+
+class Tiles(NamedTuple):
+    """The query tiles of a step."""
+
+    positions: Tensor
+    """[tiles, rows], of the last token that the query in each row sees; -1 in rows without one."""
+    last_positions: Tensor
+    """[tiles]."""
+    tables: Tensor
+    """[tiles, b], block tables."""
+    first_tokens: Tensor
+    """[tiles], the first token of each tile's sequence in the step."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,10 @@ class AttentionMetadata:
     num_tiles: int
     rows_per_tile: int
     passes: list[_Pass]
+    tiles: Tiles
+    first_blocks: Tensor
+    """[n], the first cache block of each token's sequence."""
+    longest_context: int
     plan_both_ways: Callable[[], AttentionMetadata]
     """Plans the step for attention that is not causal."""
 
@@ -108,7 +125,7 @@ def plan_attention(
     rows = (tile[:, None, None] * num_kv_heads + kv_head) * rows_per_tile + row[:, None, :]
 
     tables = block_table[sequence_of_tile[by_length]]
-    kv_rows = _kv_rows(tables, num_kv_heads, block_size)
+    rows_of_tables = kv_rows(tables, num_kv_heads, block_size)
     block_index = batch.positions // block_size
     return AttentionMetadata(
         block_ids=block_table[batch.sequence_ids, block_index],
@@ -117,9 +134,19 @@ def plan_attention(
         num_tiles=num_tiles,
         rows_per_tile=rows_per_tile,
         passes=[
-            _plan_pass(slice(start, start + TILES_PER_PASS), positions, last_positions, kv_rows)
+            _plan_pass(
+                slice(start, start + TILES_PER_PASS), positions, last_positions, rows_of_tables
+            )
             for start in range(0, num_tiles, TILES_PER_PASS)
         ],
+        tiles=Tiles(
+            positions,
+            last_positions,
+            tables,
+            (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile[by_length]],
+        ),
+        first_blocks=block_table[batch.sequence_ids, 0],
+        longest_context=int(batch.context_lens.max()),
         plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
     )
 
@@ -159,6 +186,10 @@ def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetadata) -> None:
     """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
     place = (plan.block_ids, slice(None), plan.offsets)
+    here = plan.block_ids >= 0  # others lie on other ranks
+    if not here.all():
+        place = (plan.block_ids[here], slice(None), plan.offsets[here])
+        keys, values = keys[here], values[here]
     for stored, scales, new in (
         (cache.keys, cache.key_scales, keys),
         (cache.values, cache.value_scales, values),
@@ -213,7 +244,7 @@ def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows:
     )
 
 
-def _kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+def kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     """Rows of each key tile's blocks in a cache flattened to [num_blocks * kv_heads, ...], or of its tiles.
 
     Returns [tiles, key_tiles, kv_heads, blocks_per_tile].
@@ -239,50 +270,98 @@ def _attend(
 ) -> Tensor:
     """Attention of query tiles [tiles, kv_heads, rows, d], already scaled, in float32; sinks are of every row."""
     num_heads = queries.shape[1]
-    queries = queries.flatten(0, 1)
-    highest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
-    total = torch.zeros_like(highest)
-    head_dim, spare = queries.shape[-1], max(0, _LEAST_COLUMNS - queries.shape[-1])
-    out = _widened(torch.zeros_like(queries), spare)
+    partial = new_partial(queries)
     for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
-        key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
-        keys = _gather(cache.keys, cache.key_scales, rows)
-        values = _gather(cache.values, cache.value_scales, rows)
         going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
-        unwritten = key_positions > part.last_positions[going_on:active, None]
-        _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
-            unwritten[:, None, :, None], 0
-        )  # a weight of zero does not take away what an ended request left there if that is NaN
-        if reach != (None, None):  # nor what others wrote to blocks that were given back
-            behind = key_positions < _first_seen(part.first_positions[:active, None], reach)
-            _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
-
-        now = slice(0, active * num_heads)
-        scores = _bmm(queries[now], keys.transpose(1, 2))
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        hidden = _hidden(key_positions, part.positions[:active], reach)
-        _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
-
-        new_highest = torch.maximum(highest[now], scores.amax(-1, keepdim=True))
-        base = new_highest.masked_fill(new_highest == -torch.inf, 0)
-        weights = scores.sub_(base).exp_()
-        decay = torch.exp(highest[now] - base)
-        highest[now] = new_highest
-        total[now] = total[now] * decay + weights.sum(-1, keepdim=True)
-        out[now] = out[now] * decay + _bmm(weights, _widened(values, spare))
+        attend_keys(
+            queries[:active],
+            cache,
+            rows,
+            torch.arange(index * KEYS, (index + 1) * KEYS)[None],
+            part.positions[:active],
+            part.last_positions[going_on:active],
+            reach,
+            softcap,
+            partial,
+        )
+    highest, total, out = partial
     if sinks is not None:
         # A sink far above all scores makes the total infinite, and the result 0.
         total += torch.exp(sinks.flatten(0, 1)[..., None] - highest.clamp(min=-3e38))
     # The highest score adds exactly 1 to the total, so only rows without a query have less.
-    return _by_head(out[..., :head_dim] / total.clamp(min=1), num_heads)
+    return _by_head(out[..., : queries.shape[-1]] / total.clamp(min=1), queries.shape[1])
+
+
+class Partial(NamedTuple):
+    """A softmax that is not complete, of query tiles; none of their tokens has been seen yet where it begins."""
+
+    highest: Tensor
+    """[tiles * kv_heads, rows, 1]."""
+    total: Tensor
+    """[tiles * kv_heads, rows, 1]."""
+    out: Tensor
+    """[tiles * kv_heads, rows, columns], of which the first d count."""
+
+
+def new_partial(queries: Tensor) -> Partial:
+    """That of query tiles [tiles, kv_heads, rows, d]."""
+    queries = queries.flatten(0, 1)
+    highest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    spare = max(0, _LEAST_COLUMNS - queries.shape[-1])
+    return Partial(highest, torch.zeros_like(highest), _widened(torch.zeros_like(queries), spare))
+
+
+def attend_keys(
+    queries: Tensor,
+    cache: KVCache,
+    rows: Tensor,
+    key_positions: Tensor,
+    positions: Tensor,
+    ended: Tensor,
+    reach: tuple[int | None, int | None],
+    softcap: float | None,
+    partial: Partial,
+) -> None:
+    """Takes a key tile of each query tile [tiles, kv_heads, rows, d] into the first rows of their softmax.
+
+    `rows` are those of the key tiles' blocks, `key_positions` [tiles or 1, KEYS] what they hold, and `positions`
+    [tiles, rows] what each query sees. The last query tiles go no further than `ended` [m], each of them.
+    """
+    num_heads, highest, total, out = queries.shape[1], *partial
+    first_positions = positions[:, :1]
+    now = slice(0, len(queries) * num_heads)
+    keys = _gather(cache.keys, cache.key_scales, rows)
+    values = _gather(cache.values, cache.value_scales, rows)
+    going_on = len(queries) - len(ended)
+    unwritten = key_positions.expand(len(queries), -1)[going_on:] > ended[:, None]
+    _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
+        unwritten[:, None, :, None], 0
+    )  # a weight of zero does not take away what an ended request left there if that is NaN
+    if reach != (None, None):  # nor what others wrote to blocks that were given back
+        behind = key_positions < _first_seen(first_positions, reach)
+        _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
+
+    scores = _bmm(queries.flatten(0, 1), keys.transpose(1, 2))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = _hidden(key_positions, positions, reach)
+    _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
+
+    new_highest = torch.maximum(highest[now], scores.amax(-1, keepdim=True))
+    base = new_highest.masked_fill(new_highest == -torch.inf, 0)
+    weights = scores.sub_(base).exp_()
+    decay = torch.exp(highest[now] - base)
+    highest[now] = new_highest
+    total[now] = total[now] * decay + weights.sum(-1, keepdim=True)
+    spare = out.shape[-1] - queries.shape[-1]
+    out[now] = out[now] * decay + _bmm(weights, _widened(values, spare))
 
 
 def _hidden(
     key_positions: Tensor, positions: Tensor, reach: tuple[int | None, int | None]
 ) -> Tensor:
     """[tiles, rows, keys], which keys a query does not see."""
-    positions = positions[:, :, None]
+    positions, key_positions = positions[:, :, None], key_positions[:, None, :]
     return (key_positions > positions) | (key_positions < _first_seen(positions, reach))
 
 

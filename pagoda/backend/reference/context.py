@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over contexts whose segments lie on several ranks, in plain PyTorch; see `pagoda.backend.context`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import KVCache
+from pagoda.backend.reference.attention import (
+    KEYS,
+    TILES_PER_PASS,
+    AttentionMetadata,
+    Tiles,
+    attend_keys,
+    kv_rows,
+    new_partial,
+)
+from pagoda.parallel.collectives import Collectives
+
+
+class _Pass(NamedTuple):
+    """Some query tiles, those with the most key tiles in their segments first."""
+
+    tiles: Tensor
+    """[tiles] int64, their numbers."""
+    positions: Tensor
+    """[tiles, rows], as in `Tiles`."""
+    firsts: Tensor
+    """[tiles], positions of the segments' first tokens."""
+    last_positions: Tensor
+    """[tiles], of the last tokens in the segments that some query of a tile sees."""
+    num_active: list[int]
+    """Number of query tiles that reach each key tile of a segment."""
+    kv_rows: Tensor
+    """[tiles, key_tiles, kv_heads, blocks], as `kv_rows` gives them."""
+
+
+def context_attention(
+    queries: Tensor,
+    metadata: AttentionMetadata,
+    cache: KVCache,
+    ranks: Collectives,
+    sinks: Tensor | None = None,
+    *,
+    head_dim: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    chunk: int | None,
+    segment_tokens: int,
+) -> Tensor:
+    tiles, num_tokens = metadata.tiles, len(queries)
+    num_kv_heads = cache.keys.shape[1]
+    shape = (metadata.num_tiles, num_kv_heads, metadata.rows_per_tile, head_dim)
+    packed = torch.zeros(shape, dtype=torch.float32)
+    packed.view(-1, head_dim).index_copy_(0, metadata.rows, queries.reshape(-1, head_dim) * scale)
+    # A block of another rank is -1 less its number; the first segment's rank is that of the first block.
+    first_ranks = torch.where(metadata.first_blocks < 0, -1 - metadata.first_blocks, ranks.rank)
+    num_segments = -(-metadata.longest_context // segment_tokens)
+    whole = _nothing((num_tokens, queries.shape[1] // head_dim, head_dim))
+    order = (first_ranks + torch.arange(ranks.size)[:, None]) % ranks.size
+    for number in range(-(-num_segments // ranks.size)):
+        turns = number * ranks.size + (ranks.rank - first_ranks) % ranks.size
+        found = torch.zeros((*shape[:3], head_dim + 2))
+        found[..., 0] = -torch.inf
+        starts = turns[tiles.first_tokens] * segment_tokens
+        for part in _plan_round(tiles, starts, segment_tokens, cache):
+            found[part.tiles] = _attend(packed[part.tiles], cache, part, (window, chunk), softcap)
+        own = found.view(-1, head_dim + 2).index_select(0, metadata.rows)
+        shares = ranks.all_gather(own.view(num_tokens, -1, head_dim + 2))
+        for rank in order:
+            _merge(whole, shares[rank, torch.arange(num_tokens)])
+    highest, total, out = whole
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None] - highest.clamp(min=-3e38))
+    return (out / total.clamp(min=1)).flatten(1)
+
+
+class _Softmax(NamedTuple):
+    highest: Tensor
+    """[n, heads, 1]."""
+    total: Tensor
+    """[n, heads, 1]."""
+    out: Tensor
+    """[n, heads, d]."""
+
+
+def _nothing(shape: tuple[int, int, int]) -> _Softmax:
+    highest = torch.full((*shape[:2], 1), -torch.inf)
+    return _Softmax(highest, torch.zeros_like(highest), torch.zeros(shape))
+
+
+def _merge(whole: _Softmax, segment: Tensor) -> None:
+    """Takes the softmax over the next segment [n, heads, 2 + d] into that of those before it."""
+    highest, total, out = segment.split((1, 1, segment.shape[2] - 2), dim=2)
+    now = torch.maximum(whole.highest, highest)
+    base = now.masked_fill(now == -torch.inf, 0)
+    before, here = torch.exp(whole.highest - base), torch.exp(highest - base)
+    whole.highest.copy_(now)
+    whole.total.mul_(before).add_(total * here)
+    whole.out.mul_(before).add_(out * here)
+
+
+def _plan_round(tiles: Tiles, starts: Tensor, segment_tokens: int, cache: KVCache) -> list[_Pass]:
+    """Passes over a segment for each query tile, which begins at `starts` [tiles]; tiles before it have none."""
+    _, num_kv_heads, block_size, _ = cache.keys.shape
+    last_positions = tiles.last_positions.minimum(starts + segment_tokens - 1)
+    lengths, by_length = (last_positions - starts).sort(descending=True, stable=True)
+    active = by_length[: int((lengths >= 0).sum())]
+    passes: list[_Pass] = []
+    for own in active.split(TILES_PER_PASS):
+        key_tiles = (last_positions[own] - starts[own]) // KEYS + 1
+        columns = starts[own, None] // block_size + torch.arange(segment_tokens // block_size)
+        tables = tiles.tables[own].gather(1, columns.clamp(max=tiles.tables.shape[1] - 1))
+        reached = key_tiles[:, None] > torch.arange(int(key_tiles[0]))
+        passes.append(
+            _Pass(
+                own,
+                tiles.positions[own],
+                starts[own],
+                last_positions[own],
+                reached.sum(0).tolist(),
+                # Blocks behind a context are any.
+                kv_rows(tables.clamp(min=0), num_kv_heads, block_size),
+            )
+        )
+    return passes
+
+
+def _attend(
+    queries: Tensor,
+    cache: KVCache,
+    part: _Pass,
+    reach: tuple[int | None, int | None],
+    softcap: float | None,
+) -> Tensor:
+    """Softmax of query tiles [tiles, kv_heads, rows, d] over their segments: [tiles, kv_heads, rows, 2 + d]."""
+    partial = new_partial(queries)
+    for index, active in enumerate(part.num_active):
+        going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
+        attend_keys(
+            queries[:active],
+            cache,
+            part.kv_rows[:active, index].flatten(),
+            part.firsts[:active, None] + torch.arange(index * KEYS, (index + 1) * KEYS),
+            part.positions[:active],
+            part.last_positions[going_on:active],
+            reach,
+            softcap,
+            partial,
+        )
+    highest, total, out = partial
+    both = torch.cat((highest, total, out[..., : queries.shape[-1]]), dim=-1)
+    return both.view(*queries.shape[:3], -1)
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {"context_attention": context_attention}
+"""Operations by name."""
