@@ -112,7 +112,7 @@ def _plan_round(tiles: Tiles, starts: Tensor, segment_tokens: int, cache: KVCach
     lengths, by_length = (last_positions - starts).sort(descending=True, stable=True)
     active = by_length[: int((lengths >= 0).sum())]
     passes: list[_Pass] = []
-    for own in active.split(TILES_PER_PASS):
+    for own in active.split(TILES_PER_PASS) if len(active) else ():
         key_tiles = (last_positions[own] - starts[own]) // KEYS + 1
         columns = starts[own, None] // block_size + torch.arange(segment_tokens // block_size)
         tables = tiles.tables[own].gather(1, columns.clamp(max=tiles.tables.shape[1] - 1))
