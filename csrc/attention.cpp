@@ -33,6 +33,7 @@ class Pieces {
         taken_ += (n + 15) / 16 * 16;
         return piece;
     }
+    Softmax take_softmax(int64_t rows, int padded_dim) { return {take(rows), take(rows), take(rows * padded_dim)}; }
     Partial take_partial(int64_t rows, int padded_dim) {
         float* highest = take(rows);
         float* totals = take(rows * kTotals);
@@ -51,19 +52,21 @@ struct Memory {
     float* factors;
     int64_t *positions, *firsts;  // of rows
     Partial partial;  // of one split
+    Softmax segment;  // of the splits of one segment
     Softmax whole;    // of all of them
     float* rest;
 
-    Memory(Pieces& pieces, const AttentionPlan& plan, const Widths& padded) {
-        const int64_t rows = plan.max_head_rows;
-        queries = pieces.take(plan.max_queries * padded.row);
+    Memory(Pieces& pieces, const PlanSizes& sizes, const Widths& padded) {
+        const int64_t rows = sizes.max_head_rows;
+        queries = pieces.take(sizes.max_queries * padded.row);
         factors = pieces.take(rows);
         for (int64_t** of_rows : {&positions, &firsts}) {
-            *of_rows = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{plan.max_rows}));
+            *of_rows = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{sizes.max_rows}));
         }
         partial = pieces.take_partial(rows, padded.value);
-        whole = {pieces.take(rows), pieces.take(rows), pieces.take(rows * padded.value)};
-        rest = pieces.take(attend_scratch(plan.max_rows, plan.max_heads, padded.row));
+        segment = pieces.take_softmax(rows, padded.value);
+        whole = pieces.take_softmax(rows, padded.value);
+        rest = pieces.take(attend_scratch(sizes.max_rows, sizes.max_heads, padded.row));
     }
 };
 
@@ -138,6 +141,22 @@ void clear(Partial partial, int heads, int64_t rows, int padded_dim) {
     }
 }
 
+void clear(Softmax softmax, int64_t rows, int padded_dim) {
+    std::fill_n(softmax.highest, rows, -INFINITY);
+    std::fill_n(softmax.total, rows, 0.0f);
+    std::fill_n(softmax.out, rows * padded_dim, 0.0f);
+}
+
+// Memory that all threads of a layer's attention share.
+struct SharedMemory {
+    Partial splits;
+    Softmax carried;  // of rows of sequences with cold segments: over those so far
+
+    SharedMemory(Pieces& pieces, const AttentionMetadata& metadata, const PlanSizes& sizes, const Widths& padded)
+        : splits(pieces.take_partial(sizes.num_split_rows, padded.value)),
+          carried(pieces.take_softmax(metadata.num_carried * metadata.shape.num_heads, padded.value)) {}
+};
+
 // The attention of one layer, as one thread goes through it.
 struct Attention {
     const KernelTable& table;
@@ -148,7 +167,8 @@ struct Attention {
     const AttentionOptions& options;
     float* out;
     Memory memory;
-    Partial splits;
+    SharedMemory shared;
+    const int32_t* cold_blocks = nullptr;  // of the cold segment that this is the attention over; `cache` has it
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
@@ -175,7 +195,7 @@ struct Attention {
 
     Partial split_at(const Item& item, int64_t split) const {
         const auto& rows = plan.splits[static_cast<size_t>(split)];
-        Partial partial = splits.from(rows.row + item.kv_head * rows.head_rows, padded);
+        Partial partial = shared.splits.from(rows.row + item.kv_head * rows.head_rows, padded);
         partial.head_rows = rows.head_rows;
         return partial;
     }
@@ -187,7 +207,7 @@ struct Attention {
         for (int64_t member = 0; member < item.num_members; ++member) {
             const auto& tile = tile_of(item, member);
             for (int row = 0; row < tile.num_tokens * plan.group; ++row) {
-                const int64_t position = tile.first_position + row / plan.group;
+                const int64_t position = cold_blocks ? tile.end - 1 : tile.first_position + row / plan.group;
                 memory.firsts[rows] = options.reach.first(position);
                 memory.positions[rows++] = options.reach.last(position, tile.end);
             }
@@ -209,27 +229,62 @@ struct Attention {
 
     void run(const Item& item) const {
         const int rows = pack(item);
+        const int32_t* blocks = cold_blocks ? cold_blocks : metadata.blocks_of(tile_of(item).sequence);
         const AttendTile attended{
             cache, memory.queries, memory.factors, memory.positions, memory.firsts, rows, item.kv_head, item.heads,
-            options.softcap * kLog2E, metadata.blocks_of(tile_of(item).sequence), item.end, shape.num_kv_heads, shape.block_size,
-            shape.head_dim, Widths(cache).row, padded};
+            options.softcap * kLog2E, blocks, item.end, shape.num_kv_heads, shape.block_size, shape.head_dim,
+            Widths(cache).row, padded};
         if (item.split >= 0) {
             const Partial split = split_at(item, item.split);
             if (!item.resumes) clear(split, item.heads, rows, padded);
             table.attend(attended, item.begin, item.end, memory.rest, split);
             return;
         }
-        start_whole(item.heads * rows);
         Partial partial = memory.partial;
         partial.head_rows = rows;
-        for (int64_t begin = item.begin; begin < item.end;) {
-            const int64_t end = std::min(begin / kSplit * kSplit + kSplit, item.end);
+        merge_all(item, rows, [&](int64_t begin, int64_t end, Softmax into) {
             clear(partial, item.heads, rows, padded);
             table.attend(attended, begin, end, memory.rest, partial);
-            table.merge(item.heads * rows, padded, memory.whole, partial);
+            table.merge(item.heads * rows, padded, into, partial);
+        });
+    }
+
+    // Merges the splits of an item, each of which is taken into the softmax of its segment, and the segments.
+    template <class TakeSplit>
+    void merge_all(const Item& item, int rows, TakeSplit take_split) const {
+        const int all = item.heads * rows;
+        const int64_t segment = plan.parts.segment, split = plan.parts.split;
+        const bool carries = cold_blocks == nullptr && metadata.sequences[static_cast<size_t>(tile_of(item).sequence)].cold_len > 0;
+        // What is merged into nothing stays as it is.
+        const bool by_segments = carries || (item.end - 1) / segment > item.begin / segment;
+        clear(memory.whole, all, padded);
+        if (carries) carry(item, rows, [&](Softmax own, Softmax carried) { table.merge_segment(rows, padded, own, carried); });
+        for (int64_t begin = item.begin; begin < item.end;) {
+            const int64_t end = std::min(begin / split * split + split, item.end);
+            if (by_segments && (begin == item.begin || begin % segment == 0)) clear(memory.segment, all, padded);
+            take_split(begin, end, by_segments ? memory.segment : memory.whole);
+            if (by_segments && (end == item.end || end % segment == 0)) {
+                table.merge_segment(all, padded, memory.whole, memory.segment);
+            }
             begin = end;
         }
-        normalize(item, rows);
+        if (cold_blocks) {
+            carry(item, rows, [&](Softmax own, Softmax carried) { table.merge_segment(rows, padded, carried, own); });
+        } else {
+            normalize(item, rows);
+        }
+    }
+
+    // Calls f(rows of a head in memory.whole, the same rows among those that are carried on).
+    template <class F>
+    void carry(const Item& item, int rows, F f) const {
+        const auto& tile = tile_of(item);
+        const auto& sequence = metadata.sequences[static_cast<size_t>(tile.sequence)];
+        const int64_t first = (sequence.first_carried + tile.first_token - sequence.first_token) * shape.num_heads;
+        for (int head = 0; head < item.heads; ++head) {
+            f(memory.whole.from(int64_t{head} * rows, padded),
+              shared.carried.from(first + int64_t{item.kv_head + head} * rows, padded));
+        }
     }
 
     // The weights of a row, with that of its head's sink. Far above all scores that one is infinite, and the result 0.
@@ -242,23 +297,29 @@ struct Attention {
     void merge(const Item& item) const {
         const auto& tile = tile_of(item);
         const int rows = static_cast<int>(tile.num_tokens) * plan.group;
-        start_whole(item.heads * rows);
-        for (int split = 0; split < plan.num_splits(tile); ++split) {
-            const Partial partial = split_at(item, tile.first_split + split);
+        merge_all(item, rows, [&](int64_t begin, int64_t, Softmax into) {
+            const Partial partial = split_at(item, tile.first_split + begin / plan.parts.split - tile.begin / plan.parts.split);
             for (int head = 0; head < item.heads; ++head) {
-                const int64_t row = int64_t{head} * rows;
-                const Softmax whole{memory.whole.highest + row, memory.whole.total + row,
-                                    memory.whole.out + row * padded};
-                table.merge(rows, padded, whole, partial.from(head * partial.head_rows, padded));
+                table.merge(rows, padded, into.from(int64_t{head} * rows, padded), partial.from(head * partial.head_rows, padded));
             }
-        }
-        normalize(item, rows);
+        });
     }
 
-    void start_whole(int rows) const {
-        std::fill_n(memory.whole.highest, rows, -INFINITY);
-        std::fill_n(memory.whole.total, rows, 0.0f);
-        std::fill_n(memory.whole.out, int64_t{rows} * padded, 0.0f);
+    // Calls all threads of the team make together.
+    void run_all() const {
+        const auto num_shared = static_cast<int64_t>(plan.shared.size());
+        const auto num_items = static_cast<int64_t>(plan.items.size());
+        const auto num_merged = static_cast<int64_t>(plan.merged.size());
+        if (num_shared > 0) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < num_shared; ++i) run(plan.shared[static_cast<size_t>(i)]);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_items; ++i) run(plan.items[static_cast<size_t>(i)]);
+        if (num_merged > 0) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < num_merged; ++i) merge(plan.merged[static_cast<size_t>(i)]);
+        }
     }
 
     void normalize(const Item& item, int rows) const {
@@ -328,38 +389,44 @@ void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata&
 }
 
 size_t attention_scratch(const AttentionMetadata& metadata, const Cache& cache, const Reach& reach) {
-    const AttentionPlan& plan = metadata.plan(reach);
+    const PlanSizes sizes = metadata.sizes(reach);
     const Widths padded(cache);
     Pieces own(nullptr), shared(nullptr);
-    const Memory memory(own, plan, padded);
-    shared.take_partial(plan.num_split_rows, padded.value);
+    const Memory memory(own, sizes, padded);
+    const SharedMemory of_all(shared, metadata, sizes, padded);
     return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * own.taken() + shared.taken());
 }
 
 void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const Queries& queries,
                const AttentionOptions& options, float* out, void* scratch) {
-    const AttentionPlan& plan = metadata.plan(options.reach);
+    const PlanSizes sizes = metadata.sizes(options.reach);
     const Widths padded(cache);
-    Pieces shared(static_cast<float*>(scratch));
-    const Partial splits = shared.take_partial(plan.num_split_rows, padded.value);
+    Pieces pieces(static_cast<float*>(scratch));
+    const SharedMemory shared(pieces, metadata, sizes, padded);
     Pieces measured(nullptr);
-    const Memory size(measured, plan, padded);
-    Pieces own(static_cast<float*>(scratch) + shared.taken() + omp_get_thread_num() * measured.taken());
-    const Attention layer{table, metadata, plan, cache, queries, options, out,
-                          Memory(own, plan, padded), splits};
-    const auto num_shared = static_cast<int64_t>(plan.shared.size());
-    const auto num_items = static_cast<int64_t>(plan.items.size());
-    const auto num_merged = static_cast<int64_t>(plan.merged.size());
-    if (num_shared > 0) {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_shared; ++i) layer.run(plan.shared[static_cast<size_t>(i)]);
+    const Memory size(measured, sizes, padded);
+    Pieces own(static_cast<float*>(scratch) + pieces.taken() + omp_get_thread_num() * measured.taken());
+    const Memory memory(own, sizes, padded);
+    if (!metadata.cold.empty()) {
+        const int64_t rows = metadata.num_carried * metadata.shape.num_heads;
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row) clear(shared.carried.from(row, padded.value), 1, padded.value);
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items; ++i) layer.run(plan.items[static_cast<size_t>(i)]);
-    if (num_merged > 0) {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_merged; ++i) layer.merge(plan.merged[static_cast<size_t>(i)]);
+    for (size_t i = 0; i < metadata.cold.size(); ++i) {
+#pragma omp master
+        metadata.staged = metadata.source->take(cache, static_cast<int64_t>(i));
+#pragma omp barrier
+        const StagedSegment staged = metadata.staged;
+        const AttentionPlan& plan = metadata.cold_plan(metadata.cold[i]);
+        const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks};
+        over.run_all();
     }
+    if (!metadata.cold.empty()) {
+#pragma omp master
+        metadata.source->release(cache);
+    }
+    const Attention layer{table, metadata, metadata.plan(options.reach), cache, queries, options, out, memory, shared};
+    layer.run_all();
 }
 
 }  // namespace pagoda

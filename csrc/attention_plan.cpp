@@ -46,7 +46,7 @@ class SharedSplits {
             Found found = std::move(open.back());
             open.pop_back();
             share(found);
-            if (found.end % kSplit == 0) group(found.tiles, found.end, open);
+            if (found.end % plan_.parts.split == 0) group(found.tiles, found.end, open);
         }
     }
 
@@ -105,7 +105,7 @@ class SharedSplits {
     // Up to where two tiles lie in the same blocks, within the split, at a multiple of kKeyTile.
     int64_t common_end(int64_t one, int64_t other, int64_t begin) const {
         const int64_t size = metadata_.shape.block_size;
-        const int64_t end = std::min({round_down(begin, kSplit) + kSplit, tile(one).end, tile(other).end});
+        const int64_t end = std::min({round_down(begin, plan_.parts.split) + plan_.parts.split, tile(one).end, tile(other).end});
         int64_t position = begin;
         while (position < end && block(one, position) == block(other, position)) position = round_down(position, size) + size;
         return round_down(std::min(position, end), kKeyTile);
@@ -127,7 +127,7 @@ class SharedSplits {
 
     void share(const Found& found, size_t begin, size_t end, int rows) {
         const auto split_of = [&](int64_t i) {
-            return tile(i).first_split + found.begin / kSplit - tile(i).begin / kSplit;
+            return tile(i).first_split + found.begin / plan_.parts.split - tile(i).begin / plan_.parts.split;
         };
         const AttentionPlan::Item item{static_cast<int64_t>(plan_.members.size()), static_cast<int64_t>(end - begin), 0, 1,
                                        found.begin, found.end, split_of(found.tiles[begin]), false};
@@ -152,8 +152,8 @@ class SharedSplits {
 
 AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks_, int64_t n, const int64_t* query_lens,
                                      const int64_t* context_lens, const int64_t* draft_lens,
-                                     const int64_t* block_tables, int64_t width_)
-    : shape(shape_), num_blocks(num_blocks_), width(width_), blocks(block_tables, block_tables + n * width_) {
+                                     const int64_t* block_tables, int64_t width_, ContextParts parts_)
+    : shape(shape_), num_blocks(num_blocks_), width(width_), blocks(block_tables, block_tables + n * width_), parts(parts_) {
     if (shape.num_heads % shape.num_kv_heads != 0) {
         throw std::invalid_argument(std::to_string(shape.num_heads) + " query heads do not share " +
                                     std::to_string(shape.num_kv_heads) + " KV heads.");
@@ -180,6 +180,41 @@ AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks
     }
 }
 
+void AttentionMetadata::set_cold(const std::vector<int64_t>& counts, std::unique_ptr<SegmentSource> source_) {
+    source = std::move(source_);
+    for (size_t i = 0; i < sequences.size(); ++i) {
+        Sequence& own = sequences[i];
+        const int64_t count = counts.at(i);
+        if (count == 0) continue;
+        own.cold_len = count * parts.segment;
+        if (own.cold_len > own.context_len - own.query_len) {
+            throw std::invalid_argument(std::to_string(own.query_len) + " tokens of a context of " +
+                                        std::to_string(own.context_len) + " are in " + std::to_string(count) +
+                                        " cold segments of " + std::to_string(parts.segment) + ".");
+        }
+        own.first_carried = num_carried;
+        num_carried += own.query_len;
+        cold.insert(cold.end(), static_cast<size_t>(count), static_cast<int64_t>(i));
+        cold_plans_.emplace(static_cast<int64_t>(i), AttentionPlan(*this, static_cast<int64_t>(i)));
+    }
+}
+
+PlanSizes PlanSizes::or_more(const PlanSizes& other) const {
+    PlanSizes most;
+    most.max_rows = std::max(max_rows, other.max_rows);
+    most.max_heads = std::max(max_heads, other.max_heads);
+    most.max_head_rows = std::max(max_head_rows, other.max_head_rows);
+    most.max_queries = std::max(max_queries, other.max_queries);
+    most.num_split_rows = std::max(num_split_rows, other.num_split_rows);
+    return most;
+}
+
+PlanSizes AttentionMetadata::sizes(const Reach& reach) const {
+    PlanSizes most = plan(reach);
+    for (const auto& [sequence, own] : cold_plans_) most = most.or_more(own);
+    return most;
+}
+
 const AttentionPlan& AttentionMetadata::plan(const Reach& whole) const {
     const Reach reach = whole.up_to(longest_context_);
     const auto known = plans_.find(reach);
@@ -195,29 +230,43 @@ int64_t AttentionMetadata::num_tokens_read(const Reach& reach) const {
 }
 
 AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const Reach& reach)
-    : group(metadata.shape.num_heads / metadata.shape.num_kv_heads) {
-    const int kv_heads = metadata.shape.num_kv_heads;
-    const int64_t tokens_per_tile = std::max(1, kQueryRows / group);
-    int64_t num_splits_in_all = 0, total = 0;
+    : group(metadata.shape.num_heads / metadata.shape.num_kv_heads), parts(metadata.parts) {
     for (size_t i = 0; i < metadata.sequences.size(); ++i) {
         const auto& sequence = metadata.sequences[i];
-        for (int64_t done = 0; done < sequence.query_len; done += tokens_per_tile) {
-            const int64_t count = std::min(tokens_per_tile, sequence.query_len - done);
-            const int64_t position = sequence.context_len - sequence.query_len + done;
-            const int64_t begin = round_down(reach.first(position), kKeyTile);
-            const int64_t end = reach.last(position + count - 1, sequence.context_len) + 1;
-            members.push_back(static_cast<int64_t>(tiles.size()));
-            tiles.push_back({sequence.first_token + done, count, position, static_cast<int64_t>(i), begin, end,
-                             num_splits_in_all});
-            num_splits_in_all += num_splits(tiles.back());
-            total += (end - begin) * kv_heads;
-        }
+        add_tiles(static_cast<int64_t>(i), metadata, [&](Tile& tile) {
+            tile.begin = std::max(round_down(reach.first(tile.first_position), kKeyTile), sequence.cold_len);
+            tile.end = reach.last(tile.first_position + tile.num_tokens - 1, sequence.context_len) + 1;
+        });
     }
-    splits.resize(static_cast<size_t>(num_splits_in_all));
     SharedSplits(metadata, *this).find();
+    add_items(metadata);
+}
 
+AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, int64_t sequence)
+    : group(metadata.shape.num_heads / metadata.shape.num_kv_heads), parts(metadata.parts) {
+    add_tiles(sequence, metadata, [&](Tile& tile) { tile.begin = 0, tile.end = parts.segment; });
+    add_items(metadata);
+}
+
+void AttentionPlan::add_tiles(int64_t number, const AttentionMetadata& metadata, const std::function<void(Tile&)>& place) {
+    const auto& sequence = metadata.sequences[static_cast<size_t>(number)];
+    const int64_t tokens_per_tile = std::max(1, kQueryRows / group);
+    for (int64_t done = 0; done < sequence.query_len; done += tokens_per_tile) {
+        const int64_t count = std::min(tokens_per_tile, sequence.query_len - done);
+        const int64_t position = sequence.context_len - sequence.query_len + done;
+        members.push_back(static_cast<int64_t>(tiles.size()));
+        tiles.push_back({sequence.first_token + done, count, position, number, 0, 0, static_cast<int64_t>(splits.size())});
+        place(tiles.back());
+        splits.resize(splits.size() + static_cast<size_t>(num_splits(tiles.back())));
+    }
+}
+
+void AttentionPlan::add_items(const AttentionMetadata& metadata) {
+    const int kv_heads = metadata.shape.num_kv_heads;
+    int64_t total = 0;
+    for (const Tile& tile : tiles) total += (tile.end - tile.begin) * kv_heads;
     // Cached tokens from which on an item is shared out, lest one thread is at it when all others are done.
-    const int64_t longest = std::max<int64_t>(kSplit, total / (kItemsPerThread * omp_get_max_threads()));
+    const int64_t longest = std::max<int64_t>(parts.split, total / (kItemsPerThread * omp_get_max_threads()));
     // Items for all heads, several in one while it stays short: what they read lies side by side.
     const auto put = [&](std::vector<Item>& to, Item item) {
         const int64_t rows = rows_of(members[static_cast<size_t>(item.first_member)]);
@@ -241,7 +290,7 @@ AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const Reach& rea
         put(merged, {member, 1, 0, 0, tile.begin, tile.end, -1, false});
         int64_t begin = tile.begin;
         for (int64_t index = tile.first_split; begin < tile.end; ++index) {
-            const int64_t end = std::min(round_down(begin, kSplit) + kSplit, tile.end);
+            const int64_t end = std::min(round_down(begin, parts.split) + parts.split, tile.end);
             Split& split = splits[static_cast<size_t>(index)];
             const bool resumes = split.row >= 0;
             if (!resumes) {

@@ -51,6 +51,7 @@ struct Cache {
     float* value_scales;  // the same; of latents these are one
     int64_t num_blocks, num_kv_heads, block_size, head_dim;
     int64_t value_dim;    // head_dim but of latents
+    int64_t key_stride, value_stride, scale_stride;  // bytes from block to block
 
     bool holds_latents() const { return keys == nullptr; }
 };
@@ -114,11 +115,13 @@ struct Partial {
     }
 };
 
-// The softmax of rows of one head over splits that were merged.
+// The softmax of rows of one head over splits, or over segments, that were merged.
 struct Softmax {
     float* highest;  // [rows], as a power of two
     float* total;    // [rows]
     float* out;      // [rows, padded_dim]
+
+    Softmax from(int64_t row, int padded_dim) const { return {highest + row, total + row, out + row * padded_dim}; }
 };
 
 // Inputs whose codes lie together in blocks: eight quads of 32 outputs.
@@ -441,6 +444,8 @@ struct KernelTable {
     void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial);
     // Takes the rows of one head over the next split into `whole`.
     void (*merge)(int rows, int padded_dim, Softmax whole, Partial split);
+    // The same of the next segment.
+    void (*merge_segment)(int rows, int padded_dim, Softmax whole, Softmax segment);
     // result = out / total.
     void (*normalize)(const float* out, float total, int64_t d, float* result);
     // The sum of weights of logits [n], and of weights times powers.

@@ -196,6 +196,55 @@ class PythonGroup final : public Group {
     std::exception_ptr error_;
 };
 
+// Cold segments that Python brings. The thread that runs the program calls back; what is raised there ends the step once
+// all is computed, with what lies in the cache in place of the segments.
+class PythonSegments final : public SegmentSource {
+   public:
+    PythonSegments(nb::object segments, int64_t num_blocks)
+        : segments_(std::move(segments)), none_(static_cast<size_t>(num_blocks), 0) {}
+    PythonSegments(const PythonSegments&) = delete;
+
+    StagedSegment take(const Cache& cache, int64_t index) override {
+        StagedSegment staged{&cache, none_.data()};
+        call([&] {
+            const nb::tuple found = nb::borrow<nb::tuple>(segments_.attr("take")(values_of(cache), index));
+            blocks_ = nb::cast<std::vector<int32_t>>(found[1]);
+            if (blocks_.size() != none_.size()) throw std::invalid_argument("a segment has another number of blocks");
+            const auto* own = nb::cast<const Cache*>(found[0]);
+            for (const int32_t block : blocks_) {
+                if (block < 0 || block >= own->num_blocks) throw std::out_of_range("a segment has blocks that are not there");
+            }
+            staged = {own, blocks_.data()};
+        });
+        return staged;
+    }
+    void release(const Cache& cache) override {
+        call([&] { segments_.attr("release")(values_of(cache)); });
+    }
+    void rethrow() override {
+        if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    }
+
+   private:
+    static Address values_of(const Cache& cache) { return reinterpret_cast<Address>(cache.values); }
+
+    template <class Call>
+    void call(Call call) {
+        if (error_) return;
+        const nb::gil_scoped_acquire acquired;
+        try {
+            call();
+        } catch (...) {
+            error_ = std::current_exception();
+        }
+    }
+
+    nb::object segments_;
+    std::vector<int32_t> blocks_;
+    const std::vector<int32_t> none_;
+    std::exception_ptr error_;
+};
+
 // The threads of a team as they claim tasks; see Claims.
 class TeamClaims {
    public:
@@ -254,6 +303,9 @@ class LoweredProgram {
             program_->run(schedule, {num_tokens, num_rows}, inputs, results, to<int64_t>(times));
         }
         for (const auto& group : python_groups_) group->rethrow();
+        for (const auto* each : metadata) {
+            if (each != nullptr && each->source != nullptr) each->source->rethrow();
+        }
     }
 
    private:
@@ -342,8 +394,20 @@ NB_MODULE(_native, m) {
                             Address value_scales, int64_t num_blocks, int64_t num_kv_heads, int64_t block_size,
                             int64_t head_dim, int64_t value_dim) {
             const Math math = Dtype(dtype) == Dtype::i8 ? Math::i16 : key_pair == 2 ? Math::bf16 : Math::f32;
+            const int64_t rows = num_kv_heads * block_size, bytes = rows * head_dim * size_of(Dtype(dtype));
             new (self) Cache{Dtype(dtype), math, to(keys), to(values), to<float>(key_scales), to<float>(value_scales),
-                             num_blocks, num_kv_heads, block_size, head_dim, value_dim};
+                             num_blocks, num_kv_heads, block_size, head_dim, value_dim,
+                             bytes, bytes, rows * size_of(Dtype::f32)};
+        })
+        // Blocks of the same layer in other memory, so many bytes apart.
+        .def("elsewhere", [](const Cache& self, Address keys, Address values, Address key_scales, Address value_scales,
+                             int64_t num_blocks, int64_t stride) {
+            Cache cache = self;
+            cache.keys = to(keys), cache.values = to(values);
+            cache.key_scales = to<float>(key_scales), cache.value_scales = to<float>(value_scales);
+            cache.num_blocks = num_blocks;
+            cache.key_stride = cache.value_stride = cache.scale_stride = stride;
+            return cache;
         });
     nb::class_<StateCache>(m, "StateCache")
         .def("__init__", [](StateCache* self, Address first, int64_t first_stride, Address second, int64_t second_stride,
@@ -356,11 +420,14 @@ NB_MODULE(_native, m) {
             "__init__",
             [](AttentionMetadata* self, int num_heads, int num_kv_heads, int head_dim, int block_size,
                int64_t num_blocks, int64_t n, Address query_lens, Address context_lens, Address draft_lens,
-               Address block_tables, int64_t width) {
+               Address block_tables, int64_t width, int64_t segment) {
                 new (self) AttentionMetadata({num_heads, num_kv_heads, head_dim, block_size}, num_blocks, n,
                                              to<int64_t>(query_lens), to<int64_t>(context_lens),
-                                             to<int64_t>(draft_lens), to<int64_t>(block_tables), width);
+                                             to<int64_t>(draft_lens), to<int64_t>(block_tables), width, ContextParts(segment));
             })
+        .def("set_cold", [](AttentionMetadata& self, const std::vector<int64_t>& counts, nb::object segments) {
+            self.set_cold(counts, std::make_unique<PythonSegments>(std::move(segments), self.parts.segment / self.shape.block_size));
+        })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
         .def("num_tokens_read", [](const AttentionMetadata& self, int64_t window) { return self.num_tokens_read({.window = window}); })
         .def("tasks", [](const AttentionMetadata& self, int64_t window) {

@@ -7,7 +7,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -120,10 +122,28 @@ struct HeadShape {
 // Cached tokens that a layer's queries see: all of them, or some of the last. What threads share out among themselves.
 //
 // Queries of a sequence are cut into tiles, whose rows meet the same keys and values; contexts into splits at multiples
-// of kSplit, whose results are merged in order. Tiles of several sequences whose splits begin in the same blocks go
+// of kSplit, whose results are merged in order within segments, and then those of segments. Tiles of several sequences whose splits begin in the same blocks go
 // through those blocks together, as in cascade attention (Juravsky et al. 2024, Hydragen); each then goes on alone
 // from the softmax that it has so far. No row's arithmetic depends on its company.
-struct AttentionPlan {
+// Tokens of segments (pagoda/messages/segments.py) and of splits, both powers of two: a split is no longer than a segment.
+struct ContextParts {
+    int64_t segment, split;
+
+    explicit ContextParts(int64_t segment_) : segment(segment_), split(segment_ < kSplit ? segment_ : kSplit) {}
+};
+
+// The most that items of a plan need.
+struct PlanSizes {
+    int max_rows = 0;         // of a head in an item
+    int max_heads = 0;        // in an item
+    int max_head_rows = 0;    // of all heads in an item
+    int64_t max_queries = 0;  // lanes of an item's packed queries, for every element of head_dim
+    int64_t num_split_rows = 0;
+
+    PlanSizes or_more(const PlanSizes& other) const;
+};
+
+struct AttentionPlan : PlanSizes {
     struct Tile {
         int64_t first_token, num_tokens, first_position;
         int64_t sequence;
@@ -147,13 +167,11 @@ struct AttentionPlan {
     };
 
     AttentionPlan(const class AttentionMetadata& metadata, const Reach& reach);
+    // Of all tokens of a sequence over one of its cold segments, of which they see everything; tokens count from its begin.
+    AttentionPlan(const class AttentionMetadata& metadata, int64_t sequence);
 
-    int group;              // rows of a token
-    int max_rows = 0;       // of a head in an item
-    int max_heads = 0;      // in an item
-    int max_head_rows = 0;  // of all heads in an item
-    int64_t max_queries = 0;  // lanes of an item's packed queries, for every element of head_dim
-    int64_t num_split_rows = 0;
+    int group;  // rows of a token
+    ContextParts parts;
     std::vector<Tile> tiles;
     std::vector<int64_t> members;  // tiles; those up to tiles.size() are the tiles themselves
     std::vector<Split> splits;
@@ -165,8 +183,32 @@ struct AttentionPlan {
         return static_cast<int>(tiles[static_cast<size_t>(tile)].num_tokens) * group;
     }
     int num_splits(const Tile& tile) const {
-        return static_cast<int>((tile.end + kSplit - 1) / kSplit - tile.begin / kSplit);
+        return static_cast<int>((tile.end + parts.split - 1) / parts.split - tile.begin / parts.split);
     }
+
+   private:
+    void add_tiles(int64_t sequence, const AttentionMetadata& metadata, const std::function<void(Tile&)>& place);
+    void add_items(const AttentionMetadata& metadata);
+};
+
+// A segment that lies outside of the cache, as one layer reads it: a cache of the same layer's keys and values, and the
+// numbers of the segment's blocks there.
+struct StagedSegment {
+    const Cache* cache;
+    const int32_t* blocks;
+};
+
+// Brings cold segments to memory, one after the other.
+class SegmentSource {
+   public:
+    virtual ~SegmentSource() = default;
+    // The segment number `index` of AttentionMetadata::cold of the layer with this cache, once it is there; it stays until
+    // the next call.
+    virtual StagedSegment take(const Cache& cache, int64_t index) = 0;
+    // A layer needs no further segment.
+    virtual void release(const Cache& cache) = 0;
+    // Throws what went wrong since the last call.
+    virtual void rethrow() = 0;
 };
 
 // What attention needs to know about a step, the same for all layers.
@@ -176,17 +218,30 @@ class AttentionMetadata {
     // many of their last tokens are drafts. Throws std::invalid_argument if they have not the blocks of their contexts,
     // std::out_of_range if the cache lacks a block.
     AttentionMetadata(const HeadShape& shape, int64_t num_blocks, int64_t n, const int64_t* query_lens,
-                      const int64_t* context_lens, const int64_t* draft_lens, const int64_t* block_tables, int64_t width);
+                      const int64_t* context_lens, const int64_t* draft_lens, const int64_t* block_tables, int64_t width,
+                      ContextParts parts);
+
+    // The first segments of sequences, so many of each, are cold: they come from `source`, and tables lack their blocks.
+    // Throws std::invalid_argument if queries are among them.
+    void set_cold(const std::vector<int64_t>& counts, std::unique_ptr<SegmentSource> source);
 
     struct Sequence {
         int64_t first_token, query_len, context_len;
         int64_t kept_len;  // of the context without drafts, behind which no state is kept
+        int64_t cold_len = 0;        // of the context that is in cold segments
+        int64_t first_carried = -1;  // of its tokens among those of all sequences with cold segments
     };
 
     const int32_t* blocks_of(int64_t sequence) const { return blocks.data() + sequence * width; }
 
     // Of layers with such a reach. The first call for one comes from one thread alone.
     const AttentionPlan& plan(const Reach& reach) const;
+
+    // Of a sequence over one of its cold segments.
+    const AttentionPlan& cold_plan(int64_t sequence) const { return cold_plans_.at(sequence); }
+
+    // Of layers with such a reach, with what cold segments need.
+    PlanSizes sizes(const Reach& reach) const;
 
     // Cached tokens that each K/V head reads, on average; those that sequences share count once.
     int64_t num_tokens_read(const Reach& reach) const;
@@ -197,10 +252,16 @@ class AttentionMetadata {
     std::vector<Sequence> sequences;
     std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset
     std::vector<int32_t> blocks;
+    ContextParts parts;
+    std::vector<int64_t> cold;  // sequence of each cold segment, in ascending order of both
+    int64_t num_carried = 0;    // tokens of sequences with cold segments
+    std::unique_ptr<SegmentSource> source;
+    mutable StagedSegment staged{};  // what the threads of a team are at
 
    private:
     int64_t longest_context_ = 1;
     mutable std::map<Reach, AttentionPlan> plans_;  // of reaches up to the longest context
+    std::map<int64_t, AttentionPlan> cold_plans_;
 };
 
 // RMS norms of queries and keys, null for none: of each head, or of all heads of a token together.

@@ -23,6 +23,7 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
+from pagoda.messages.segments import SEGMENT
 
 TILE_ROWS = 12
 """Rows that AVX-512 multiplies at once."""
@@ -173,6 +174,7 @@ def attention_tasks(
         metadata = load_native().AttentionMetadata(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, _BLOCK_SIZE, sequences * blocks, sequences,
             query_lens.data_ptr(), context_lens.data_ptr(), draft_lens.data_ptr(), tables.data_ptr(), blocks,
+            SEGMENT,
         )  # fmt: skip
         shared, items, _ = metadata.tasks(2**62)
     finally:

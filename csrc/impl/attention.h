@@ -438,21 +438,31 @@ void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, 
     });
 }
 
+// Takes a row of a softmax into the same row of another.
+PAGODA_INLINE void merge_row(int64_t row, int padded_dim, Softmax whole, float here, float total, const float* from) {
+    const float before = whole.highest[row];
+    const float now = here > before ? here : before;
+    const float old_share = before == -INFINITY ? 0.0f : exp2(before - now);
+    const float new_share = here == -INFINITY ? 0.0f : exp2(here - now);
+    whole.highest[row] = now;
+    whole.total[row] = whole.total[row] * old_share + total * new_share;
+    float* to = whole.out + row * padded_dim;
+    for (int j = 0; j < padded_dim; j += kWidth) {
+        const vec old = mul(load(to + j), broadcast(old_share));
+        store(to + j, fma(load(from + j), broadcast(new_share), old));
+    }
+}
+
 void merge(int rows, int padded_dim, Softmax whole, Partial split) {
-    for (int row = 0; row < rows; ++row) {
-        const float before = whole.highest[row], here = split.highest[row];
-        const float now = here > before ? here : before;
-        const float old_share = before == -INFINITY ? 0.0f : exp2(before - now);
-        const float new_share = here == -INFINITY ? 0.0f : exp2(here - now);
-        const float total = sum(load(split.totals + int64_t{row} * pagoda::kTotals));
-        whole.highest[row] = now;
-        whole.total[row] = whole.total[row] * old_share + total * new_share;
-        float* to = whole.out + int64_t{row} * padded_dim;
-        const float* from = split.out + int64_t{row} * padded_dim;
-        for (int j = 0; j < padded_dim; j += kWidth) {
-            const vec old = mul(load(to + j), broadcast(old_share));
-            store(to + j, fma(load(from + j), broadcast(new_share), old));
-        }
+    for (int64_t row = 0; row < rows; ++row) {
+        const float total = sum(load(split.totals + row * pagoda::kTotals));
+        merge_row(row, padded_dim, whole, split.highest[row], total, split.out + row * padded_dim);
+    }
+}
+
+void merge_segment(int rows, int padded_dim, Softmax whole, Softmax segment) {
+    for (int64_t row = 0; row < rows; ++row) {
+        merge_row(row, padded_dim, whole, segment.highest[row], segment.total[row], segment.out + row * padded_dim);
     }
 }
 

@@ -19,26 +19,34 @@ constexpr int kGroups = kKeyTile / kGroup;
 
 // Of a token of the tile's sequence for one of the tile's heads.
 struct Place {
-    int64_t block;  // counted in [blocks, kv_heads]
+    int64_t block, head;
     int64_t offset;
+
+    // Counted in [kv_heads, block_size].
+    PAGODA_INLINE int64_t row(const AttendTile& tile) const { return head * tile.block_size + offset; }
 };
 PAGODA_INLINE Place place_of(const AttendTile& tile, int head, int64_t position) {
     // Division of 32 bits is much the quicker.
     const auto p = static_cast<uint32_t>(position), size = static_cast<uint32_t>(tile.block_size);
-    return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head + head, p % size};
+    return {tile.blocks[p / size], tile.kv_head + head, p % size};
+}
+
+template <class Cell>
+PAGODA_INLINE const Cell* block_at(const void* blocks, int64_t block, int64_t stride) {
+    return reinterpret_cast<const Cell*>(static_cast<const char*>(blocks) + block * stride);
 }
 
 // Where the lanes of a key begin, which are block_size apart.
 template <class M, class Cell>
 PAGODA_INLINE const Cell* key_at(const AttendTile& tile, Place place) {
-    return static_cast<const Cell*>(tile.cache.keys) +
-           place.block * tile.block_size * (tile.head_dim / M::pair) + place.offset;
+    return block_at<Cell>(tile.cache.keys, place.block, tile.cache.key_stride) +
+           place.head * tile.block_size * (tile.head_dim / M::pair) + place.offset;
 }
 // The lanes of a value, of which those of the next token or pair follow.
 template <class M, class Cell>
 PAGODA_INLINE const Cell* value_at(const AttendTile& tile, Place place) {
-    const int64_t row = (place.block * tile.block_size + place.offset) / M::pair;
-    return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
+    return block_at<Cell>(tile.cache.values, place.block, tile.cache.value_stride) +
+           place.row(tile) / M::pair * tile.head_dim;
 }
 
 // Where the groups of a tile are, for its first head. Blocks lie anywhere, so the processor cannot guess which memory comes next:
@@ -113,9 +121,12 @@ void gather_values(const AttendTile& tile, int head, int64_t first, int count, t
         if constexpr (M::pair == 2) {
             if (tile.block_size == 1) {
                 using Element = decltype(Cell::first);
-                const auto* values = static_cast<const Element*>(tile.cache.values);
-                const Element* one = values + place_of(tile, head, first + j).block * d;
-                const Element* other = j + 1 < count ? values + place_of(tile, head, first + j + 1).block * d : nullptr;
+                const auto value = [&](int64_t position) {
+                    const Place place = place_of(tile, head, position);
+                    return block_at<Element>(tile.cache.values, place.block, tile.cache.value_stride) + place.head * d;
+                };
+                const Element* one = value(first + j);
+                const Element* other = j + 1 < count ? value(first + j + 1) : nullptr;
                 for (int64_t i = 0; i < d; ++i) out[i] = M::lane(one[i], other ? other[i] : Element{});
                 continue;
             }
@@ -216,7 +227,8 @@ void gather_scales(const AttendTile& tile, int head, const float* scales, int64_
     for (int j = 0; j < count; j += run) {
         const Place place = place_of(tile, head, first + j);
         const int here = count - j < run ? count - j : run;
-        std::memcpy(out + j, scales + place.block * tile.block_size + place.offset, sizeof(float) * here);
+        const float* of_block = block_at<float>(scales, place.block, tile.cache.scale_stride);
+        std::memcpy(out + j, of_block + place.row(tile), sizeof(float) * here);
     }
     for (int j = count; j < kKeyTile; ++j) out[j] = beyond;
 }

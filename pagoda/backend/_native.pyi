@@ -118,6 +118,16 @@ class Cache:
         head_dim: int,
         value_dim: int,
     ) -> None: ...
+    def elsewhere(
+        self,
+        keys: int,
+        values: int,
+        key_scales: int,
+        value_scales: int,
+        num_blocks: int,
+        stride: int,
+    ) -> Cache:
+        """Blocks of the same layer in other memory, where those of each tensor lie `stride` bytes apart."""
 
 class StateCache:
     """States of one layer; see csrc/states.h."""
@@ -148,7 +158,11 @@ class AttentionMetadata:
         draft_lens: int,
         block_tables: int,
         width: int,
+        segment: int,
     ) -> None: ...
+    def set_cold(self, counts: list[int], segments: object) -> None:
+        """Cold segments of each sequence; `segments` is a `NativeSegments`."""
+
     @property
     def num_tokens(self) -> int: ...
     def num_tokens_read(self, window: int) -> int: ...

@@ -22,6 +22,7 @@ from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight, Linea
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.errors import ConfigError
+from pagoda.messages.segments import SEGMENT
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives, HostGroup
 from pagoda.telemetry.tracer import Tracer
@@ -74,6 +75,45 @@ class TokenBatch:
     draft_lens: Tensor | None = None
     """[s] int64, how many of each sequence's last tokens are drafts; None where none is. No state is kept behind
     them: that behind the token before them stays the newest."""
+    segment: int = SEGMENT
+    """Tokens of a segment of attention (`pagoda.messages.segments`)."""
+    cold: Mapping[int, ColdContexts] = field(default_factory=dict)
+    """Segments that lie outside of the cache, by KV group; block tables have any valid ids for their blocks."""
+
+
+class StagedSegment(NamedTuple):
+    """A cold segment as attention of one layer reads it."""
+
+    cache: KVCache | LatentCache
+    """Blocks of the layer in other memory of the host, in a backend's own layout; they may lie apart."""
+    block_ids: Sequence[int]
+    """Those of the segment, in order."""
+
+
+class SegmentSource(Protocol):
+    """Cold segments of one KV group, one sequence after the other, those of each in ascending order.
+
+    Every layer of the group takes all of them in this order. A segment that cannot be read is replaced by any
+    numbers: the source remembers whose it was.
+    """
+
+    def take(self, values: int, index: int) -> StagedSegment:
+        """Segment number `index` of the layer whose cache has its values, or its latents, at this address.
+
+        It stays until the layer takes another one or releases it.
+        """
+
+    def release(self, values: int) -> None:
+        """The layer needs no further segment."""
+
+
+@dataclass(frozen=True)
+class ColdContexts:
+    """The first segments of sequences, which lie outside of the cache. Queries see all of them."""
+
+    counts: list[int]
+    """Cold segments of each of the `s` sequences."""
+    source: SegmentSource
 
 
 class UnsupportedError(ConfigError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over contexts whose segments lie on several ranks (context parallelism; Liu et al. 2023, Ring Attention).
+"""Attention over contexts whose segments lie on several ranks (context parallelism, Liu et al. 2023).
 
 All ranks have the queries of all tokens of a step. Each attends with them to the segments that it holds, and ranks
 exchange what they found, round by round: one segment of each rank and sequence, which follow each other. They are
@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pagoda.backend.base import KVCache
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
-from pagoda.messages.segments import SEGMENT
-from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.parallel.collectives import ALONE, Collectives
 
 
 @dataclass(frozen=True)
 class ContextRanks:
     """The ranks over which contexts are spread; of each sequence their segments take turns."""
 
-    group: Collectives = Alone()
-    segment_tokens: int = SEGMENT
+    group: Collectives
 
     def attention(
         self,
@@ -40,7 +38,7 @@ class ContextRanks:
         chunk: int | None,
         causal: bool,
     ) -> Value:
-        """`GraphBuilder.attention` over the contexts of all ranks; block tables have -1 - *r* for blocks of rank *r*.
+        """`GraphBuilder.attention` over contexts of all ranks; block tables have -1 - *r* for blocks of rank *r*.
 
         Raises ValueError: attention is not causal, and contexts are spread."""
         if self.group.size == 1:
@@ -68,7 +66,10 @@ class ContextRanks:
                 "window": window,
                 "softcap": softcap,
                 "chunk": chunk,
-                "segment_tokens": self.segment_tokens,
             },
             queries.width,
         )
+
+
+NOT_SPREAD = ContextRanks(ALONE.context)
+"""This rank has all of every context."""

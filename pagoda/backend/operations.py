@@ -103,7 +103,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         "attention",
         ("queries", "metadata"),
         ("cache", "ranks", "sinks?"),
-        ("head_dim", "scale", "window", "softcap", "chunk", "segment_tokens"),
+        ("head_dim", "scale", "window", "softcap", "chunk"),
     ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")

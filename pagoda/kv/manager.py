@@ -24,7 +24,7 @@ from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
-from pagoda.parallel.segments import SegmentShares
+from pagoda.parallel.segments import ALL_ON_ONE, SegmentShares
 
 UNLIMITED_RUN = sys.maxsize
 
@@ -122,10 +122,9 @@ class KVManager:
         run_tokens: int = UNLIMITED_RUN,
         prefix_caching: bool = True,
         recorder: CacheRecorder | None = None,
-        shares: SegmentShares = SegmentShares(),
+        shares: SegmentShares = ALL_ON_ONE,
     ) -> None:
-        """One group keeps all where `groups` is empty. Several context-parallel ranks (`shares`) have one group that
-        keeps all.
+        """One group keeps all where `groups` is empty. Several context-parallel ranks (`shares`) have one that does.
 
         `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
         keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.

@@ -43,6 +43,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Formats of weights. A backend with `fp8` keeps 8-bit floats of checkpoints; for others they become dense."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     """Number formats of K and V; `fp8` is E4M3."""
+    streams_segments: bool = False
+    """True if attention reads cold segments out of the host's memory (`pagoda.messages.segments`)."""
     embeds_spans: bool = False
     """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
     context_parallel: bool = False

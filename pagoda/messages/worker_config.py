@@ -122,7 +122,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tiers of plugins by name."""
     kv_handoff: KVHandoffConfig | None = None
     segment_tokens: int = SEGMENT
-    """Tokens of a segment of attention, the same on all workers; answers may depend on it. Only tests have others."""
+    """Tokens of a segment of attention, the same on all workers. Only tests have other ones."""
     adapters: tuple[Adapter, ...] = ()
     loads_adapters: bool = False
     """Adapters may be loaded while the worker runs."""

@@ -27,7 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.context import ContextRanks
+from pagoda.backend.context import NOT_SPREAD, ContextRanks
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
@@ -87,7 +87,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         batch_invariant: bool = True,
         lent: Decoder[LinearT, MetadataT] | None = None,
         captured: Sequence[int] = (),
-        context: ContextRanks = ContextRanks(),
+        context: ContextRanks = NOT_SPREAD,
     ) -> None:
         """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 

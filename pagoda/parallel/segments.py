@@ -46,3 +46,7 @@ class BlockNumbers(msgspec.Struct, frozen=True):
             return block_ids
         places = (divmod(block_id, self.of_rank) for block_id in block_ids)
         return [place if rank == self.rank else -1 - rank for rank, place in places]
+
+
+ALL_ON_ONE = SegmentShares()
+ALL_HERE = BlockNumbers()

@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import EmbeddedRows, TokenBatch
+from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
+from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
 from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
-from pagoda.parallel.segments import BlockNumbers
+from pagoda.parallel.segments import ALL_HERE, BlockNumbers
 from pagoda.worker.block_table import SlotBlockTables
+from pagoda.worker.kv.segments import SegmentStreams, StepSegments
 from pagoda.worker.step_rows import Draft, SlotRows
 
 
@@ -64,6 +67,8 @@ class StepTokens:
     """Drafts by slot; a slot without samples behind its last row alone."""
     writes: list[tuple[int, Tensor]] = field(default_factory=list)
     """(place, ids [m] int32) of tokens that the plan brings."""
+    segments: StepSegments | None = None
+    """Cold segments of the slots; None where they have none."""
 
     @property
     def num_context_tokens(self) -> int:
@@ -83,6 +88,7 @@ class StepTokens:
         kept = torch.tensor(chosen)
         rows = kept.repeat_interleave(batch.query_lens)
         query_lens = batch.query_lens[kept]
+        segments = None if self.segments is None else self.segments.of(chosen)
         return StepTokens(
             slots=list(compress(self.slots, chosen)),
             counts=list(compress(self.counts, chosen)),
@@ -99,11 +105,14 @@ class StepTokens:
                 token_types=None if batch.token_types is None else batch.token_types[rows],
                 embedded=None if batch.embedded is None else batch.embedded.of(rows),
                 draft_lens=None if batch.draft_lens is None else batch.draft_lens[kept],
+                segment=batch.segment,
+                cold={} if segments is None else segments.contexts,
             ),
             places=self.places[rows],
             ends=list(compress(self.ends, chosen)),
             room=list(compress(self.room, chosen)),
             drafts=self.drafts,
+            segments=segments,
         )
 
 
@@ -198,8 +207,9 @@ class InputBatch:
         adapter_number: Callable[[str], int] | None = None,
         *,
         embeds_spans: bool = True,
-        blocks: BlockNumbers = BlockNumbers(),
+        blocks: BlockNumbers = ALL_HERE,
         keeps_states: bool = False,
+        segment: int = SEGMENT,
     ) -> None:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
         `keeps_states`, states stay behind known tokens: drafts that were right are computed again.
@@ -207,6 +217,11 @@ class InputBatch:
         `blocks` says which blocks are this rank's. `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
         """
         self._adapter_number = adapter_number
+        self.segment = segment
+        self.streams: SegmentStreams | None = None
+        """Where cold segments are found; None where slots have none."""
+        self._cold: dict[int, dict[int, list[HostSlots | TierBlocks]]] = {}
+        """Places of cold segments by slot and KV group."""
         self._embeds_spans = embeds_spans
         self._blocks = blocks
         self.keeps_states = keeps_states
@@ -261,6 +276,8 @@ class InputBatch:
             self.start(start)
         for new in plan.new_blocks:
             self.add_blocks(new.slot, new.group, new.block_ids)
+        for cold in plan.cold:
+            self.add_cold(cold)
 
     def start(self, start: SlotStart) -> None:
         """Puts a request into a slot."""
@@ -292,6 +309,22 @@ class InputBatch:
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
             self.add_blocks(slot, group, block_ids)
+        for cold in start.cold:
+            self.add_cold(cold)
+
+    def add_cold(self, cold: ColdSegment) -> None:
+        """Notes where the next segment of a slot lies from now on, instead of in its blocks."""
+        self._check_use(cold.slot)
+        streams, group = self.streams, cold.group
+        if streams is None or streams.num_blocks.get(group) != num_places(cold.place):
+            raise ValueError(
+                f"A segment of slot {cold.slot} in {num_places(cold.place)} blocks of group {group} "
+                "cannot be streamed here."
+            )
+        places = self._cold.setdefault(cold.slot, {}).setdefault(group, [])
+        if (len(places) + 1) * self.segment > self._num_computed[cold.slot]:
+            raise ValueError(f"A segment of slot {cold.slot} is cold that is not computed.")
+        places.append(cold.place)
 
     def _adapter_of(self, start: SlotStart) -> int:
         if not start.work.adapter:
@@ -312,6 +345,7 @@ class InputBatch:
         self._check_use(slot)
         self._slots.remove(slot)
         self._drafted.pop(slot, None)
+        self._cold.pop(slot, None)
         self._pairs.discard(slot)
         self._spans.pop(slot, None)
         if self._num_adapted:
@@ -404,6 +438,11 @@ class InputBatch:
             batch = replace(batch, draft_lens=torch.tensor(lens))
         if not self._spans.keys().isdisjoint(slots):
             batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
+        if self.segment != SEGMENT:
+            batch = replace(batch, segment=self.segment)
+        segments = self._segments(slots) if self._cold else None
+        if segments is not None:
+            batch = replace(batch, cold=segments.contexts)
         return StepTokens(
             slots=slots,
             counts=num_tokens,
@@ -415,6 +454,17 @@ class InputBatch:
             room=room,
             drafts=drafted,
             writes=writes,
+            segments=segments,
+        )
+
+    def _segments(self, slots: Sequence[int]) -> StepSegments | None:
+        """Cold segments of slots; None where they have none."""
+        groups = {group for slot in slots for group in self._cold.get(slot, ())}
+        if self.streams is None or not groups:
+            return None
+        cold = [self._cold.get(slot, {}) for slot in slots]
+        return self.streams.open(
+            {group: [tuple(of_slot.get(group, ())) for of_slot in cold] for group in sorted(groups)}
         )
 
     def _check_drafts(

@@ -32,6 +32,7 @@ from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
+from pagoda.messages.segments import LEAST_SEGMENT
 from pagoda.messages.speculation import MAX_DRAFT_TOKENS
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -93,6 +94,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     quantization = choose_quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)
     _check_max_num_seqs(config.max_num_seqs, capabilities)
+    _check_segment(config.segment_tokens)
     max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
     shape = replace(shape, max_position_embeddings=max_model_len)
     kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
@@ -185,6 +187,7 @@ def load_runner(
             block_sizes=plan.drafter.block_sizes,
             whole_prompts=False,
         )
+    step_bytes += plan.streaming_bytes
     tracer.span("profile", began)
     weight_bytes = backend.memory.taken_bytes() - plan.taken_bytes
     num_blocks = agree_on_kv(measured_blocks(plan, weight_bytes, step_bytes))
@@ -216,6 +219,7 @@ def load_runner(
         embeds_spans=shard.is_first,
         blocks=BlockNumbers(config.place.cp, num_blocks, config.parallel.context_parallel_size),
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
+        segment=config.segment_tokens,
     )
     drafter = None
     if plan.drafter is not None and own is not None:
@@ -282,7 +286,7 @@ def _load_model(
             plan.layer_caches([one_block] * len(shard.layers)),
             has_adapters=config.has_adapters,
             batch_invariant=config.batch_invariant,
-            context=ContextRanks(context, config.segment_tokens),
+            context=ContextRanks(context),
             lent=lent,
             captured=plan.captured_layers,
         )
@@ -449,6 +453,13 @@ def _max_model_len(wanted: int | None, shape: ModelSpec, capabilities: Capabilit
             f"--max-model-len must be from 1 to the model's own {longest}, got {wanted}."
         )
     return wanted
+
+
+def _check_segment(tokens: int) -> None:
+    if tokens < LEAST_SEGMENT or tokens.bit_count() != 1:
+        raise ConfigError(
+            f"segment_tokens must be a power of two of {LEAST_SEGMENT} or more, got {tokens}."
+        )
 
 
 def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:

@@ -332,11 +332,11 @@ def _load(
     from pagoda.kv.connector_plugin import find_connector
     from pagoda.worker.kv.remote import OpenRemoteMemory
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
-    from pagoda.worker.kv.transfers import TransferWorker, open_tiers
+    from pagoda.worker.kv.transfers import TransferWorker, open_tiers, stream_segments
 
     with free_threads(cores):
         tiers = open_tiers(plan, loaded, faults)
-        worker.ready = tiers.described(worker.ready)
+        worker.ready = stream_segments(plan, loaded, tiers, tiers.described(worker.ready))
         remote = None
         if config.kv_handoff is not None:
             open_remote_memory: OpenRemoteMemory = resolve_name(find_connector().worker)

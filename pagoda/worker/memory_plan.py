@@ -21,6 +21,7 @@ from pagoda.model.decoder import LayerCache
 from pagoda.model.sharding import Shard
 from pagoda.worker.drafting.drafter import MOST_BEHIND
 from pagoda.worker.input_batch import input_batch_bytes
+from pagoda.worker.kv.segments import part_room
 from pagoda.worker.memory import sampling_bytes
 from pagoda.worker.number_formats import torch_dtype
 
@@ -83,15 +84,48 @@ class WorkerMemoryPlan:
         return min(tokens, most)
 
     @property
+    def streamed_groups(self) -> dict[int, int]:
+        """Tokens of a block of each KV group whose cold segments may be streamed; empty where none can be.
+
+        Drafters and other ranks have parts of blocks, which nobody streams.
+        """
+        config, kinds = self.config, (KVKind.FULL, KVKind.LATENT)
+        groups = enumerate(self.kv_groups)
+        found = {i: group.block_size for i, group in groups if group.kind in kinds}
+        if (
+            not self.backend.capabilities.streams_segments
+            or self.drafter is not None
+            or config.parallel.replica_size > 1
+            or not (config.kv_host_bytes or config.kv_tiers)
+            or any(config.segment_tokens % size for size in found.values())
+        ):
+            return {}
+        return found
+
+    @property
+    def streaming_bytes(self) -> int:
+        """Bytes that streaming takes: two staged segments of tiers, and what tokens have found in segments."""
+        groups, config = self.streamed_groups, self.config
+        if not groups:
+            return 0
+        shape = self.shard.config
+        values = shape.head_dim if shape.latent is None else shape.latent.rank
+        found = self.step_tokens * len(self.shard.heads) * (values + 2) * torch.float32.itemsize
+        if not config.kv_tiers:
+            return found
+        room = part_room(self.block_size * self._layer_bytes)
+        return found + 2 * (config.segment_tokens // min(groups.values())) * room
+
+    @property
     def step_bytes(self) -> int:
         """Bytes of the activations of the largest step, about: in each layer all outputs, of all rows twice on the
-        last stage, which selects them."""
+        last stage, which selects them. What streaming takes counts too."""
         rows = self.step_tokens * (1 + self.shard.is_last)
         numbers = rows * self.shard.activation_width()
         if self.shard.is_first and self.backend.capabilities.embeds_spans:
             # Embeddings that are given, and their sum with those of tokens.
             numbers += 2 * self.step_tokens * self.shard.config.hidden_size
-        own = numbers * torch.float32.itemsize + self.kept_hidden_bytes
+        own = numbers * torch.float32.itemsize + self.kept_hidden_bytes + self.streaming_bytes
         return own if self.drafter is None else own + self.drafter.step_bytes
 
     @property

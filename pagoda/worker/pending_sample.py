@@ -31,6 +31,10 @@ class PendingSample:
     """Tokens that went to each expert."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
     """Hidden states [n, hidden] of each slot's tokens, for a head that drafts."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Slots of which a cold segment could not be read, and why."""
+    streamed_bytes: int = 0
+    stream_time_s: float = 0.0
 
     @classmethod
     def of(cls, sampled: Sampled) -> PendingSample:
@@ -76,4 +80,7 @@ def joined(pending_parts: Iterable[PendingSample]) -> PendingSample:
         whole.on_device += pending.on_device
         whole.counts += pending.counts
         whole.hidden |= pending.hidden
+        whole.lost |= pending.lost
+        whole.streamed_bytes += pending.streamed_bytes
+        whole.stream_time_s += pending.stream_time_s
     return whole

@@ -39,6 +39,10 @@ class PromptOutputs:
         self.embeddings.update(other.embeddings)
         self.sums.update(other.sums)
 
+    def forget(self, slot: int) -> None:
+        for found in (self.logprobs, self.embeddings, self.sums):
+            found.pop(slot, None)
+
 
 @dataclass(frozen=True)
 class _Chunk:

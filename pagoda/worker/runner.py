@@ -34,6 +34,7 @@ from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
+from pagoda.worker.kv.segments import NOTHING_STREAMED, computing
 from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import BLAMED_FIELDS, NOT_FINITE, Right, Sampled
@@ -235,6 +236,8 @@ class Runner:
         self._request_ids: dict[int, str] = {}
         self.failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them, as of the last step that was computed."""
+        self._lost: set[int] = set()
+        """Those among them of which a cold segment could not be read."""
 
     def submit(self, plan: StepPlan) -> Ticket[StepResult]:
         """Prepares a step. Alone, a slot that does not fit its part of the plan fails alone.
@@ -351,6 +354,7 @@ class Runner:
         launched.done.wait()  # also where nothing was drawn: networks may read its KV once this is answered
         sampled = launched.pending.read()
         expert_tokens = launched.pending.expert_tokens(self.model.num_experts)
+        self._lose(launched, sampled)
         errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
         further = sampled.take_right(launched.tokens.drafts)
         for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed
@@ -372,6 +376,7 @@ class Runner:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
             times = times.behind(before.times)
         errors |= sampled.errors | _errors(sampled.prompts)
+        lost = {slot: errors.pop(slot) for slot in self._lost.intersection(errors)}
         token_ids = {slot: [sampled.token_ids[slot]] for slot in drawn}
         logprobs = {slot: [one] for slot, one in sampled.logprobs.items()}
         for slot, right in further.items():
@@ -388,6 +393,9 @@ class Runner:
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
             errors=errors,
+            lost_segments=lost,
+            streamed_bytes=launched.pending.streamed_bytes,
+            stream_time_s=launched.pending.stream_time_s,
             blamed_fields={
                 slot: BLAMED_FIELDS[error]
                 for slot, error in errors.items()
@@ -407,6 +415,7 @@ class Runner:
             self._sampler.free(slot)
             self._prompts.free(slot)
             self.failed.pop(slot, None)
+            self._lost.discard(slot)
             if self._drafter is not None:
                 self._drafter.free(slot)
         for start in plan.starts:
@@ -418,6 +427,19 @@ class Runner:
         for slot, token_ids in plan.forced_tokens:
             for token_id in token_ids:
                 self._sampler.append({slot: token_id})
+
+    def _lose(self, launched: _Launched, sampled: Sampled) -> None:
+        """Forgets what was found of slots of which a segment could not be read."""
+        for slot, problem in launched.pending.lost.items():
+            sampled.errors.pop(slot, None)
+            sampled.prompts.forget(slot)
+            if slot in launched.freed:
+                continue
+            sentence = f"KV of this request could not be read: {problem}"
+            step = launched.ready.plan.step
+            _log.warning("%s, in step %d", sentence, step, extra=self._log_fields(slot))
+            self.failed[slot] = sentence
+            self._lost.add(slot)
 
     def _log_fields(self, slot: int) -> dict[str, str]:
         """Extra fields of a log line about a slot's request."""
@@ -473,7 +495,9 @@ class Runner:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
         future = self._future_tokens(tokens, ends)
-        hidden, states = self._forward(tokens, planned, hidden, wanted, future)
+        with computing(tokens.segments):
+            hidden, states = self._forward(tokens, planned, hidden, wanted, future)
+        streamed = NOTHING_STREAMED if tokens.segments is None else tokens.segments.streamed
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -485,6 +509,8 @@ class Runner:
         if rows:
             pending = self._sampler.sample(self.model, hidden, rows)
         pending.hidden = states
+        pending.lost = {tokens.slots[at]: problem for at, problem in streamed.lost.items()}
+        pending.streamed_bytes, pending.stream_time_s = streamed.num_bytes, streamed.seconds
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)

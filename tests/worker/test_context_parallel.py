@@ -25,7 +25,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _engine(directory: Path, cp: int, tp: int = 1, pp: int = 1, **options: object) -> InProcessEngine:
+def _engine(
+    directory: Path, cp: int, tp: int = 1, pp: int = 1, **options: object
+) -> InProcessEngine:
     parallel = ParallelConfig(
         context_parallel_size=cp, tensor_parallel_size=tp, pipeline_parallel_size=pp
     )

@@ -29,6 +29,7 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledGraph
+from pagoda.backend.cpu.segments import NativeSegments
 from pagoda.backend.cpu.weights import (
     DTYPES,
     GATES,
@@ -424,8 +425,19 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             address(batch.draft_lens),
             block_tables.data_ptr(),
             block_tables.shape[1],
+            batch.segment,
         )
+        cold = batch.cold.get(group)
+        if cold is not None:
+            native.set_cold(cold.counts, NativeSegments(cold.source, self._native_memory))
         return NativeAttentionMetadata(native, num_heads, head_dim)
+
+    def _native_memory(self, cache: KVCache | LatentCache) -> _native.Cache:
+        return (
+            self.native_latents(cache)
+            if isinstance(cache, LatentCache)
+            else self.native_cache(cache)
+        )
 
     def native_cache(self, cache: KVCache) -> _native.Cache:
         tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in plain PyTorch: tiles of queries by tiles of cached tokens at fixed absolute positions.
 
-The softmax is carried on from tile to tile (FlashAttention, Dao et al. 2022). A step only changes how many tiles
-there are.
+The softmax is carried on from tile to tile of a segment (FlashAttention, Dao et al. 2022), and segments are merged
+in order. A step only changes how many tiles there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend import fp8
-from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.base import ColdContexts, KVCache, LatentCache, TokenBatch
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.reference.rows import rms_norm
 from pagoda.backend.reference.tiles import ROWS
@@ -26,7 +26,7 @@ KEYS = 128
 """Cached tokens of one attention tile; every block size is a multiple of it, or divides it."""
 TILES_PER_PASS = 8
 """Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
-_LEAST_COLUMNS = 16
+LEAST_COLUMNS = 16
 """Columns of a product in which the sums of a row do not depend on its place; with 6 or 10 they do."""
 
 
@@ -39,12 +39,43 @@ class _Pass:
     """[tiles, rows], of the last token that the query in each row sees; -1 in rows without one."""
     first_positions: Tensor
     """[tiles]."""
+    cold_lens: Tensor
+    """[tiles], cached tokens that are in cold segments, over which tiles attend before all others."""
     last_positions: Tensor
     """[tiles]."""
     num_active: list[int]
     """Number of query tiles that reach each key tile."""
     kv_rows: list[Tensor]
     """Rows of each key tile's blocks, for the query tiles that reach it; see `kv_rows`."""
+
+
+class Softmax(NamedTuple):
+    """A softmax of query tiles, and what it weighs, which is not finished."""
+
+    highest: Tensor
+    """[tiles * kv_heads, rows, 1], scores; -inf where there is none yet."""
+    total: Tensor
+    """[tiles * kv_heads, rows, 1], of weights."""
+    out: Tensor
+    """[tiles * kv_heads, rows, d], weighted values."""
+
+    @classmethod
+    def empty(cls, num_matrices: int, rows: int, width: int) -> Softmax:
+        highest = torch.full((num_matrices, rows, 1), -torch.inf)
+        return cls(highest, torch.zeros_like(highest), torch.zeros((num_matrices, rows, width)))
+
+    def of(self, matrices: slice | Tensor) -> Softmax:
+        return Softmax(*(part[matrices] for part in self))
+
+    def merge(self, matrices: slice | Tensor, later: Softmax) -> None:
+        """Takes what some rows have found in the next segment into what they have."""
+        own = self.of(matrices)
+        highest = torch.maximum(own.highest, later.highest)
+        base = highest.masked_fill(highest == -torch.inf, 0)
+        old, new = torch.exp(own.highest - base), torch.exp(later.highest - base)
+        self.highest[matrices] = highest
+        self.total[matrices] = own.total * old + later.total * new
+        self.out[matrices] = own.out * old + later.out * new
 
 
 class Tiles(NamedTuple):
@@ -61,6 +92,21 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Cold:
+    """Cold segments of a step, and the query tiles that attend over them."""
+
+    contexts: ColdContexts
+    tiles: list[Tensor]
+    """Query tiles of each sequence."""
+
+    def segments(self) -> Iterator[tuple[int, Tensor]]:
+        """Number and query tiles of each segment."""
+        counts = self.contexts.counts
+        sequences = (i for i, count in enumerate(counts) for _ in range(count))
+        return ((index, self.tiles[sequence]) for index, sequence in enumerate(sequences))
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     block_ids: Tensor
     """[n], the cache block of each token."""
@@ -71,6 +117,9 @@ class AttentionMetadata:
     num_tiles: int
     rows_per_tile: int
     passes: list[_Pass]
+    segment: int
+    """Tokens of a segment; a multiple of `KEYS`."""
+    cold: _Cold | None
     tiles: Tiles
     first_blocks: Tensor
     """[n], the first cache block of each token's sequence."""
@@ -124,7 +173,15 @@ def plan_attention(
     kv_head = torch.arange(num_kv_heads)[:, None]
     rows = (tile[:, None, None] * num_kv_heads + kv_head) * rows_per_tile + row[:, None, :]
 
-    tables = block_table[sequence_of_tile[by_length]]
+    sequence_of_tile = sequence_of_tile[by_length]
+    cold = batch.cold.get(group)
+    cold_lens = torch.zeros(num_tiles, dtype=torch.int64)
+    cold_tiles = None
+    if cold is not None:
+        cold_lens = torch.tensor(cold.counts)[sequence_of_tile] * batch.segment
+        sequences = range(len(cold.counts))
+        cold_tiles = _Cold(cold, [(sequence_of_tile == i).nonzero()[:, 0] for i in sequences])
+    tables = block_table[sequence_of_tile]
     rows_of_tables = kv_rows(tables, num_kv_heads, block_size)
     block_index = batch.positions // block_size
     return AttentionMetadata(
@@ -135,15 +192,21 @@ def plan_attention(
         rows_per_tile=rows_per_tile,
         passes=[
             _plan_pass(
-                slice(start, start + TILES_PER_PASS), positions, last_positions, rows_of_tables
+                slice(start, start + TILES_PER_PASS),
+                positions,
+                cold_lens,
+                last_positions,
+                rows_of_tables,
             )
             for start in range(0, num_tiles, TILES_PER_PASS)
         ],
+        segment=batch.segment,
+        cold=cold_tiles,
         tiles=Tiles(
             positions,
             last_positions,
             tables,
-            (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile[by_length]],
+            (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile],
         ),
         first_blocks=block_table[batch.sequence_ids, 0],
         longest_context=int(batch.context_lens.max()),
@@ -186,8 +249,8 @@ def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetadata) -> None:
     """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
     place = (plan.block_ids, slice(None), plan.offsets)
-    here = plan.block_ids >= 0  # others lie on other ranks
-    if not here.all():
+    here = plan.block_ids >= 0
+    if not here.all():  # others lie on other ranks
         place = (plan.block_ids[here], slice(None), plan.offsets[here])
         keys, values = keys[here], values[here]
     for stored, scales, new in (
@@ -222,14 +285,25 @@ def attention(
     of_rows = torch.full(shape[:3], -torch.inf)
     if sinks is not None:
         of_rows.view(-1).index_copy_(0, metadata.rows, sinks.repeat(len(queries)))
+    found = None
+    if metadata.cold is not None:
+        found = _attend_cold(tiles, cache, metadata.cold, metadata.segment, softcap)
     for part in metadata.passes:
         own = of_rows[part.tiles] if sinks is not None else None
-        tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, (window, chunk), softcap, own)
+        before = None
+        if found is not None:
+            first, end = part.tiles.start * num_kv_heads, part.tiles.stop * num_kv_heads
+            before = found.of(slice(first, end))
+        tiles[part.tiles] = _attend(
+            tiles[part.tiles], cache, part, (window, chunk), metadata.segment, softcap, own, before
+        )
     out = tiles.view(-1, head_dim).index_select(0, metadata.rows)
     return out.view_as(queries)
 
 
-def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:
+def _plan_pass(
+    tiles: slice, positions: Tensor, cold_lens: Tensor, last_positions: Tensor, kv_rows: Tensor
+) -> _Pass:
     last = last_positions[tiles]
     num_key_tiles = last // KEYS + 1
     reached = num_key_tiles[:, None] > torch.arange(int(num_key_tiles[0]))
@@ -238,6 +312,7 @@ def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows:
         tiles=tiles,
         positions=positions[tiles],
         first_positions=positions[tiles, 0],
+        cold_lens=cold_lens[tiles],
         last_positions=last,
         num_active=num_active,
         kv_rows=[kv_rows[tiles][:n, i].flatten() for i, n in enumerate(num_active)],
@@ -260,55 +335,96 @@ def kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     return blocks * num_kv_heads + heads
 
 
+def _attend_cold(
+    tiles: Tensor, cache: KVCache, cold: _Cold, segment: int, softcap: float | None
+) -> Softmax:
+    """What query tiles [tiles, kv_heads, rows, d] find in cold segments, of which they see everything."""
+    num_tiles, num_heads, num_rows, head_dim = tiles.shape
+    width = max(LEAST_COLUMNS, head_dim)
+    whole = Softmax.empty(num_tiles * num_heads, num_rows, width)
+    place = cache.values.data_ptr()
+    for index, own in cold.segments():
+        staged = cold.contexts.source.take(place, index)
+        table = torch.tensor(staged.block_ids)[None].expand(len(own), -1)
+        memory = _in_order(staged.cache)
+        rows = kv_rows(table, num_heads, memory.keys.shape[2])
+        queries = tiles[own].flatten(0, 1)
+        found = Softmax.empty(len(queries), num_rows, width)
+        for tile in range(segment // KEYS):
+            keys, values = (
+                _gather(held, scales, rows[:, tile].flatten())
+                for held, scales in (
+                    (memory.keys, memory.key_scales),
+                    (memory.values, memory.value_scales),
+                )
+            )
+            _add_tile(found, slice(0, len(queries)), _scores(queries, keys, softcap), values)
+        matrices = (own[:, None] * num_heads + torch.arange(num_heads)).flatten()
+        whole.merge(matrices, found)
+    cold.contexts.source.release(place)
+    return whole
+
+
+def _in_order(cache: KVCache | LatentCache) -> KVCache:
+    """The cache with blocks one after the other."""
+    if isinstance(cache, LatentCache):
+        latents, scales = cache.latents, cache.latent_scales
+        cache = KVCache(latents, latents, scales, scales)
+    scaled = cache.key_scales, cache.value_scales
+    return KVCache(
+        cache.keys.contiguous(),
+        cache.values.contiguous(),
+        *(None if scales is None else scales.contiguous() for scales in scaled),
+    )
+
+
 def _attend(
     queries: Tensor,
     cache: KVCache,
     part: _Pass,
     reach: tuple[int | None, int | None],
+    segment: int,
     softcap: float | None,
     sinks: Tensor | None,
+    before: Softmax | None,
 ) -> Tensor:
-    """Attention of query tiles [tiles, kv_heads, rows, d], already scaled, in float32; sinks are of every row."""
+    """Attention of query tiles [tiles, kv_heads, rows, d], already scaled, in float32; sinks are of every row.
+
+    `before` is what they have found in cold segments.
+    """
     num_heads = queries.shape[1]
-    partial = new_partial(queries)
-    for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
+    queries = queries.flatten(0, 1)
+    head_dim = queries.shape[-1]
+    size = (*queries.shape[:2], max(LEAST_COLUMNS, head_dim))
+    whole, found = before or Softmax.empty(*size), Softmax.empty(*size)
+    tiles = list(enumerate(zip(part.num_active, part.kv_rows, strict=True)))
+    first_cold = int(part.cold_lens.min()) // KEYS
+    for index, (active, rows) in tiles[first_cold:]:
         going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
         attend_keys(
-            queries[:active],
+            queries[: active * num_heads],
             cache,
             rows,
             torch.arange(index * KEYS, (index + 1) * KEYS)[None],
             part.positions[:active],
+            part.cold_lens[:active],
             part.last_positions[going_on:active],
             reach,
             softcap,
-            partial,
+            found,
         )
-    highest, total, out = partial
+        if (index + 1) * KEYS % segment == 0 and index + 1 < len(tiles):
+            whole.merge(slice(None), found)
+            found = Softmax.empty(*size)
+    if len(tiles) * KEYS > segment or before is not None:
+        whole.merge(slice(None), found)
+        found = whole
+    total = found.total
     if sinks is not None:
         # A sink far above all scores makes the total infinite, and the result 0.
-        total += torch.exp(sinks.flatten(0, 1)[..., None] - highest.clamp(min=-3e38))
+        total = total + torch.exp(sinks.flatten(0, 1)[..., None] - found.highest.clamp(min=-3e38))
     # The highest score adds exactly 1 to the total, so only rows without a query have less.
-    return _by_head(out[..., : queries.shape[-1]] / total.clamp(min=1), queries.shape[1])
-
-
-class Partial(NamedTuple):
-    """A softmax that is not complete, of query tiles; none of their tokens has been seen yet where it begins."""
-
-    highest: Tensor
-    """[tiles * kv_heads, rows, 1]."""
-    total: Tensor
-    """[tiles * kv_heads, rows, 1]."""
-    out: Tensor
-    """[tiles * kv_heads, rows, columns], of which the first d count."""
-
-
-def new_partial(queries: Tensor) -> Partial:
-    """That of query tiles [tiles, kv_heads, rows, d]."""
-    queries = queries.flatten(0, 1)
-    highest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
-    spare = max(0, _LEAST_COLUMNS - queries.shape[-1])
-    return Partial(highest, torch.zeros_like(highest), _widened(torch.zeros_like(queries), spare))
+    return _by_head(found.out[..., :head_dim] / total.clamp(min=1), num_heads)
 
 
 def attend_keys(
@@ -317,52 +433,67 @@ def attend_keys(
     rows: Tensor,
     key_positions: Tensor,
     positions: Tensor,
+    cold_lens: Tensor,
     ended: Tensor,
     reach: tuple[int | None, int | None],
     softcap: float | None,
-    partial: Partial,
+    found: Softmax,
 ) -> None:
-    """Takes a key tile of each query tile [tiles, kv_heads, rows, d] into the first rows of their softmax.
+    """Takes a key tile of each query tile [tiles * kv_heads, rows, d] into the softmax of the first of them.
 
-    `rows` are those of the key tiles' blocks, `key_positions` [tiles or 1, KEYS] what they hold, and `positions`
-    [tiles, rows] what each query sees. The last query tiles go no further than `ended` [m], each of them.
+    `rows` are those of the key tiles' blocks, `key_positions` [tiles or 1, KEYS] of what they hold, `positions`
+    [tiles, rows] of the last that queries see, `cold_lens` [tiles] of the first that is not in cold segments. The
+    last query tiles go no further: they end at positions `ended` [m].
     """
-    num_heads, highest, total, out = queries.shape[1], *partial
-    first_positions = positions[:, :1]
-    now = slice(0, len(queries) * num_heads)
+    num_tiles, num_heads = len(positions), cache.keys.shape[1]
+    key_positions = key_positions.expand(num_tiles, -1)
     keys = _gather(cache.keys, cache.key_scales, rows)
     values = _gather(cache.values, cache.value_scales, rows)
-    going_on = len(queries) - len(ended)
-    unwritten = key_positions.expand(len(queries), -1)[going_on:] > ended[:, None]
+    going_on = num_tiles - len(ended)
+    unwritten = key_positions[going_on:] > ended[:, None]
     _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
         unwritten[:, None, :, None], 0
     )  # a weight of zero does not take away what an ended request left there if that is NaN
-    if reach != (None, None):  # nor what others wrote to blocks that were given back
-        behind = key_positions < _first_seen(first_positions, reach)
+    if reach != (None, None) or cold_lens.any():
+        # Nor what others wrote to blocks that were given back.
+        first = _first_seen(positions[:, 0], reach).maximum(cold_lens)
+        behind = key_positions < first[:, None]
         _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
-
-    scores = _bmm(queries.flatten(0, 1), keys.transpose(1, 2))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    hidden = _hidden(key_positions, positions, reach)
+    scores = _scores(queries, keys, softcap)
+    hidden = _hidden(key_positions, positions, cold_lens, reach)
     _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
+    _add_tile(found, slice(0, len(queries)), scores, values)
 
-    new_highest = torch.maximum(highest[now], scores.amax(-1, keepdim=True))
+
+def _scores(queries: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+    scores = _bmm(queries, keys.transpose(1, 2))
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _add_tile(found: Softmax, now: slice, scores: Tensor, values: Tensor) -> None:
+    """Takes a tile of keys into a softmax of the first matrices; scores are used up."""
+    highest, total, out = found.of(now)
+    new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
     base = new_highest.masked_fill(new_highest == -torch.inf, 0)
     weights = scores.sub_(base).exp_()
-    decay = torch.exp(highest[now] - base)
-    highest[now] = new_highest
-    total[now] = total[now] * decay + weights.sum(-1, keepdim=True)
-    spare = out.shape[-1] - queries.shape[-1]
-    out[now] = out[now] * decay + _bmm(weights, _widened(values, spare))
+    decay = torch.exp(highest - base)
+    spare = out.shape[-1] - values.shape[-1]
+    found.highest[now] = new_highest
+    found.total[now] = total * decay + weights.sum(-1, keepdim=True)
+    found.out[now] = out * decay + _bmm(weights, _widened(values, spare))
 
 
 def _hidden(
-    key_positions: Tensor, positions: Tensor, reach: tuple[int | None, int | None]
+    key_positions: Tensor,
+    positions: Tensor,
+    cold_lens: Tensor,
+    reach: tuple[int | None, int | None],
 ) -> Tensor:
-    """[tiles, rows, keys], which keys a query does not see."""
-    positions, key_positions = positions[:, :, None], key_positions[:, None, :]
-    return (key_positions > positions) | (key_positions < _first_seen(positions, reach))
+    """[tiles, rows, keys], which keys a query does not see, or has seen in cold segments."""
+    positions = positions[:, :, None]
+    first = _first_seen(positions, reach).maximum(cold_lens[:, None, None])
+    key_positions = key_positions[:, None]
+    return (key_positions > positions) | (key_positions < first)
 
 
 def _first_seen(positions: Tensor, reach: tuple[int | None, int | None]) -> Tensor:

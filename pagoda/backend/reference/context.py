@@ -12,12 +12,13 @@ from torch import Tensor
 from pagoda.backend.base import KVCache
 from pagoda.backend.reference.attention import (
     KEYS,
+    LEAST_COLUMNS,
     TILES_PER_PASS,
     AttentionMetadata,
+    Softmax,
     Tiles,
     attend_keys,
     kv_rows,
-    new_partial,
 )
 from pagoda.parallel.collectives import Collectives
 
@@ -51,9 +52,8 @@ def context_attention(
     window: int | None,
     softcap: float | None,
     chunk: int | None,
-    segment_tokens: int,
 ) -> Tensor:
-    tiles, num_tokens = metadata.tiles, len(queries)
+    tiles, num_tokens, segment_tokens = metadata.tiles, len(queries), metadata.segment
     num_kv_heads = cache.keys.shape[1]
     shape = (metadata.num_tiles, num_kv_heads, metadata.rows_per_tile, head_dim)
     packed = torch.zeros(shape, dtype=torch.float32)
@@ -61,7 +61,8 @@ def context_attention(
     # A block of another rank is -1 less its number; the first segment's rank is that of the first block.
     first_ranks = torch.where(metadata.first_blocks < 0, -1 - metadata.first_blocks, ranks.rank)
     num_segments = -(-metadata.longest_context // segment_tokens)
-    whole = _nothing((num_tokens, queries.shape[1] // head_dim, head_dim))
+    num_heads = queries.shape[1] // head_dim
+    whole = Softmax.empty(num_tokens, num_heads, head_dim)
     order = (first_ranks + torch.arange(ranks.size)[:, None]) % ranks.size
     for number in range(-(-num_segments // ranks.size)):
         turns = number * ranks.size + (ranks.rank - first_ranks) % ranks.size
@@ -73,36 +74,12 @@ def context_attention(
         own = found.view(-1, head_dim + 2).index_select(0, metadata.rows)
         shares = ranks.all_gather(own.view(num_tokens, -1, head_dim + 2))
         for rank in order:
-            _merge(whole, shares[rank, torch.arange(num_tokens)])
+            share = shares[rank, torch.arange(num_tokens)]
+            whole.merge(slice(None), Softmax(*share.split((1, 1, head_dim), dim=2)))
     highest, total, out = whole
     if sinks is not None:
         total = total + torch.exp(sinks[:, None] - highest.clamp(min=-3e38))
     return (out / total.clamp(min=1)).flatten(1)
-
-
-class _Softmax(NamedTuple):
-    highest: Tensor
-    """[n, heads, 1]."""
-    total: Tensor
-    """[n, heads, 1]."""
-    out: Tensor
-    """[n, heads, d]."""
-
-
-def _nothing(shape: tuple[int, int, int]) -> _Softmax:
-    highest = torch.full((*shape[:2], 1), -torch.inf)
-    return _Softmax(highest, torch.zeros_like(highest), torch.zeros(shape))
-
-
-def _merge(whole: _Softmax, segment: Tensor) -> None:
-    """Takes the softmax over the next segment [n, heads, 2 + d] into that of those before it."""
-    highest, total, out = segment.split((1, 1, segment.shape[2] - 2), dim=2)
-    now = torch.maximum(whole.highest, highest)
-    base = now.masked_fill(now == -torch.inf, 0)
-    before, here = torch.exp(whole.highest - base), torch.exp(highest - base)
-    whole.highest.copy_(now)
-    whole.total.mul_(before).add_(total * here)
-    whole.out.mul_(before).add_(out * here)
 
 
 def _plan_round(tiles: Tiles, starts: Tensor, segment_tokens: int, cache: KVCache) -> list[_Pass]:
@@ -139,23 +116,25 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     """Softmax of query tiles [tiles, kv_heads, rows, d] over their segments: [tiles, kv_heads, rows, 2 + d]."""
-    partial = new_partial(queries)
+    num_tiles, num_heads, num_rows, head_dim = queries.shape
+    matrices = queries.flatten(0, 1)
+    found = Softmax.empty(len(matrices), num_rows, max(LEAST_COLUMNS, head_dim))
     for index, active in enumerate(part.num_active):
         going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
         attend_keys(
-            queries[:active],
+            matrices[: active * num_heads],
             cache,
             part.kv_rows[:active, index].flatten(),
             part.firsts[:active, None] + torch.arange(index * KEYS, (index + 1) * KEYS),
             part.positions[:active],
+            torch.zeros(active, dtype=torch.int64),
             part.last_positions[going_on:active],
             reach,
             softcap,
-            partial,
+            found,
         )
-    highest, total, out = partial
-    both = torch.cat((highest, total, out[..., : queries.shape[-1]]), dim=-1)
-    return both.view(*queries.shape[:3], -1)
+    both = torch.cat((found.highest, found.total, found.out[..., :head_dim]), dim=-1)
+    return both.view(num_tiles, num_heads, num_rows, -1)
 
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {"context_attention": context_attention}

@@ -326,6 +326,7 @@ class ObjectFiles:
         """`faults` are those of this process."""
         faults = faults or Faults(None)
         self._fill = faults.buffers("disk.read", self._read_object)
+        self._fill_part = faults.buffers("disk.read", self._read_part)
         self._write = faults.buffers("disk.write", self._write_object)
         self.directory = directory
         self.object_bytes = manifest.object_bytes
@@ -349,15 +350,28 @@ class ObjectFiles:
         Raises ObjectUnreadableError if reading failed and says nothing of the object, ObjectError if the object is
         missing or damaged. `buffer` holds nothing of value in both cases.
         """
+        with self._opened(key) as descriptor:
+            self._fill(descriptor, buffer)
+            check(buffer, key, self.payload_bytes)
+            if is_use:
+                _note_use(descriptor)
+
+    def read_part(self, key: bytes, first: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the object from byte `first` on, both in units of `ALIGNMENT`; nothing is checked.
+
+        Raises as `read` does.
+        """
+        with self._opened(key) as descriptor:
+            self._fill_part(descriptor, first, buffer)
+
+    @contextlib.contextmanager
+    def _opened(self, key: bytes) -> Iterator[int]:
         # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self.direct
         try:
             descriptor = os.open(self.directory / object_name(key), flags)
             try:
-                self._fill(descriptor, buffer)
-                check(buffer, key, self.payload_bytes)
-                if is_use:
-                    _note_use(descriptor)
+                yield descriptor
             finally:
                 os.close(descriptor)
         except FileNotFoundError as error:
@@ -375,6 +389,9 @@ class ObjectFiles:
         if found.st_size != self.object_bytes:
             raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
         self._move(os.preadv, descriptor, buffer)
+
+    def _read_part(self, descriptor: int, first: int, buffer: memoryview) -> None:
+        self._move(os.preadv, descriptor, buffer, first)
 
     def write(self, key: bytes, buffer: memoryview) -> None:
         """Makes an object of `key` of the payload in `buffer`; replaces one that is there. A directory in its way,
@@ -415,12 +432,16 @@ class ObjectFiles:
             raise
 
     def _move(
-        self, call: Callable[[int, list[memoryview], int], int], descriptor: int, buffer: memoryview
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        descriptor: int,
+        buffer: memoryview,
+        first: int = 0,
     ) -> None:
-        """Reads or writes a whole object. Raises ObjectError if the file system makes no progress."""
+        """Reads or writes an object from a byte on. Raises ObjectError if the file system makes no progress."""
         done = 0
-        while done < self.object_bytes:
-            count = call(descriptor, [buffer[done : self.object_bytes]], done)
+        while done < len(buffer):
+            count = call(descriptor, [buffer[done:]], first + done)
             whole = count - count % ALIGNMENT  # direct I/O continues at a unit only
             if not whole:
                 raise ObjectError("the file system took only a part of it")

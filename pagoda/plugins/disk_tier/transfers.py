@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +25,10 @@ from pagoda.plugins.disk_tier.objects import (
     ObjectUnreadableError,
     open_in_time,
 )
+from pagoda.plugins.disk_tier.parts import ObjectParts
 from pagoda.worker.kv.jobs import FIRST, LATER, CopyError, GivenUpError, Job, Jobs, Lane
 from pagoda.worker.kv.memory import HostArena, copy_bytes
+from pagoda.worker.kv.segments import BlockPart, place_parts
 from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.kv.transfers import not_here
 from pagoda.worker.loading import LoadedWorker
@@ -55,13 +57,17 @@ def open_tier(
     manifest = make_manifest(plan, loaded.kv, loaded.ready.arithmetic)
     was_open = plan.config.kept_blocks is not None
     directory = open_in_time(Path(config.path), manifest, was_open=was_open)
-    return tier_of(ObjectFiles(directory, manifest, faults), faults)
+    return tier_of(ObjectFiles(directory, manifest, faults), place_parts(loaded.kv), faults)
 
 
-def tier_of(files: ObjectFiles, faults: Faults | None = None) -> WorkerTier:
-    """The tier of these objects, whose transfers begin later; `faults` are those of this process."""
+def tier_of(
+    files: ObjectFiles, parts: Sequence[BlockPart] = (), faults: Faults | None = None
+) -> WorkerTier:
+    """The tier of these objects, whose transfers begin later; `parts` are those of places in a block, and `faults`
+    of this process."""
     place = TierPlace(TIER, str(files.directory), files.object_bytes)
-    return WorkerTier(place, partial(DiskTransfers, files, faults or Faults(None)))
+    start = partial(DiskTransfers, files, faults or Faults(None))
+    return WorkerTier(place, start, ObjectParts(files, parts))
 
 
 class DiskTransfers:

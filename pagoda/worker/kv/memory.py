@@ -43,26 +43,32 @@ class HostArena:
     def __init__(self, num_bytes: int, block_bytes: int) -> None:
         """Raises ValueError if there is no room for one block."""
         self._block_bytes = block_bytes
-        self._stride = slot_bytes(block_bytes)
-        self.num_slots = num_bytes // self._stride
+        self.stride = slot_bytes(block_bytes)
+        """Bytes from slot to slot."""
+        self.num_slots = num_bytes // self.stride
         if self.num_slots < 1:
             raise ValueError(f"{num_bytes} bytes do not hold a block of {block_bytes}.")
-        memory = mmap.mmap(-1, self.num_slots * self._stride)
-        with contextlib.suppress(OSError):  # a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = memoryview(memory)
+        self.memory = page_aligned(self.num_slots * self.stride)
         self.taking = threading.Thread(target=self._take, name="kv-arena", daemon=True)
         self.taking.start()
 
     def _take(self) -> None:
         """Does not hold the interpreter. Where the kernel cannot, memory is taken as slots are used."""
-        take_pages(address_of(self._memory), len(self._memory))
+        take_pages(address_of(self.memory), len(self.memory))
 
     def slot(self, index: int) -> memoryview:
         if not 0 <= index < self.num_slots:
             raise ValueError(f"There are {self.num_slots} slots, but no slot {index}.")
-        start = index * self._stride
-        return self._memory[start : start + self._block_bytes]
+        start = index * self.stride
+        return self.memory[start : start + self._block_bytes]
+
+
+def page_aligned(num_bytes: int) -> memoryview:
+    """Memory that begins at a page, in large pages where the kernel has them; it is taken as it is written."""
+    memory = mmap.mmap(-1, num_bytes)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def slot_bytes(block_bytes: int) -> int:

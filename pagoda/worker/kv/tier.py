@@ -11,6 +11,7 @@ from pagoda.backend.kv_store import KVStore
 from pagoda.messages.transfers import TierPlace, Transfer
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena
+from pagoda.worker.kv.segments import TierParts
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class WorkerTier:
     """The place of this rank's blocks, as engines are told."""
     start: Callable[[Jobs, KVStore, HostArena | None], TierTransfers]
     """Starts to copy blocks of this rank; transfers end in the jobs."""
+    parts: TierParts
+    """Parts of this rank's blocks, for segments that are streamed."""
 
 
 class TierTransfers(Protocol):

@@ -31,6 +31,7 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.remote import RemoteMemory
+from pagoda.worker.kv.segments import SegmentStreams
 from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.loading import LoadedWorker
 from pagoda.worker.memory_plan import WorkerMemoryPlan
@@ -74,6 +75,26 @@ def open_tiers(
         for name, tier in config.kv_tiers.items()
     }
     return KVTiers(store, arena, further)
+
+
+def stream_segments(
+    plan: WorkerMemoryPlan, loaded: LoadedWorker, tiers: KVTiers, ready: WorkerReady
+) -> WorkerReady:
+    """Lets cold segments be streamed from tiers, if that can be; adds to `ready` what the engine needs to know."""
+    groups, segment = plan.streamed_groups, plan.config.segment_tokens
+    if not groups:
+        return ready
+    places = [place.place for place in plan.layer_places]
+    loaded.runner.batch.streams = SegmentStreams(
+        loaded.runner.model.caches,
+        places,
+        tiers.store,
+        tiers.arena,
+        {name: tier.parts for name, tier in tiers.further.items()},
+        segment,
+        groups,
+    )
+    return msgspec.structs.replace(ready, segment_tokens=segment)
 
 
 class TransferWorker:
