@@ -184,6 +184,7 @@ class PlanBuilder:
             num_tokens,
             self.starts,
             self.new_blocks,
+            [],
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
