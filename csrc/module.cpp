@@ -148,7 +148,7 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
 // Ranks that share memory.
 class SharedGroup final : public Group {
    public:
-    explicit SharedGroup(Collectives& ranks) : ranks_(ranks) { size = ranks.size(); }
+    explicit SharedGroup(Collectives& ranks) : ranks_(ranks) { size = ranks.size(), rank = ranks.rank(); }
 
     void all_reduce(const KernelTable& table, float* rows, int64_t n, int64_t d) override {
         ranks_.all_reduce(table, Dtype::f32, rows, n * d);
@@ -165,6 +165,7 @@ class PythonGroup final : public Group {
     // Exchanges that fail call `stop`.
     PythonGroup(nb::object ranks, std::function<void()> stop) : ranks_(std::move(ranks)), stop_(std::move(stop)) {
         size = nb::cast<int>(ranks_.attr("size"));
+        rank = nb::cast<int>(ranks_.attr("rank"));
     }
 
     void all_reduce(const KernelTable&, float* rows, int64_t n, int64_t d) override {

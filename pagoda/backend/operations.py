@@ -103,7 +103,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         "attention",
         ("queries", "metadata"),
         ("cache", "ranks", "sinks?"),
-        ("head_dim", "scale", "window", "softcap", "chunk"),
+        ("head_dim", "scale", "window", "softcap", "chunk", "causal"),
     ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
@@ -122,7 +122,10 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("eps",),
     ),
     "latent_attention": OperationSpec(
-        "attention", ("latent_queries", "rotary_queries", "metadata"), ("cache",), ("scale",)
+        "attention",
+        ("latent_queries", "rotary_queries", "metadata"),
+        ("cache", "ranks?"),
+        ("scale",),
     ),
     "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
 }
@@ -138,9 +141,17 @@ class GraphBuilder:
     Methods raise ValueError where values or weights do not fit each other.
     """
 
-    def __init__(self, group: Collectives, *, batch_invariant: bool = True) -> None:
-        """`group` has the ranks that results are added up or gathered over; see `Graph.batch_invariant`."""
+    def __init__(
+        self,
+        group: Collectives,
+        *,
+        batch_invariant: bool = True,
+        context: Collectives | None = None,
+    ) -> None:
+        """`group` has the ranks that results are added up or gathered over, `context` those on which the segments of
+        contexts lie, if there are several; see `Graph.batch_invariant`."""
         self._group = group
+        self.context: Sequence[Collectives] = () if context is None else (context,)
         self._batch_invariant = batch_invariant
         self._values: list[Value] = []
         self._nodes: list[Node] = []
@@ -507,9 +518,9 @@ class GraphBuilder:
         if not causal and (window is not None or chunk is not None):
             raise ValueError("Windows and chunks are of causal attention.")
         return self.record(
-            "attention",
+            "context_attention" if self.context else "attention",
             [queries, metadata],
-            [cache] if sinks is None else [cache, sinks],
+            [cache, *self.context] if sinks is None else [cache, *self.context, sinks],
             {
                 "head_dim": head_dim,
                 "scale": scale,

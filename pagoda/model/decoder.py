@@ -27,7 +27,6 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.context import NOT_SPREAD, ContextRanks
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
@@ -40,6 +39,7 @@ from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
+from pagoda.parallel.collectives import Collectives
 
 LAST_HIDDEN = "last_hidden"
 """Result of a stage: hidden states behind its last layer, normed on the last stage."""
@@ -87,12 +87,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         batch_invariant: bool = True,
         lent: Decoder[LinearT, MetadataT] | None = None,
         captured: Sequence[int] = (),
-        context: ContextRanks = NOT_SPREAD,
+        context: Collectives | None = None,
     ) -> None:
         """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 
         A head takes tables that it lacks from its model, `lent`. `captured` are layers whose inputs are results;
-        `context` are the ranks that hold parts of each context.
+        `context` are the ranks on which contexts lie, if they are several.
         With `has_adapters`, tokens of a step may have adapters of `adapters`; see `Graph.batch_invariant`.
         """
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
@@ -364,7 +364,9 @@ class Decoder(Generic[LinearT, MetadataT]):
     def _record(self, *, embeds_spans: bool) -> Graph:
         """The stage's forward pass; on the last stage with logits and their argmax."""
         config = self._shard.config
-        ops = GraphBuilder(self.backend.group, batch_invariant=self._batch_invariant)
+        ops = GraphBuilder(
+            self.backend.group, batch_invariant=self._batch_invariant, context=self._context
+        )
         multipliers, eps = config.multipliers, config.norm.eps
         x = self._embed(ops, embeds_spans=embeds_spans)
         attention_input: Value | None = None
@@ -535,8 +537,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         if spec.temperature is not None:
             scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
-        out = self._context.attention(
-            ops,
+        out = ops.attention(
             queries,
             metadata,
             cache,

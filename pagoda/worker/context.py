@@ -23,7 +23,7 @@ def check_context_parallel(
         )
     if shape.encoder is not None:
         raise ConfigError(f"{flag} does not go with encoders, which keep no context; leave it out.")
-    if any(layer.kind is not None for layer in shape.layers):
+    if any(layer.state is not None for layer in shape.layers):
         raise ConfigError(
             f"{flag} needs a model whose layers all keep keys and values, which {config.model} does not; leave it out."
         )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend
-from pagoda.backend.context import ContextRanks
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
 from pagoda.backend.overlap import OverlapBackend
@@ -286,7 +285,7 @@ def _load_model(
             plan.layer_caches([one_block] * len(shard.layers)),
             has_adapters=config.has_adapters,
             batch_invariant=config.batch_invariant,
-            context=ContextRanks(context),
+            context=context if context.size > 1 else None,
             lent=lent,
             captured=plan.captured_layers,
         )

@@ -229,7 +229,7 @@ class _GroupMemory:
     """A group of ranks without memory in common, as a native program calls it."""
 
     def __init__(self, group: Collectives) -> None:
-        self.size = group.size
+        self.size, self.rank = group.size, group.rank
         self._group = group
 
     def all_reduce(self, rows: int, n: int, d: int) -> None:

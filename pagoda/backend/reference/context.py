@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over contexts whose segments lie on several ranks, in plain PyTorch; see `pagoda.backend.context`."""
+"""Attention over contexts whose segments lie on several ranks, in plain PyTorch (context parallelism).
+
+All ranks have the queries of all tokens of a step. Each attends with them to the segments that it holds, and ranks
+exchange what they found, round by round: one segment of each rank and sequence, which follow each other. They are
+merged in the order of segments, so that no bit depends on the number of ranks. Block tables have -1 - *r* for blocks
+of rank *r*.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +58,7 @@ def context_attention(
     window: int | None,
     softcap: float | None,
     chunk: int | None,
+    causal: bool,  # noqa: ARG001 - encoders have no context
 ) -> Tensor:
     tiles, num_tokens, segment_tokens = metadata.tiles, len(queries), metadata.segment
     num_kv_heads = cache.keys.shape[1]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, KVCache, LatentCache
 from pagoda.backend.reference.attention import AttentionMetadata, attention, rotated, write_kv
+from pagoda.backend.reference.context import context_attention
 from pagoda.backend.reference.linear import Linear, linear
 from pagoda.backend.reference.rows import rms_norm
+from pagoda.parallel.collectives import Collectives
 
 
 def as_keys_and_values(cache: LatentCache) -> KVCache:
@@ -45,16 +47,18 @@ def latent_attention(
     rotary_queries: Tensor,
     metadata: AttentionMetadata,
     cache: LatentCache,
-    *,
+    *ranks: Collectives,
     scale: float,
 ) -> Tensor:
     sizes = (cache.rank, cache.rope_dim)
     parts = zip((latent_queries, rotary_queries), sizes, strict=True)
     queries = torch.cat([part.view(len(part), -1, size) for part, size in parts], dim=2)
-    out = attention(
+    attend = context_attention if ranks else attention
+    out = attend(
         queries.flatten(1),
         metadata,
         as_keys_and_values(cache),
+        *ranks,
         head_dim=cache.width,
         scale=scale,
         window=None,
