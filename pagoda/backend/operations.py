@@ -148,8 +148,8 @@ class GraphBuilder:
         batch_invariant: bool = True,
         context: Collectives | None = None,
     ) -> None:
-        """`group` has the ranks that results are added up or gathered over, `context` those on which the segments of
-        contexts lie, if there are several; see `Graph.batch_invariant`."""
+        """`group` has the ranks that results are added up or gathered over, `context` those that share contexts, if
+        there are several; see `Graph.batch_invariant`."""
         self._group = group
         self.context: Sequence[Collectives] = () if context is None else (context,)
         self._batch_invariant = batch_invariant

@@ -59,8 +59,10 @@ class BlockPool:
         num_ranks: int = 1,
     ) -> None:
         """`recorder` is told of the blocks of `medium` that are stored and removed. Ranks hold equally many."""
-        if num_blocks < 1 or num_blocks % num_ranks:
-            raise ValueError(f"num_blocks must be a multiple of {num_ranks}, got {num_blocks}.")
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
+        if num_blocks % num_ranks:
+            raise ValueError(f"{num_blocks} blocks cannot be shared evenly by {num_ranks} ranks.")
         self.num_blocks = num_blocks
         self.num_stored = 0
         """Blocks that became findable since the start."""

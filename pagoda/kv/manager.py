@@ -124,7 +124,7 @@ class KVManager:
         recorder: CacheRecorder | None = None,
         shares: SegmentShares = ALL_ON_ONE,
     ) -> None:
-        """One group keeps all where `groups` is empty. Several context-parallel ranks (`shares`) have one that does.
+        """One group keeps all where `groups` is empty. Of several context-parallel ranks (`shares`) one does.
 
         `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
         keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.

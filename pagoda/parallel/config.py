@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of devices of a server, and the device of each rank: the only place that knows.
 
-Ranks are counted replica by replica, in it stage by stage, in it context rank by context rank, in it tensor rank by
-tensor rank, and take the devices in that order: those that talk most sit next to each other.
+Ranks are counted replica by replica, in it stage by stage, in it context rank by context rank, in it tensor rank
+by tensor rank, and take the devices in that order: those that talk most sit next to each other.
 """
 
 from __future__ import annotations

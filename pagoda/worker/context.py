@@ -18,14 +18,15 @@ def check_context_parallel(
     flag = f"--context-parallel-size {config.parallel.context_parallel_size}"
     if not backend.capabilities.context_parallel:
         raise ConfigError(
-            f"{flag} needs a backend that attends to contexts on several ranks, which {backend.arithmetic} does not; "
-            "choose --backend cpu or reference."
+            f"{flag} needs a backend that attends to contexts on several ranks, which {backend.arithmetic} "
+            "does not; choose --backend cpu or reference."
         )
     if shape.encoder is not None:
         raise ConfigError(f"{flag} does not go with encoders, which keep no context; leave it out.")
     if any(layer.state is not None for layer in shape.layers):
         raise ConfigError(
-            f"{flag} needs a model whose layers all keep keys and values, which {config.model} does not; leave it out."
+            f"{flag} needs a model whose layers all keep keys and values, which {config.model} is not; "
+            "leave it out."
         )
     if config.segment_tokens % block_size:
         raise ConfigError(

@@ -3,8 +3,8 @@
 
 All ranks have the queries of all tokens of a step. Each attends with them to the segments that it holds, and ranks
 exchange what they found, round by round: one segment of each rank and sequence, which follow each other. They are
-merged in the order of segments, so that no bit depends on the number of ranks. Block tables have -1 - *r* for blocks
-of rank *r*.
+merged in the order of segments, so that no bit depends on the number of ranks. Block tables have -1 - *r* for
+blocks of rank *r*.
 """
 
 from __future__ import annotations
