@@ -184,7 +184,6 @@ class PlanBuilder:
             num_tokens,
             self.starts,
             self.new_blocks,
-            [],
             freed_slots,
             self.new_tokens,
             self.forced_tokens,
