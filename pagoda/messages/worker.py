@@ -216,8 +216,6 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """Parallel to `slots`; each at least 1."""
     starts: list[SlotStart] = []
     new_blocks: list[NewBlocks] = []
-    cold: list[ColdSegment] = []
-    """Segments that lie outside of the cache from this step on: each is the next one of its slot and KV group."""
     freed_slots: list[int] = []
     new_tokens: list[tuple[int, int]] = []
     """(slot, token id) sampled by the last of several stages, for the others."""
@@ -231,6 +229,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     only where `WorkerReady.max_proposals` allows as many."""
     masked_slots: list[int] = []
     """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
+    cold: list[ColdSegment] = []
+    """Segments that lie outside of the cache from this step on: each is the next one of its slot and KV group."""
 
 
 class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):

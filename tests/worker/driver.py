@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.segments import ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
+from pagoda.messages.transfers import HostSlots, TierBlocks
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
@@ -58,6 +60,7 @@ class Driver:
         self._pool = deque(range(num_blocks - 1, -1, -1))
         self._starts: list[SlotStart] = []
         self._freed: list[int] = []
+        self._cold: list[ColdSegment] = []
         self._step = 0
 
     def start(
@@ -108,6 +111,10 @@ class Driver:
             self._pool.extend(table)
         del self.tokens[slot], self.computed[slot]
 
+    def cool(self, slot: int, group: int, place: HostSlots | TierBlocks) -> None:
+        """The next segment of a slot lies there from the next step on."""
+        self._cold.append(ColdSegment(slot, group, place))
+
     def output(self, slot: int) -> list[int]:
         return self.tokens[slot][self.num_prompt_tokens[slot] :]
 
@@ -137,10 +144,11 @@ class Driver:
             self._starts,
             new_blocks,
             self._freed,
+            cold=self._cold,
             drafts=list(drafts.items()),
             proposals=list((wanted or {}).items()),
         )
-        self._starts, self._freed = [], []
+        self._starts, self._freed, self._cold = [], [], []
         self._step += 1
         result = self.runner.submit(plan).result()
         for slot, count in shares.items():

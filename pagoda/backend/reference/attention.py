@@ -7,7 +7,7 @@ in order. A step only changes how many tiles there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -178,6 +178,7 @@ def plan_attention(
     cold_lens = torch.zeros(num_tiles, dtype=torch.int64)
     cold_tiles = None
     if cold is not None:
+        _check_cold(cold.counts, batch)
         cold_lens = torch.tensor(cold.counts)[sequence_of_tile] * batch.segment
         sequences = range(len(cold.counts))
         cold_tiles = _Cold(cold, [(sequence_of_tile == i).nonzero()[:, 0] for i in sequences])
@@ -212,6 +213,17 @@ def plan_attention(
         longest_context=int(batch.context_lens.max()),
         plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
     )
+
+
+def _check_cold(counts: Sequence[int], batch: TokenBatch) -> None:
+    """Raises ValueError: queries are among the tokens of cold segments."""
+    lens = zip(counts, batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+    for count, query_len, context_len in lens:
+        if count * batch.segment > context_len - query_len:
+            raise ValueError(
+                f"{query_len} tokens of a context of {context_len} are in {count} cold segments of "
+                f"{batch.segment}."
+            )
 
 
 def rotate_and_cache(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,8 +54,9 @@ class PartReader(Protocol):
 class TierParts(Protocol):
     """A tier of which the parts of blocks can be read that are of single places."""
 
-    begins: Sequence[int]
-    """Where the part of each place begins in the memory that it is read to, which has `part_room` bytes."""
+    @property
+    def begins(self) -> Sequence[int]:
+        """Where the part of each place begins in the memory that it is read to, which has `part_room` bytes."""
 
     def open_reader(self) -> PartReader: ...
 
@@ -103,7 +104,8 @@ def _elsewhere(
         of_type = memory.view(tensor.dtype)
         return of_type.as_strided((count, *shape), (stride // size, *inner), begin // size)
 
-    return replace(cache, **{kind: there(kind, tensor) for kind, tensor in cache.tensors.items()})
+    found: Mapping[str, Any] = {kind: there(kind, each) for kind, each in cache.tensors.items()}
+    return replace(cache, **found)
 
 
 class _Layer(NamedTuple):
@@ -358,7 +360,8 @@ class _Item(NamedTuple):
 
     group: int
     place: int
-    index: int
+    number: int
+    """Number of the segment, as layers take them."""
     sequence: int
     found: TierBlocks
 
@@ -370,7 +373,7 @@ class _Filling:
         self, staging: _Staging, tiers: Mapping[str, TierParts], items: Sequence[_Item]
     ) -> None:
         self._staging, self._tiers, self._items = staging, tiers, items
-        self._numbers = {(item.group, item.place, item.index): i for i, item in enumerate(items)}
+        self._numbers = {(item.group, item.place, item.number): i for i, item in enumerate(items)}
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._parts_done = [0] * len(items)
@@ -431,7 +434,8 @@ class _Filling:
         readers = {name: tier.open_reader() for name, tier in self._tiers.items()}
         for number, item in enumerate(self._items):
             with self._changed:
-                self._changed.wait_for(lambda n=number: n < self._num_free or self._is_closed)
+                while number >= self._num_free and not self._is_closed:
+                    self._changed.wait()
                 if self._is_closed:
                     return
                 is_wanted = item.sequence not in self._problems

@@ -39,7 +39,7 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
     Partials.new(rows, heads, value_dim, max_context, device)     scratch of split contexts; serves all layers
     attention(queries, keys, values, steps, out, *, scale, window=None, chunk=None, softcap=None, causal=True,
               sinks=None, key_scales=None, value_scales=None, products=torch.bfloat16, partials=None,
-              split_programs=16)
+              split_programs=16, segment=SEGMENT)
         queries, out [n, heads head_dim]; products are of float32, float16 or bfloat16 numbers, summed in float32.
         Without `partials` one program goes through a tile's whole context (prompts); with them, up to
         `split_programs` share it (decode). Bits are the same.
@@ -47,7 +47,7 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 `latents`:
 
     latent_attention(latent_queries, rotary_queries, cache, steps, out, *, rank, scale, scales=None,
-                     products=torch.bfloat16, partials=None, split_programs=16)
+                     products=torch.bfloat16, partials=None, split_programs=16, segment=SEGMENT)
 
 `states`: halves [num_blocks, floats] float32 of states in blocks; tiles of `steps` are whole sequences:
 

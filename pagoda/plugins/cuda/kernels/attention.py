@@ -2,9 +2,10 @@
 """Attention over paged keys and values, for prompts and for single tokens in one kernel.
 
 A context is cut into splits of `SPLIT` tokens at fixed places. Each has a softmax of its own, carried on from tile
-to tile of keys (FlashAttention, Dao et al. 2022), and splits are merged in their order, whoever computed them: one
-program goes through all of them, or several write what they found and another launch merges it
-(Flash-Decoding, Dao et al. 2023). So bits do not depend on how a sequence is cut or on what else is in the step.
+to tile of keys (FlashAttention, Dao et al. 2022). Splits are merged in their order within segments, and then
+segments, whoever computed them: one program goes through all of them, or several write what they found and another
+launch merges it (Flash-Decoding, Dao et al. 2023). So bits do not depend on how a sequence is cut or on what else
+is in the step.
 
 A tile multiplies what some of its rows do not see by weights of 0, and 0 times NaN is NaN. A tile with such
 tokens is computed once more, with care, if sums are not finite: NaN reaches only rows that see it.
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.messages.segments import SEGMENT
 from pagoda.plugins.cuda.kernels.numbers import (
     UNFUSED,
     as_stored,
@@ -130,6 +132,13 @@ def merged(highest, total, out, other_highest, other_total, other_out):
 
 
 @triton.jit
+def nothing_found(rows: tl.constexpr, width: tl.constexpr):
+    """Softmax [r] and sums [r, d] of no tokens; merging them changes no bit."""
+    highest = tl.full([rows], float("-inf"), tl.float32)
+    return highest, tl.zeros([rows], tl.float32), tl.zeros([rows, width], tl.float32)
+
+
+@triton.jit
 def finished(highest, total, out, sinks):
     """Attention [r, d] of sums and softmax; sinks [r], in powers of two, are one more score."""
     total += tl.exp2(sinks - tl.maximum(highest, -3.0e38))
@@ -230,9 +239,7 @@ def _split(
 
     All rows see those in front of `clear`.
     """
-    highest = tl.full([rows], float("-inf"), tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    out = tl.zeros([rows, width], tl.float32)
+    highest, total, out = nothing_found(rows, width)
     if not careful:
         for start in range(begin, clear, keys):
             highest, total, out = _add_keys(
@@ -260,7 +267,8 @@ def _tile(
     heads: tl.constexpr, per_key: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, causal: tl.constexpr,
     quantized: tl.constexpr, has_sinks: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
-    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr, careful: tl.constexpr,
+    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr, segment: tl.constexpr,
+    careful: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile. Returns True if it may have numbers that rows got of tokens which they do not see."""
     tile, head_group = tl.program_id(0), tl.program_id(1)
@@ -289,9 +297,8 @@ def _tile(
         keys_ptr += kv_head * key_head_stride
         values_ptr += kv_head * value_head_stride
 
-        highest = tl.full([rows], float("-inf"), tl.float32)
-        total = tl.zeros([rows], tl.float32)
-        out = tl.zeros([rows, width], tl.float32)
+        whole_highest, whole_total, whole_out = nothing_found(rows, width)
+        highest, total, out = nothing_found(rows, width)
         start = tile_first // split + tl.program_id(2)
         seen_by_all = tl.min(tl.where(there, last, tile_last))
         hidden_from_some = tl.max(tl.where(there, first, tile_first))
@@ -318,7 +325,13 @@ def _tile(
                 tl.store(accumulated_ptr + place[:, None] * dim + columns[None, :], own_out, loaded)
             else:
                 highest, total, out = merged(highest, total, out, own_highest, own_total, own_out)
+                if (part + 1) % (segment // split) == 0:
+                    whole_highest, whole_total, whole_out = merged(
+                        whole_highest, whole_total, whole_out, highest, total, out
+                    )
+                    highest, total, out = nothing_found(rows, width)
         if not partial:
+            highest, total, out = merged(whole_highest, whole_total, whole_out, highest, total, out)
             sinks = tl.full([rows], float("-inf"), tl.float32)
             if has_sinks:
                 sinks = tl.load(sinks_ptr + head, there, 0.0) * _LOG2E
@@ -335,7 +348,7 @@ def _attend(
     heads: tl.constexpr, per_key: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, causal: tl.constexpr,
     quantized: tl.constexpr, has_sinks: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
-    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr, segment: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries over one KV head, or what a program finds in some splits of the context."""
     if _tile(
@@ -343,14 +356,15 @@ def _attend(
         accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr, num_rows, table_stride,
         key_block_stride, key_head_stride, value_block_stride, value_head_stride, scale_block_stride,
         scale_head_stride, factor, cap, heads, per_key, dim, block_size, window, chunk, capped, causal,
-        quantized, has_sinks, partial, products, width, rows, keys, split, careful=False,
+        quantized, has_sinks, partial, products, width, rows, keys, split, segment, careful=False,
     ):  # fmt: skip
         _tile(
             queries_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr,
             accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr, num_rows,
             table_stride, key_block_stride, key_head_stride, value_block_stride, value_head_stride,
             scale_block_stride, scale_head_stride, factor, cap, heads, per_key, dim, block_size, window, chunk,
-            capped, causal, quantized, has_sinks, partial, products, width, rows, keys, split, careful=True,
+            capped, causal, quantized, has_sinks, partial, products, width, rows, keys, split, segment,
+            careful=True,
         )  # fmt: skip
 
 
@@ -358,7 +372,7 @@ def _attend(
 def _combine(
     accumulated_ptr, statistics_ptr, sinks_ptr, out_ptr, positions_ptr, num_rows,
     heads: tl.constexpr, dim: tl.constexpr, window: tl.constexpr, chunk: tl.constexpr,
-    has_sinks: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, split: tl.constexpr,
+    has_sinks: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, split: tl.constexpr, segment: tl.constexpr,
 ):  # fmt: skip
     """Merges what programs found in the splits of contexts, for some heads of tokens."""
     row, columns = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, width)
@@ -368,9 +382,8 @@ def _combine(
     loaded = there[:, None] & (columns < dim)[None, :]
     last = tl.max(position)
     if last >= 0:
-        highest = tl.full([rows], float("-inf"), tl.float32)
-        total = tl.zeros([rows], tl.float32)
-        out = tl.zeros([rows, width], tl.float32)
+        whole_highest, whole_total, whole_out = nothing_found(rows, width)
+        highest, total, out = nothing_found(rows, width)
         for part in range(tl.min(tl.where(there, first, last)), last // split + 1):
             # Rows without this split get nothing, whose merging changes no bit.
             written = there & (first <= part) & (position // split >= part)
@@ -380,6 +393,12 @@ def _combine(
             found = loaded & written[:, None]
             own = tl.load(accumulated_ptr + place[:, None] * dim + columns[None, :], found, 0.0)
             highest, total, out = merged(highest, total, out, own_highest, own_total, own)
+            if (part + 1) % (segment // split) == 0:
+                whole_highest, whole_total, whole_out = merged(
+                    whole_highest, whole_total, whole_out, highest, total, out
+                )
+                highest, total, out = nothing_found(rows, width)
+        highest, total, out = merged(whole_highest, whole_total, whole_out, highest, total, out)
         sinks = tl.full([rows], float("-inf"), tl.float32)
         if has_sinks:
             sinks = tl.load(sinks_ptr + row % heads) * _LOG2E
@@ -396,6 +415,7 @@ def merge_partials(
     sinks: Tensor | None = None,
     window: int = 0,
     chunk: int = 0,
+    segment: int = SEGMENT,
 ) -> None:
     """Merges the splits of all tokens: `out` [n, heads value_dim]."""
     count, dim = len(out) * heads, partials.accumulated.shape[-1]
@@ -404,7 +424,8 @@ def merge_partials(
     _combine[(blocks(count, rows),)](
         partials.accumulated, partials.statistics, sinks, out, steps.positions, len(out),
         heads=heads, dim=dim, window=window, chunk=chunk, has_sinks=sinks is not None,
-        width=power_of_two(16, dim), rows=rows, split=SPLIT, num_warps=2 if rows == 4 else 4, **UNFUSED,
+        width=power_of_two(16, dim), rows=rows, split=SPLIT, segment=segment,
+        num_warps=2 if rows == 4 else 4, **UNFUSED,
     )  # fmt: skip
 
 
@@ -426,11 +447,13 @@ def attention(
     products: torch.dtype = torch.bfloat16,
     partials: Partials | None = None,
     split_programs: int = 16,
+    segment: int = SEGMENT,
 ) -> None:
     """Attention of queries [n, heads d] over a cache [num_blocks, kv_heads, block_size, d]: `out` [n, heads d].
 
     Tiles of `steps` are of `tokens_per_tile(heads // kv_heads)` tokens. Products are of numbers of one dtype. With
-    `partials`, up to `split_programs` share a tile's context, of causal attention. See `GraphBuilder.attention`.
+    `partials`, up to `split_programs` share a tile's context, of causal attention. A segment is a multiple of
+    `SPLIT`. See `GraphBuilder.attention`.
     """
     if not len(queries) or not len(steps.tiles):
         return
@@ -453,10 +476,17 @@ def attention(
         capped=softcap is not None, causal=causal, quantized=key_scales is not None,
         has_sinks=sinks is not None, partial=partials is not None, products=triton_dtype(products),
         width=width, rows=ROWS, keys=keys_per_tile(width, max(keys.itemsize, products.itemsize)),
-        split=SPLIT, num_warps=4 if dim <= 128 else 8,
+        split=SPLIT, segment=segment, num_warps=4 if dim <= 128 else 8,
         num_stages=stages_of(width, max(keys.itemsize, products.itemsize)), **UNFUSED,
     )  # fmt: skip
     if partials is not None:
         merge_partials(
-            partials, steps, out, heads=heads, sinks=sinks, window=window or 0, chunk=chunk or 0
+            partials,
+            steps,
+            out,
+            heads=heads,
+            sinks=sinks,
+            window=window or 0,
+            chunk=chunk or 0,
+            segment=segment,
         )

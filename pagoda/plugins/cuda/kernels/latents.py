@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.messages.segments import SEGMENT
 from pagoda.plugins.cuda.kernels.attention import (
     SPLIT,
     Partials,
@@ -24,6 +25,7 @@ from pagoda.plugins.cuda.kernels.attention import (
     merge_partials,
     merged,
     not_finite,
+    nothing_found,
 )
 from pagoda.plugins.cuda.kernels.numbers import (
     UNFUSED,
@@ -100,7 +102,7 @@ def _tile(
     heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
     quantized: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
     width: tl.constexpr, rope_width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
-    careful: tl.constexpr,
+    segment: tl.constexpr, careful: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile, as that of `attention` does."""
     tile = tl.program_id(0)
@@ -124,9 +126,8 @@ def _tile(
         seen_by_all = tl.min(tl.where(there, last, tile_last))
         table_ptr += sequence * table_stride
 
-        highest = tl.full([rows], float("-inf"), tl.float32)
-        total = tl.zeros([rows], tl.float32)
-        out = tl.zeros([rows, width], tl.float32)
+        whole_highest, whole_total, whole_out = nothing_found(rows, width)
+        highest, total, out = nothing_found(rows, width)
         for part in range(tl.program_id(2), tile_last // split + 1, tl.num_programs(2)):
             begin, end = part * split, tl.minimum(part * split + split, tile_last + 1)
             own_highest, own_total, own_out = _split(
@@ -146,7 +147,13 @@ def _tile(
                 )
             else:
                 highest, total, out = merged(highest, total, out, own_highest, own_total, own_out)
+                if (part + 1) % (segment // split) == 0:
+                    whole_highest, whole_total, whole_out = merged(
+                        whole_highest, whole_total, whole_out, highest, total, out
+                    )
+                    highest, total, out = nothing_found(rows, width)
         if not partial:
+            highest, total, out = merged(whole_highest, whole_total, whole_out, highest, total, out)
             nothing = tl.full([rows], float("-inf"), tl.float32)
             tl.store(out_ptr + places, finished(highest, total, out, nothing), loaded)
     return spoilt
@@ -159,17 +166,18 @@ def _attend_latents(
     heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
     quantized: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
     width: tl.constexpr, rope_width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+    segment: tl.constexpr,
 ):  # fmt: skip
     if _tile(
         latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr, positions_ptr,
         tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor, heads, rank, rope,
-        block_size, quantized, partial, products, width, rope_width, rows, keys, split, careful=False,
+        block_size, quantized, partial, products, width, rope_width, rows, keys, split, segment, careful=False,
     ):  # fmt: skip
         _tile(
             latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr,
             positions_ptr, tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor,
             heads, rank, rope, block_size, quantized, partial, products, width, rope_width, rows, keys, split,
-            careful=True,
+            segment, careful=True,
         )  # fmt: skip
 
 
@@ -186,6 +194,7 @@ def latent_attention(
     products: torch.dtype = torch.bfloat16,
     partials: Partials | None = None,
     split_programs: int = 16,
+    segment: int = SEGMENT,
 ) -> None:
     """Causal attention of queries [n, heads rank] and [n, heads rope_dim] over latents: `out` [n, heads rank].
 
@@ -207,8 +216,8 @@ def latent_attention(
         heads=heads, rank=rank, rope=rope, block_size=block_size, quantized=scales is not None,
         partial=partials is not None, products=triton_dtype(products), width=width,
         rope_width=power_of_two(16, rope), rows=rows,
-        keys=keys_per_tile(width, max(cache.itemsize, products.itemsize)), split=SPLIT,
+        keys=keys_per_tile(width, max(cache.itemsize, products.itemsize)), split=SPLIT, segment=segment,
         num_warps=4 if width <= 128 else 8, num_stages=2, **UNFUSED,
     )  # fmt: skip
     if partials is not None:
-        merge_partials(partials, steps, out, heads=heads)
+        merge_partials(partials, steps, out, heads=heads, segment=segment)

@@ -15,6 +15,7 @@ from pagoda.backend.base import KVCache, LatentCache, TokenBatch
 from pagoda.backend.fp8 import E4M3, to_e4m3
 from pagoda.backend.host import rotary_table
 from pagoda.backend.reference import latents as reference_latents
+from pagoda.backend.reference.attention import attention as reference_attention
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.plugins.backend_check.attention import (
     KINDS,
@@ -344,3 +345,53 @@ def test_latents_that_are_not_finite_reach_those_alone_who_see_them(
     steps = ((0, 9, "whole"), (9, 39, "split"), (39, 40, "split"))
     parts = [spoilt.step(cache, *step) for step in steps]
     assert torch.equal(comparable(parts), comparable([found]))
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latents"])
+def test_segments_are_merged_in_order(latent: bool) -> None:
+    """By one program, and by several that share a context: the same bits, and what the reference finds."""
+    contexts = [1100, 512, 20]
+    counts = [-(-n // 16) for n in contexts]
+    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
+    spans = [
+        (n - 2, 2, [ids.pop() for _ in range(count)])
+        for n, count in zip(contexts, counts, strict=True)
+    ]
+    batch = replace(batch_of_spans(spans), segment=512)
+    if latent:
+        held: KVCache | LatentCache = REFERENCE.allocate_latent_cache(
+            sum(counts), 16, 16, 16, torch.float32
+        )
+    else:
+        held = REFERENCE.allocate_kv_cache(sum(counts), 16, 1, 16, torch.float32)
+    for i, part in enumerate(held.tensors.values()):
+        part.copy_(random_tensor(part.numel(), seed=i).view(part.shape))
+    plan = REFERENCE.attention_metadata(batch, 2, held)
+    queries, turned = (random_tensor(2 * len(spans), 32, seed=seed) for seed in (7, 8))
+    options: dict[str, Any] = {"scale": 0.4, "products": torch.float32}
+
+    def found(segment: int, partials: kernels.Partials | None) -> Tensor:
+        out = torch.full((2 * len(spans), 32), torch.nan)
+        more = options | {"partials": partials, "split_programs": 2, "segment": segment}
+        if isinstance(held, LatentCache):
+            steps = steps_of(batch, latents.tokens_per_tile(2, torch.float32))
+            latents.latent_attention(queries, turned, held.latents, steps, out, rank=16, **more)
+        else:
+            steps = steps_of(batch, kernels.tokens_per_tile(2))
+            kernels.attention(queries, held.keys, held.values, steps, out, **more)
+        return out
+
+    partials = kernels.Partials.new(len(queries), 2, 16, 1100, CPU)
+    whole = found(512, None)
+    assert torch.equal(found(512, partials), whole)
+    other = found(4096, None)
+    assert not torch.equal(other[:2], whole[:2])
+    assert torch.equal(other[2:], whole[2:])
+    if isinstance(held, LatentCache):
+        wanted = reference_latents.latent_attention(queries, turned, plan, held, scale=0.4)
+    else:
+        limits = dict.fromkeys(("window", "softcap", "chunk"))
+        wanted = reference_attention(
+            queries, plan, held, head_dim=16, scale=0.4, causal=True, **limits
+        )
+    torch.testing.assert_close(whole, wanted, atol=1e-5, rtol=1e-5)
