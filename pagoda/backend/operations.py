@@ -54,6 +54,7 @@ _DTYPES = {
 """Dtypes of inputs of operations by name; all others are float32."""
 
 
+_SCORING = ("head_dim", "scale", "window", "softcap", "chunk", "causal")
 OPERATIONS: Mapping[str, OperationSpec] = {
     "embedding": OperationSpec("embedding", ("token_ids",), ("table",), ("first_id", "vocab_size")),
     "linear": OperationSpec("linear", ("x",), ("weight",)),
@@ -93,17 +94,9 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "query_norm?", "key_norm?"),
         ("head_dim", "eps", "norms_all_heads"),
     ),
-    "attention": OperationSpec(
-        "attention",
-        ("queries", "metadata"),
-        ("cache", "sinks?"),
-        ("head_dim", "scale", "window", "softcap", "chunk", "causal"),
-    ),
+    "attention": OperationSpec("attention", ("queries", "metadata"), ("cache", "sinks?"), _SCORING),
     "context_attention": OperationSpec(
-        "attention",
-        ("queries", "metadata"),
-        ("cache", "ranks", "sinks?"),
-        ("head_dim", "scale", "window", "softcap", "chunk", "causal"),
+        "attention", ("queries", "metadata"), ("cache", "ranks", "sinks?"), _SCORING
     ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
@@ -148,8 +141,8 @@ class GraphBuilder:
         batch_invariant: bool = True,
         context: Collectives | None = None,
     ) -> None:
-        """`group` has the ranks that results are added up or gathered over, `context` those that share contexts, if
-        there are several; see `Graph.batch_invariant`."""
+        """`group` has the ranks that results are added up or gathered over, `context` those that share contexts;
+        see `Graph.batch_invariant`."""
         self._group = group
         self.context: Sequence[Collectives] = () if context is None else (context,)
         self._batch_invariant = batch_invariant

@@ -12,12 +12,9 @@ import pytest
 from family_models import make_model
 from in_process import InProcessEngine
 
-from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import ParallelConfig, RankPlace
-from pagoda.worker.loading import plan_worker
+from pagoda.parallel.config import ParallelConfig
 
 SEGMENT = 128
 LONGEST = 512

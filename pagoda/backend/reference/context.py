@@ -82,7 +82,7 @@ def context_attention(
         shares = ranks.all_gather(own.view(num_tokens, -1, head_dim + 2))
         for rank in order:
             share = shares[rank, torch.arange(num_tokens)]
-            whole.merge(slice(None), Softmax(*share.split((1, 1, head_dim), dim=2)))
+            whole.merge(slice(None), Softmax(share[..., :1], share[..., 1:2], share[..., 2:]))
     highest, total, out = whole
     if sinks is not None:
         total = total + torch.exp(sinks[:, None] - highest.clamp(min=-3e38))
@@ -96,7 +96,8 @@ def _plan_round(tiles: Tiles, starts: Tensor, segment_tokens: int, cache: KVCach
     lengths, by_length = (last_positions - starts).sort(descending=True, stable=True)
     active = by_length[: int((lengths >= 0).sum())]
     passes: list[_Pass] = []
-    for own in active.split(TILES_PER_PASS) if len(active) else ():
+    for first in range(0, len(active), TILES_PER_PASS):
+        own = active[first : first + TILES_PER_PASS]
         key_tiles = (last_positions[own] - starts[own]) // KEYS + 1
         columns = starts[own, None] // block_size + torch.arange(segment_tokens // block_size)
         tables = tiles.tables[own].gather(1, columns.clamp(max=tiles.tables.shape[1] - 1))

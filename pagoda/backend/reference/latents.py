@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,18 +48,18 @@ def latent_attention(
     rotary_queries: Tensor,
     metadata: AttentionMetadata,
     cache: LatentCache,
-    *ranks: Collectives,
+    ranks: Collectives | None = None,
+    *,
     scale: float,
 ) -> Tensor:
     sizes = (cache.rank, cache.rope_dim)
     parts = zip((latent_queries, rotary_queries), sizes, strict=True)
     queries = torch.cat([part.view(len(part), -1, size) for part, size in parts], dim=2)
-    attend = context_attention if ranks else attention
+    attend = attention if ranks is None else partial(context_attention, ranks=ranks)
     out = attend(
         queries.flatten(1),
         metadata,
         as_keys_and_values(cache),
-        *ranks,
         head_dim=cache.width,
         scale=scale,
         window=None,
