@@ -214,8 +214,8 @@ class InputBatch:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
         `keeps_states`, states stay behind known tokens: drafts that were right are computed again.
 
-        `adapter_number` finds the number of a loaded adapter by its digest; None where there are none. `blocks` says
-        which blocks are this rank's.
+        `adapter_number` finds the number of a loaded adapter by its digest; None where there are none. `blocks`
+        says which blocks are this rank's.
         """
         self._adapter_number = adapter_number
         self.segment = segment

@@ -239,13 +239,17 @@ def engine(
     backend: str,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     *,
     experts: bool = False,
     **options: Any,
 ) -> InProcessEngine:
     """An engine over the ranks of a topology, for short sequences."""
     parallel = ParallelConfig(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_parallel=experts,
     )
     return InProcessEngine(
         directory, backend=backend, max_model_len=CONTEXT, parallel=parallel, **options

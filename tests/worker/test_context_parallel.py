@@ -12,9 +12,14 @@ import pytest
 from family_models import make_model
 from in_process import InProcessEngine
 
+from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.checkpoints.resolve import load_model_config
+from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.context import check_context_parallel
 
 SEGMENT = 128
 LONGEST = 512
@@ -93,3 +98,25 @@ def test_answers_have_the_bits_of_one_rank(
     load = several.load()
     assert load.num_prefix_hit_tokens > 0
     assert load.num_preemptions > 0 or parallel.context_parallel_size > 2
+
+
+class _OfOneRank(ReferenceBackend):
+    """A backend that attends to whole contexts alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = msgspec.structs.replace(self.capabilities, context_parallel=False)
+
+
+def test_backends_that_attend_to_whole_contexts_refuse() -> None:
+    config = WorkerConfig(model="m", parallel=ParallelConfig(context_parallel_size=2))
+    shape = load_model_config("qwen3-0.6b", "dummy")
+    with pytest.raises(ConfigError, match="attends to contexts on several ranks, which reference"):
+        check_context_parallel(config, shape, _OfOneRank(), 16)
+
+
+def test_blocks_that_lie_on_two_ranks_are_refused() -> None:
+    config = WorkerConfig(model="m", parallel=ParallelConfig(context_parallel_size=2))
+    shape = load_model_config("qwen3-0.6b", "dummy")
+    with pytest.raises(ConfigError, match="does not divide the 4096 tokens of a segment"):
+        check_context_parallel(config, shape, ReferenceBackend(), 384)

@@ -32,6 +32,14 @@ LONGEST = 512
 BLOCKS = LONGEST // 16 // 2
 """Blocks of a rank: half of those of the longest request."""
 
+CASES: dict[str, tuple[str, dict[str, int]]] = {
+    "two Ray nodes": ("ray", {}),
+    "replicas": ("local", {"data_parallel_size": 2}),
+    "tensor parallelism": ("local", {"tensor_parallel_size": 2}),
+    "pipeline parallelism": ("local", {"pipeline_parallel_size": 2}),
+}
+"""Executor, and further ranks."""
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
@@ -40,18 +48,11 @@ def cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
-@pytest.mark.parametrize(
-    ("executor", "ranks"),
-    [
-        ("ray", {}),
-        ("local", {"data_parallel_size": 2}),
-        ("local", {"tensor_parallel_size": 2}),
-        ("local", {"pipeline_parallel_size": 2}),
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 async def test_answers_are_those_of_one_rank(
-    request: pytest.FixtureRequest, tmp_path: Path, executor: str, ranks: dict[str, int]
+    request: pytest.FixtureRequest, tmp_path: Path, case: str
 ) -> None:
+    executor, ranks = CASES[case]
     make_model("olmo2").save_pretrained(tmp_path)
     rng = random.Random(0)
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=12)
