@@ -273,11 +273,11 @@ using NodeTuple = std::tuple<std::string, std::vector<int>, std::vector<int>, st
 // A graph as a program, with the groups that its nodes meet in.
 class LoweredProgram {
    public:
-    LoweredProgram(const Kernels& kernels, const std::vector<std::tuple<int64_t, int64_t, bool>>& values,
+    LoweredProgram(const Kernels& kernels, const std::vector<std::tuple<int64_t, int64_t, int>>& values,
                    std::vector<int> inputs, std::vector<int> results, int rows, int adapters,
                    const std::vector<NodeTuple>& nodes, const nb::list& weights) {
         Graph graph{{}, std::move(inputs), std::move(results), rows, adapters, {}, {}};
-        for (const auto& [width, item_bytes, selected] : values) graph.values.push_back({width, item_bytes, selected});
+        for (const auto& [width, item_bytes, rows] : values) graph.values.push_back({width, item_bytes, Program::Rows(rows)});
         for (const auto& [op, in, out, used, numbers] : nodes) graph.nodes.push_back({op, in, out, used, numbers});
         for (const nb::handle weight : weights) graph.weights.push_back(to_weight(weight));
         program_ = lower(kernels.table(), graph);
@@ -522,7 +522,7 @@ NB_MODULE(_native, m) {
             self.parts.push_back({weight, to<float>(bias), bias_bytes});
         });
     nb::class_<LoweredProgram>(m, "Program")
-        .def(nb::init<const Kernels&, const std::vector<std::tuple<int64_t, int64_t, bool>>&, std::vector<int>,
+        .def(nb::init<const Kernels&, const std::vector<std::tuple<int64_t, int64_t, int>>&, std::vector<int>,
                       std::vector<int>, int, int, const std::vector<NodeTuple>&, const nb::list&>())
         .def("schedule", &LoweredProgram::schedule)
         .def("operations", &LoweredProgram::operations)

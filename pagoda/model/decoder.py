@@ -377,6 +377,9 @@ class Decoder(Generic[LinearT, MetadataT]):
             if self._joint.fused:
                 ops.result(FUSED_HIDDEN, self._joint.record_fused(ops))
             x, attention_input, beside = self._joint.record(ops, x, hidden, first_norm, eps)
+        spreads = self.adapters is None and not self.num_experts and self._joint is None
+        if spreads:  # counts of experts, and numbers of adapters, are those of all rows
+            x = ops.own_rows(x)
         tables = {
             name: ops.rotary_table(
                 ops.input("positions"), frequencies.to(self.backend.device), scale
@@ -391,7 +394,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             self._shard.layers, self._layers, adapted, self.caches, self._states, strict=True
         ):
             if index in self._captured:
-                ops.result(layer_input(index), x)
+                ops.result(layer_input(index), ops.share_rows(x))
             h = attention_input or _normed(ops, x, layer.attention_norm, eps)
             table = tables.get(layer.spec.attention.rotary)
             attended = self._attention(
@@ -400,9 +403,10 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
                 rows = ops.input("rows")
-                attended, x = ops.select_rows(attended, rows), ops.select_rows(x, rows)
+                attended = ops.select_rows(ops.share_rows(attended), rows)
+                x = ops.select_rows(ops.share_rows(x), rows)
                 if layer.spec.parallel:
-                    h = ops.select_rows(h, rows)
+                    h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
             out = ops.linear(attended, layer.attention_out)
@@ -417,7 +421,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             h = _normed(ops, x, layer.mlp_norm, eps)
             out = ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
-        h = _normed(ops, x, self._norm, eps)
+        h = ops.share_rows(_normed(ops, x, self._norm, eps))
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
@@ -525,8 +529,9 @@ class Decoder(Generic[LinearT, MetadataT]):
                 qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
             )
             norms = None
+        is_own = qkv.own
         queries = ops.rotate_and_cache(
-            qkv,
+            ops.share_rows(qkv),
             metadata,
             table,
             cache,
@@ -549,6 +554,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             chunk=spec.chunk,
             causal=spec.causal,
         )
+        if is_own:
+            out = ops.own_rows(out)
         if layer.gate is None:
             return out
         return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))
