@@ -125,6 +125,9 @@ struct CacheWriter {
         }
     }
 
+    // Whether the token is kept on this rank.
+    bool holds(int64_t token) const { return metadata.token_rows[static_cast<size_t>(token)] >= 0; }
+
     // Whether the other half of a token's pair is written in the same step.
     bool writes_next(int64_t token) const {
         const auto i = static_cast<size_t>(token);
@@ -145,6 +148,11 @@ void clear(Softmax softmax, int64_t rows, int padded_dim) {
     std::fill_n(softmax.highest, rows, -INFINITY);
     std::fill_n(softmax.total, rows, 0.0f);
     std::fill_n(softmax.out, rows * padded_dim, 0.0f);
+}
+
+// The weights of a row, with that of its head's sink. Far above all scores that one is infinite, and the result 0.
+float total(const AttentionOptions& options, int64_t head, Softmax row) {
+    return options.sinks == nullptr ? *row.total : *row.total + std::exp2(options.sinks[head] * kLog2E - *row.highest);
 }
 
 // Memory that all threads of a layer's attention share.
@@ -169,6 +177,7 @@ struct Attention {
     Memory memory;
     SharedMemory shared;
     const int32_t* cold_blocks = nullptr;  // of the cold segment that this is the attention over; `cache` has it
+    const Softmax* found = nullptr;        // of rows by their places, where what is found is not the end of it
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
@@ -270,8 +279,21 @@ struct Attention {
         }
         if (cold_blocks) {
             carry(item, rows, [&](Softmax own, Softmax carried) { table.merge_segment(rows, padded, carried, own); });
+        } else if (found) {
+            keep(item, rows);
         } else {
             normalize(item, rows);
+        }
+    }
+
+    void keep(const Item& item, int rows) const {
+        for (int head = 0; head < item.heads; ++head) {
+            for (int row = 0; row < rows; ++row) {
+                const Softmax from = memory.whole.from(int64_t{head} * rows + row, padded);
+                const Softmax to = found->from(place(tile_of(item), item.kv_head + head, row), padded);
+                *to.highest = *from.highest, *to.total = *from.total;
+                std::copy_n(from.out, padded, to.out);
+            }
         }
     }
 
@@ -285,13 +307,6 @@ struct Attention {
             f(memory.whole.from(int64_t{head} * rows, padded),
               shared.carried.from(first + int64_t{item.kv_head + head} * rows, padded));
         }
-    }
-
-    // The weights of a row, with that of its head's sink. Far above all scores that one is infinite, and the result 0.
-    float total(const Item& item, int head, int row, int64_t from) const {
-        if (options.sinks == nullptr) return memory.whole.total[from];
-        const float sink = options.sinks[(item.kv_head + head) * plan.group + row % plan.group] * kLog2E;
-        return memory.whole.total[from] + std::exp2(sink - memory.whole.highest[from]);
     }
 
     void merge(const Item& item) const {
@@ -326,12 +341,45 @@ struct Attention {
         for (int head = 0; head < item.heads; ++head) {
             for (int row = 0; row < rows; ++row) {
                 const int64_t from = int64_t{head} * rows + row;
-                table.normalize(memory.whole.out + from * padded, total(item, head, row, from), cache.value_dim,
+                table.normalize(memory.whole.out + from * padded,
+                                total(options, (item.kv_head + head) * plan.group + row % plan.group, memory.whole.from(from, padded)),
+                                cache.value_dim,
                                 out + place(tile_of(item), item.kv_head + head, row) * cache.value_dim);
             }
         }
     }
 };
+
+// Memory of attention over contexts that are spread, which all threads share.
+struct ContextMemory {
+    SharedMemory shared;
+    Softmax whole, found;
+    int64_t share;  // elements of `found`, which lie together
+    float* gathered;
+
+    ContextMemory(Pieces& pieces, const AttentionMetadata& metadata, const PlanSizes& sizes, const Widths& padded, int ranks)
+        : shared(pieces, metadata, sizes, padded), whole(take(pieces, metadata, padded)), found(take(pieces, metadata, padded)) {
+        Pieces measured(nullptr);
+        take(measured, metadata, padded);
+        share = measured.taken();
+        gathered = pieces.take(share * ranks);
+    }
+
+    static Softmax take(Pieces& pieces, const AttentionMetadata& metadata, const Widths& padded) {
+        return pieces.take_softmax(metadata.num_tokens * metadata.shape.num_heads, padded.value);
+    }
+    // What a rank has found.
+    Softmax of(int rank) const {
+        const int64_t by = gathered - found.highest + rank * share;
+        return {found.highest + by, found.total + by, found.out + by};
+    }
+};
+
+PlanSizes sizes_of(const std::vector<AttentionPlan>& rounds) {
+    PlanSizes most;
+    for (const AttentionPlan& plan : rounds) most = most.or_more(plan);
+    return most;
+}
 
 }  // namespace
 
@@ -363,6 +411,7 @@ void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadat
         for (int64_t h = 0; h < kv_heads; ++h) {
             alignas(64) float key[kMaxHeadDim];
             table.norm_and_rotate(k + h * d, k_norm, norms.eps, cosine, sine, rotary.r, d, key);
+            if (!writer.holds(token)) break;
             writer.put_key(token, h, key);
             writer.put_value(token, h, v + h * d);
         }
@@ -380,6 +429,7 @@ void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata&
         for (int64_t row = token * heads; row < (token + 1) * heads; ++row) {
             table.norm_and_rotate(queries + row * rest, nullptr, 0, cosine, sine, rotary.r, rest, out + row * rest);
         }
+        if (!writer.holds(token)) return;
         alignas(64) float latent[kMaxHeadDim];
         const float* own = latents + token * d;
         table.rms_norm(own, nullptr, norm, eps, rank, nullptr, latent);
@@ -427,6 +477,50 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, cons
     }
     const Attention layer{table, metadata, metadata.plan(options.reach), cache, queries, options, out, memory, shared};
     layer.run_all();
+}
+
+size_t context_attention_scratch(const AttentionMetadata& metadata, const Cache& cache, const Reach& reach,
+                                 const ContextRanks& ranks) {
+    const PlanSizes sizes = sizes_of(metadata.rounds(reach, ranks.rank, ranks.size));
+    const Widths padded(cache);
+    Pieces own(nullptr), shared(nullptr);
+    const Memory memory(own, sizes, padded);
+    const ContextMemory of_all(shared, metadata, sizes, padded, ranks.size);
+    return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * own.taken() + shared.taken());
+}
+
+void context_attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const Queries& queries,
+                       const AttentionOptions& options, const ContextRanks& ranks, float* out, void* scratch) {
+    const std::vector<AttentionPlan>& rounds = metadata.rounds(options.reach, ranks.rank, ranks.size);
+    const PlanSizes sizes = sizes_of(rounds);
+    const Widths padded(cache);
+    Pieces pieces(static_cast<float*>(scratch));
+    const ContextMemory all(pieces, metadata, sizes, padded, ranks.size);
+    Pieces measured(nullptr);
+    const Memory size(measured, sizes, padded);
+    Pieces own(static_cast<float*>(scratch) + pieces.taken() + omp_get_thread_num() * measured.taken());
+    const Memory memory(own, sizes, padded);
+    const int64_t heads = metadata.shape.num_heads;
+    parallel_for_rows(metadata.num_tokens * heads, [&](int64_t row) { clear(all.whole.from(row, padded.value), 1, padded.value); });
+    for (const AttentionPlan& plan : rounds) {
+        parallel_for_rows(metadata.num_tokens * heads, [&](int64_t row) { clear(all.found.from(row, padded.value), 1, padded.value); });
+        const Attention over{table, metadata, plan, cache, queries, options, out, memory, all.shared, nullptr, &all.found};
+        over.run_all();
+#pragma omp master
+        ranks.all_gather(all.found.highest, all.share * size_of(Dtype::f32), all.gathered);
+#pragma omp barrier
+        parallel_for_rows(metadata.num_tokens, [&](int64_t token) {
+            const int first = metadata.first_rank(metadata.token_sequences[static_cast<size_t>(token)], ranks.rank);
+            for (int turn = 0; turn < ranks.size; ++turn) {
+                const Softmax share = all.of((first + turn) % ranks.size).from(token * heads, padded.value);
+                table.merge_segment(static_cast<int>(heads), padded.value, all.whole.from(token * heads, padded.value), share);
+            }
+        });
+    }
+    parallel_for_rows(metadata.num_tokens * heads, [&](int64_t row) {
+        const Softmax found = all.whole.from(row, padded.value);
+        table.normalize(found.out, total(options, row % heads, found), cache.value_dim, out + row * cache.value_dim);
+    });
 }
 
 }  // namespace pagoda

@@ -22,6 +22,7 @@ constexpr int64_t kItemsPerThread = 16;
 constexpr int64_t kWorthSharing = kSplit / 2;
 // Tries to find company for the tiles of which a split begins alike and goes on differently.
 constexpr int kSharingRounds = 4;
+constexpr int64_t kMaxRanks = 4096;
 
 int64_t round_down(int64_t x, int64_t step) { return x / step * step; }
 
@@ -159,7 +160,8 @@ AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks
                                     std::to_string(shape.num_kv_heads) + " KV heads.");
     }
     for (int64_t i = 0; i < n * width; ++i) {
-        if (block_tables[i] >= 0 && block_tables[i] < num_blocks) continue;
+        if (block_tables[i] < 0) spread = true;
+        if (block_tables[i] >= -kMaxRanks && block_tables[i] < num_blocks) continue;
         throw std::out_of_range("Block " + std::to_string(block_tables[i]) + " is not one of the cache's " +
                                 std::to_string(num_blocks) + ".");
     }
@@ -173,7 +175,8 @@ AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks
         sequences.push_back({num_tokens, query_lens[i], context_lens[i], kept_len});
         for (int64_t position = context_lens[i] - query_lens[i]; position < context_lens[i]; ++position) {
             const int64_t block = blocks_of(i)[position / shape.block_size];
-            token_rows.push_back(block * shape.block_size + position % shape.block_size);
+            token_rows.push_back(block < 0 ? -1 : block * shape.block_size + position % shape.block_size);
+            token_sequences.push_back(static_cast<int32_t>(i));
         }
         num_tokens += query_lens[i];
         longest_context_ = std::max(longest_context_, context_lens[i]);
@@ -221,6 +224,22 @@ const AttentionPlan& AttentionMetadata::plan(const Reach& whole) const {
     return known != plans_.end() ? known->second : plans_.emplace(reach, AttentionPlan(*this, reach)).first->second;
 }
 
+const std::vector<AttentionPlan>& AttentionMetadata::rounds(const Reach& whole, int rank, int size) const {
+    const Reach reach = whole.up_to(longest_context_);
+    const auto known = rounds_.find(reach);
+    if (known != rounds_.end()) return known->second;
+    std::vector<AttentionPlan> rounds;
+    for (int64_t round = 0; round < num_rounds(size); ++round) {
+        std::vector<int64_t> starts;
+        for (size_t i = 0; i < sequences.size(); ++i) {
+            const int turn = (rank + size - first_rank(static_cast<int64_t>(i), rank)) % size;
+            starts.push_back((round * size + turn) * parts.segment);
+        }
+        rounds.emplace_back(*this, reach, starts);
+    }
+    return rounds_.emplace(reach, std::move(rounds)).first->second;
+}
+
 int64_t AttentionMetadata::num_tokens_read(const Reach& reach) const {
     int64_t read = 0;
     for (const auto* of_phase : {&plan(reach).shared, &plan(reach).items}) {
@@ -245,6 +264,22 @@ AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const Reach& rea
 AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, int64_t sequence)
     : group(metadata.shape.num_heads / metadata.shape.num_kv_heads), parts(metadata.parts) {
     add_tiles(sequence, metadata, [&](Tile& tile) { tile.begin = 0, tile.end = parts.segment; });
+    add_items(metadata);
+}
+
+AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const Reach& reach, const std::vector<int64_t>& starts)
+    : group(metadata.shape.num_heads / metadata.shape.num_kv_heads), parts(metadata.parts) {
+    for (size_t i = 0; i < metadata.sequences.size(); ++i) {
+        add_tiles(static_cast<int64_t>(i), metadata, [&](Tile& tile) {
+            const int64_t last = tile.first_position + tile.num_tokens - 1;
+            const int64_t first = round_down(reach.first(tile.first_position), kKeyTile);
+            const int64_t end = reach.last(last, metadata.sequences[i].context_len) + 1;
+            tile.begin = std::max(first, starts[i]);
+            tile.end = std::min(end, starts[i] + parts.segment);
+            if (tile.begin >= tile.end) tile.begin = tile.end = 0;
+        });
+    }
+    SharedSplits(metadata, *this).find();
     add_items(metadata);
 }
 
@@ -281,6 +316,7 @@ void AttentionPlan::add_items(const AttentionMetadata& metadata) {
     for (size_t i = 0; i < tiles.size(); ++i) {
         const auto member = static_cast<int64_t>(i);
         const Tile& tile = tiles[i];
+        if (tile.begin == tile.end) continue;
         const auto first = splits.begin() + tile.first_split;
         const bool meets = std::any_of(first, first + num_splits(tile), [](const Split& split) { return split.row >= 0; });
         if (!meets && tile.end - tile.begin <= longest) {

@@ -78,28 +78,60 @@ void rotate_and_cache(Program& program, const Graph& graph, int index) {
                     .weight_bytes = norms.queries == nullptr ? 0 : normed * size_of(Dtype::f32)});
 }
 
-void attention(Program& program, const Graph& graph, int index) {
+// Records attention of `queries` over the whole context, or, with `ranks`, over one that is spread over these.
+void record_attention(Program& program, const Graph& graph, int index, const Cache* cache, const AttentionOptions& options,
+                      Group* ranks) {
     const Node& own = graph.node(index);
-    const Value queries = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
-    const Cache* cache = graph.weight<const Cache*>(own, 0);
-    const HeadShape shape = shape_of(*cache, num_heads(own, *cache, graph.width(queries)));
-    const auto limit = [&](size_t place) {
-        const auto number = static_cast<int64_t>(own.numbers.at(place));
-        return number > 0 ? number : kUnlimited;
-    };
-    const AttentionOptions options{static_cast<float>(own.numbers.at(1)), {limit(2), limit(4), own.numbers.at(5) != 0},
-                                   static_cast<float>(own.numbers.at(3)), graph.vector(own, 1)};
-    program.record({.nodes = {index}, .uses = {queries, out}, .work = graph.width(queries) * kKeyTile,
+    const bool latents = cache->holds_latents();
+    const Value queries = own.inputs[0], rest = own.inputs.at(latents ? 1 : 0), out = own.outputs[0];
+    const Value metadata = own.inputs.at(latents ? 2 : 1);
+    const HeadShape shape = shape_of(*cache, latents ? graph.width(queries) / cache->value_dim
+                                                     : num_heads(own, *cache, graph.width(queries)));
+    const ContextRanks context{ranks == nullptr ? 0 : ranks->rank, ranks == nullptr ? 1 : ranks->size,
+                               [=](const void* x, int64_t bytes, void* to) { ranks->all_gather(x, bytes, to); }};
+    program.record({.nodes = {index}, .uses = {queries, rest, out}, .work = graph.width(queries) * kKeyTile,
                     .run = [=, &p = program](const Step&, void* scratch) {
-                         pagoda::attention(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
-                                           {p.at(queries), nullptr}, options, p.at(out), scratch);
+                        const Queries both{p.at(queries), latents ? p.at(rest) : nullptr};
+                        const auto& step = *p.at<const AttentionMetadata>(metadata);
+                        if (ranks != nullptr) {
+                            pagoda::context_attention(p.table(), step, *cache, both, options, context, p.at(out), scratch);
+                        } else {
+                            pagoda::attention(p.table(), step, *cache, both, options, p.at(out), scratch);
+                        }
                     },
                     .scratch = [=, &p = program](const Step&) {
-                         return attention_scratch(*p.at<const AttentionMetadata>(metadata), *cache, options.reach);
+                        const auto& step = *p.at<const AttentionMetadata>(metadata);
+                        return ranks != nullptr ? context_attention_scratch(step, *cache, options.reach, context)
+                                                : attention_scratch(step, *cache, options.reach);
                     },
                     .check = [=, &p = program](const Step&) {
-                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
+                        const auto& step = *p.at<const AttentionMetadata>(metadata);
+                        check_metadata(step, shape, cache->num_blocks);
+                        if (step.spread && ranks == nullptr) {
+                            throw std::out_of_range("Blocks of other ranks do not fit a graph of one.");
+                        }
                     }});
+}
+
+// A window or a chunk.
+int64_t limit_of(const Node& node, size_t place) {
+    const auto number = static_cast<int64_t>(node.numbers.at(place));
+    return number > 0 ? number : kUnlimited;
+}
+
+void attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const AttentionOptions options{static_cast<float>(own.numbers.at(1)),
+                                   {limit_of(own, 2), limit_of(own, 4), own.numbers.at(5) != 0},
+                                   static_cast<float>(own.numbers.at(3)), graph.vector(own, 1)};
+    record_attention(program, graph, index, graph.weight<const Cache*>(own, 0), options, nullptr);
+}
+
+void context_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const AttentionOptions options{static_cast<float>(own.numbers.at(1)), {limit_of(own, 2), limit_of(own, 4), true},
+                                   static_cast<float>(own.numbers.at(3)), graph.vector(own, 2)};
+    record_attention(program, graph, index, graph.weight<const Cache*>(own, 0), options, graph.weight<Group*>(own, 1));
 }
 
 // ---- latents
@@ -148,21 +180,8 @@ void rotate_and_cache_latents(Program& program, const Graph& graph, int index) {
 
 void latent_attention(Program& program, const Graph& graph, int index) {
     const Node& own = graph.node(index);
-    const Value queries = own.inputs[0], rotary = own.inputs.at(1), metadata = own.inputs.at(2), out = own.outputs[0];
-    const auto* cache = graph.weight<const Cache*>(own, 0);
-    const HeadShape shape = shape_of(*cache, graph.width(queries) / cache->value_dim);
-    const AttentionOptions options{static_cast<float>(own.numbers.at(0)), {}};
-    program.record({.nodes = {index}, .uses = {queries, rotary, out}, .work = graph.width(queries) * kKeyTile,
-                    .run = [=, &p = program](const Step&, void* scratch) {
-                        pagoda::attention(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
-                                          {p.at(queries), p.at(rotary)}, options, p.at(out), scratch);
-                    },
-                    .scratch = [=, &p = program](const Step&) {
-                        return attention_scratch(*p.at<const AttentionMetadata>(metadata), *cache, options.reach);
-                    },
-                    .check = [=, &p = program](const Step&) {
-                        check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
-                    }});
+    Group* ranks = own.weights.size() > 1 ? graph.weight<Group*>(own, 1) : nullptr;
+    record_attention(program, graph, index, graph.weight<const Cache*>(own, 0), {static_cast<float>(own.numbers.at(0)), {}}, ranks);
 }
 
 // ---- layers with a state
@@ -208,6 +227,7 @@ void gated_delta(Program& program, const Graph& graph, int index) {
 const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerings = {
     {"rotate_and_cache", rotate_and_cache},
     {"attention", attention},
+    {"context_attention", context_attention},
     {"head_linear", head_linear},
     {"rotate_and_cache_latents", rotate_and_cache_latents},
     {"latent_attention", latent_attention},

@@ -43,6 +43,8 @@ class Lowering {
     void all_gather(int index);
     void all_gather_argmax(int index);
     void select_rows(int index);
+    void own_rows(int index);
+    void share_rows(int index);
     void add(int index);
 
    private:
@@ -83,6 +85,8 @@ const std::map<std::string, void (Lowering::*)(int)> kLowerings = {
     {"all_gather", &Lowering::all_gather},
     {"all_gather_argmax", &Lowering::all_gather_argmax},
     {"select_rows", &Lowering::select_rows},
+    {"own_rows", &Lowering::own_rows},
+    {"share_rows", &Lowering::share_rows},
     {"add", &Lowering::add},
 };
 
@@ -401,6 +405,47 @@ void Lowering::all_gather(int index) {
                      .scratch = [=, &p = program_](const Step& step) {
                          const auto ranks = static_cast<int64_t>(sizes.size());
                          return static_cast<size_t>(p.num_rows(x, step) * most * (1 + ranks) * size_of(Dtype::f32));
+                     }});
+}
+
+void Lowering::own_rows(int index) {
+    const Node& own = node(index);
+    const Value x = own.inputs[0], out = own.outputs[0];
+    const Group* ranks = graph_.weight<Group*>(own, 0);
+    program_.share_out(ranks->rank, ranks->size);
+    program_.record({.nodes = {index}, .uses = {out, x}, .work = width(x), .run = [=, &p = program_](const Step& step, void*) {
+        const int64_t d = p.shape(x).width;
+        parallel_for_rows(step.num_own, [&](int64_t row) {
+            std::copy_n(p.at(x) + (step.first_own + row) * d, d, p.at(out) + row * d);
+        });
+    }});
+}
+
+void Lowering::share_rows(int index) {
+    const Node& own = node(index);
+    const Value x = own.inputs[0], out = own.outputs[0];
+    Group* ranks = graph_.weight<Group*>(own, 0);
+    program_.record({.nodes = {index}, .uses = {x, out}, .work = width(x),
+                     .run = [=, &p = program_](const Step& step, void* scratch) {
+                         const int64_t d = p.shape(x).width, most = p.most_own(step.num_tokens);
+                         auto* padded = static_cast<float*>(scratch);
+                         const float* gathered = p.at(x);
+                         if (most < step.num_tokens) {
+                             parallel_for_rows(step.num_own, [&](int64_t row) {
+                                 std::copy_n(p.at(x) + row * d, d, padded + row * d);
+                             });
+#pragma omp master
+                             ranks->all_gather(padded, most * d * size_of(Dtype::f32), padded + most * d);
+#pragma omp barrier
+                             gathered = padded + most * d;
+                         }
+                         parallel_for_rows(step.num_tokens, [&](int64_t row) {
+                             std::copy_n(gathered + row * d, d, p.at(out) + row * d);
+                         });
+                     },
+                     .scratch = [=, &p = program_](const Step& step) {
+                         return static_cast<size_t>(p.most_own(step.num_tokens) * (1 + ranks->size) * p.shape(x).width) *
+                                size_of(Dtype::f32);
                      }});
 }
 

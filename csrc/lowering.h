@@ -25,7 +25,7 @@ class Group {
     // The bytes of every rank, one behind the other. Called by the first thread alone.
     virtual void all_gather(const void* x, int64_t bytes, void* out) = 0;
 
-    int size = 1;
+    int size = 1, rank = 0;
 };
 
 // Linear layers of the same inputs, as one: their outputs follow one another.

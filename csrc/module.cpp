@@ -148,7 +148,7 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
 // Ranks that share memory.
 class SharedGroup final : public Group {
    public:
-    explicit SharedGroup(Collectives& ranks) : ranks_(ranks) { size = ranks.size(); }
+    explicit SharedGroup(Collectives& ranks) : ranks_(ranks) { size = ranks.size(), rank = ranks.rank(); }
 
     void all_reduce(const KernelTable& table, float* rows, int64_t n, int64_t d) override {
         ranks_.all_reduce(table, Dtype::f32, rows, n * d);
@@ -165,6 +165,7 @@ class PythonGroup final : public Group {
     // Exchanges that fail call `stop`.
     PythonGroup(nb::object ranks, std::function<void()> stop) : ranks_(std::move(ranks)), stop_(std::move(stop)) {
         size = nb::cast<int>(ranks_.attr("size"));
+        rank = nb::cast<int>(ranks_.attr("rank"));
     }
 
     void all_reduce(const KernelTable&, float* rows, int64_t n, int64_t d) override {
@@ -272,11 +273,11 @@ using NodeTuple = std::tuple<std::string, std::vector<int>, std::vector<int>, st
 // A graph as a program, with the groups that its nodes meet in.
 class LoweredProgram {
    public:
-    LoweredProgram(const Kernels& kernels, const std::vector<std::tuple<int64_t, int64_t, bool>>& values,
+    LoweredProgram(const Kernels& kernels, const std::vector<std::tuple<int64_t, int64_t, int>>& values,
                    std::vector<int> inputs, std::vector<int> results, int rows, int adapters,
                    const std::vector<NodeTuple>& nodes, const nb::list& weights) {
         Graph graph{{}, std::move(inputs), std::move(results), rows, adapters, {}, {}};
-        for (const auto& [width, item_bytes, selected] : values) graph.values.push_back({width, item_bytes, selected});
+        for (const auto& [width, item_bytes, rows] : values) graph.values.push_back({width, item_bytes, Program::Rows(rows)});
         for (const auto& [op, in, out, used, numbers] : nodes) graph.nodes.push_back({op, in, out, used, numbers});
         for (const nb::handle weight : weights) graph.weights.push_back(to_weight(weight));
         program_ = lower(kernels.table(), graph);
@@ -521,7 +522,7 @@ NB_MODULE(_native, m) {
             self.parts.push_back({weight, to<float>(bias), bias_bytes});
         });
     nb::class_<LoweredProgram>(m, "Program")
-        .def(nb::init<const Kernels&, const std::vector<std::tuple<int64_t, int64_t, bool>>&, std::vector<int>,
+        .def(nb::init<const Kernels&, const std::vector<std::tuple<int64_t, int64_t, int>>&, std::vector<int>,
                       std::vector<int>, int, int, const std::vector<NodeTuple>&, const nb::list&>())
         .def("schedule", &LoweredProgram::schedule)
         .def("operations", &LoweredProgram::operations)

@@ -169,6 +169,8 @@ struct AttentionPlan : PlanSizes {
     AttentionPlan(const class AttentionMetadata& metadata, const Reach& reach);
     // Of all tokens of a sequence over one of its cold segments, of which they see everything; tokens count from its begin.
     AttentionPlan(const class AttentionMetadata& metadata, int64_t sequence);
+    // Over one segment of each sequence, which begins at one of `starts`, or over none of it.
+    AttentionPlan(const class AttentionMetadata& metadata, const Reach& reach, const std::vector<int64_t>& starts);
 
     int group;  // rows of a token
     ContextParts parts;
@@ -243,6 +245,16 @@ class AttentionMetadata {
     // Of layers with such a reach, with what cold segments need.
     PlanSizes sizes(const Reach& reach) const;
 
+    // The rank that has the first segment of a sequence, as one of context-parallel ranks sees it.
+    int first_rank(int64_t sequence, int own) const {
+        const int32_t block = blocks_of(sequence)[0];
+        return block < 0 ? -1 - block : own;
+    }
+    // Rounds in which so many context-parallel ranks exchange what each found in one segment of each sequence.
+    int64_t num_rounds(int size) const { return (longest_context_ + size * parts.segment - 1) / (size * parts.segment); }
+    // Of a rank's segments in each round. The first call for a reach comes from one thread alone.
+    const std::vector<AttentionPlan>& rounds(const Reach& reach, int rank, int size) const;
+
     // Cached tokens that each K/V head reads, on average; those that sequences share count once.
     int64_t num_tokens_read(const Reach& reach) const;
 
@@ -250,7 +262,9 @@ class AttentionMetadata {
     int64_t num_blocks;  // that ids are below
     int64_t num_tokens = 0, width;
     std::vector<Sequence> sequences;
-    std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset
+    std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset; -1 on another rank
+    std::vector<int32_t> token_sequences;
+    bool spread = false;  // some blocks are on other ranks: -1 - *r* on rank *r*
     std::vector<int32_t> blocks;
     ContextParts parts;
     std::vector<int64_t> cold;  // sequence of each cold segment, in ascending order of both
@@ -261,6 +275,7 @@ class AttentionMetadata {
    private:
     int64_t longest_context_ = 1;
     mutable std::map<Reach, AttentionPlan> plans_;  // of reaches up to the longest context
+    mutable std::map<Reach, std::vector<AttentionPlan>> rounds_;
     std::map<int64_t, AttentionPlan> cold_plans_;
 };
 
@@ -305,5 +320,17 @@ size_t attention_scratch(const AttentionMetadata& metadata, const Cache& cache, 
 // out [n, heads, value_dim].
 void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const Queries& queries,
                const AttentionOptions& options, float* out, void* scratch);
+
+// Ranks over which contexts are spread. `all_gather` is called by the first thread alone: the bytes of every rank, one behind the other.
+struct ContextRanks {
+    int rank, size;
+    std::function<void(const void*, int64_t, void*)> all_gather;
+};
+
+// The same over contexts that are spread. Called by all threads of a team.
+size_t context_attention_scratch(const AttentionMetadata& metadata, const Cache& cache, const Reach& reach,
+                                 const ContextRanks& ranks);
+void context_attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const Queries& queries,
+                       const AttentionOptions& options, const ContextRanks& ranks, float* out, void* scratch);
 
 }  // namespace pagoda

@@ -84,11 +84,11 @@ void Program::place(std::vector<Place>& places, const std::vector<ValueShape>& s
     const auto row_space = [&](const Place& place) { return (shape_of(place).row_bytes() + 63) / 64 * 64; };
     for (size_t i = 0; i < places.size(); ++i) {
         Place& own = places[i];
-        const bool selected = shape_of(own).selected;
+        const Rows rows = shape_of(own).rows;
         std::vector<const Place*> neighbours;
         for (size_t j = 0; j < i; ++j) {
             const Place& other = places[j];
-            if (shape_of(other).selected == selected && other.last_use >= own.first_use) neighbours.push_back(&other);
+            if (shape_of(other).rows == rows && other.last_use >= own.first_use) neighbours.push_back(&other);
         }
         std::sort(neighbours.begin(), neighbours.end(),
                   [](const auto* a, const auto* b) { return a->offset < b->offset; });
@@ -96,7 +96,7 @@ void Program::place(std::vector<Place>& places, const std::vector<ValueShape>& s
             if (other->offset >= own.offset + row_space(own)) break;
             own.offset = std::max(own.offset, other->offset + row_space(*other));
         }
-        int64_t& total = selected ? schedule.row_bytes : schedule.token_bytes;
+        int64_t& total = schedule.bytes[rows];
         total = std::max(total, own.offset + row_space(own));
     }
 }
@@ -112,14 +112,14 @@ std::vector<std::tuple<int, int64_t, int64_t>> Program::operations(int schedule)
 
 void Program::find_values(const Schedule& schedule, const Step& step, const std::vector<uintptr_t>& inputs,
                           const std::vector<uintptr_t>& results) {
-    token_arena_.take(static_cast<size_t>(schedule.token_bytes * step.num_tokens));
-    row_arena_.take(static_cast<size_t>(schedule.row_bytes * step.num_rows));
+    for (const Rows rows : {of_tokens, selected, own}) {
+        arenas_[rows].take(static_cast<size_t>(schedule.bytes[rows] * count(rows, step)));
+    }
     std::fill(addresses_.begin(), addresses_.end(), nullptr);
     for (const Place& place : schedule.places) {
-        const bool selected = shape(place.value).selected;
-        char* arena = static_cast<char*>((selected ? row_arena_ : token_arena_).get());
+        const Rows rows = shape(place.value).rows;
         addresses_[static_cast<size_t>(place.value)] =
-            arena + place.offset * (selected ? step.num_rows : step.num_tokens);
+            static_cast<char*>(arenas_[rows].get()) + place.offset * count(rows, step);
     }
     find_inputs(inputs);
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -168,15 +168,18 @@ size_t Program::scratch_bytes(const Schedule& schedule, const Step& step) const 
 size_t Program::step_bytes(int number, Step step, const std::vector<uintptr_t>& inputs) {
     const Schedule& schedule = schedules_.at(static_cast<size_t>(number));
     std::fill(addresses_.begin(), addresses_.end(), nullptr);
+    find_own(step);
     find_inputs(inputs);
     find_adapted(step);
-    return static_cast<size_t>(schedule.token_bytes * step.num_tokens + schedule.row_bytes * step.num_rows) +
-           scratch_bytes(schedule, step);
+    size_t bytes = scratch_bytes(schedule, step);
+    for (const Rows rows : {of_tokens, selected, own}) bytes += static_cast<size_t>(schedule.bytes[rows] * count(rows, step));
+    return bytes;
 }
 
 void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& results,
                   int64_t* times) {
     const Schedule& schedule = schedules_.at(static_cast<size_t>(number));
+    find_own(step);
     find_values(schedule, step, inputs, results);
     step.adapted = adapters_ >= 0 && at<int64_t>(adapters_) != nullptr;
     for (const size_t i : schedule.operations) {

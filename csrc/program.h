@@ -5,6 +5,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -22,15 +23,17 @@ struct Step {
     int64_t num_tokens = 0;
     int64_t num_rows = 0;  // that are selected
     bool adapted = false;  // some token has an adapter
+    int64_t first_own = 0, num_own = 0;  // rows that a context-parallel rank computes
 };
 
 class Program {
    public:
-    // A value has a row for each token, or for each selected one; it is known by its index.
+    // A value has a row for each token, or for each selected one, or for each that this rank computes; it is known by its index.
     using Value = int;
+    enum Rows { of_tokens, selected, own };
     struct ValueShape {
         int64_t width, item_bytes;
-        bool selected;
+        Rows rows;
 
         int64_t row_bytes() const { return width * item_bytes; }
     };
@@ -69,7 +72,13 @@ class Program {
     const KernelTable& table() const { return table_; }
     const ValueShape& shape(Value value) const { return values_.at(static_cast<size_t>(value)); }
     int64_t num_rows(Value value, const Step& step) const {
-        return shape(value).selected ? step.num_rows : step.num_tokens;
+        return count(shape(value).rows, step);
+    }
+    // Rows are shared out among context-parallel ranks; as host.own_rows in Python.
+    void share_out(int rank, int size) { rank_ = rank, num_ranks_ = size; }
+    int64_t most_own(int64_t num_tokens) const {
+        const int64_t size = num_ranks_;
+        return num_tokens < size * std::max<int64_t>(size, 16) ? num_tokens : (num_tokens + size - 1) / size;
     }
     // Where a value's rows are.
     template <class T = float>
@@ -79,7 +88,7 @@ class Program {
     // Throws std::out_of_range if selected rows are none of the step's.
     void check_rows(const Step& step) const;
     const AdaptedRows& adapted_rows(Value value) const {
-        return shape(value).selected ? adapted_selected_ : adapted_tokens_;
+        return shape(value).rows == selected ? adapted_selected_ : adapted_tokens_;
     }
 
     // ---- once they are recorded
@@ -110,9 +119,17 @@ class Program {
     struct Schedule {
         std::vector<size_t> operations;
         std::vector<Place> places;
-        int64_t token_bytes = 0, row_bytes = 0;  // of all values with a row for each token, or for each selected one
+        int64_t bytes[3] = {0, 0, 0};  // of all values with such rows
     };
 
+    static int64_t count(Rows rows, const Step& step) {
+        return rows == of_tokens ? step.num_tokens : rows == selected ? step.num_rows : step.num_own;
+    }
+    void find_own(Step& step) const {
+        const int64_t most = most_own(step.num_tokens);
+        step.first_own = most == step.num_tokens ? 0 : std::min(step.num_tokens, rank_ * most);
+        step.num_own = std::min(most, step.num_tokens - step.first_own);
+    }
     static void place(std::vector<Place>& places, const std::vector<ValueShape>& shapes, Schedule& schedule);
     void find_values(const Schedule& schedule, const Step& step, const std::vector<uintptr_t>& inputs,
                      const std::vector<uintptr_t>& results);
@@ -142,7 +159,8 @@ class Program {
     AdaptedRows adapted_tokens_, adapted_selected_;  // of the step
     size_t current_ = 0;              // operation of the first thread
     std::atomic<size_t> stopped_at_;  // the last operation of the step
-    Buffer token_arena_, row_arena_, scratch_;
+    Buffer arenas_[3], scratch_;
+    int rank_ = 0, num_ranks_ = 1;
 };
 
 }  // namespace pagoda

@@ -24,7 +24,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Values of which a server has one; no architecture that Pagoda runs has two of these kinds of layers."""
 _METHODS, ROUNDED, _FILES, LAYERS, _, _BACKENDS = CHOICES.values()
 _REQUESTS = ("grammars", "tools", "log-probabilities", "n > 1", "adapters")
-_RANKS = ("tensor parallelism", "pipeline parallelism", "expert parallelism")
+_RANKS = (
+    *("tensor parallelism", "pipeline parallelism", "expert parallelism"),
+    "context parallelism",
+)
 OVER_PROCESSES = ("tiers", "handoff", "data parallelism", "Ray")
 """Features of several processes, which the sets of whole servers have, all at once."""
 FEATURES: tuple[str, ...] = (
@@ -60,6 +63,7 @@ _FLAG = "pagoda/llm/speculative_config.py"
 _FORMATS = "pagoda/worker/number_formats.py"
 _DRAFTERS = "pagoda/worker/drafting/planning.py"
 _DEVICES = "pagoda/devices.py"
+_CONTEXTS = "pagoda/worker/context.py"
 _LACKING = "which this model needs; choose another --backend."
 _QUANTIZED = "is quantized already"
 
@@ -119,6 +123,21 @@ REFUSED: dict[Pair, Refusal] = {
         "pagoda/plugins/pypto/backend.py",
     ),
     **_all("pypto", ["MXFP4 files"], _LACKING, "pagoda/backend/base.py"),
+    **_all("context parallelism", ["states"], "all keep keys and values", _CONTEXTS),
+    **_all("context parallelism", ["encoders"], "which keep no context", _CONTEXTS),
+    **_all("context parallelism", ["cuda"], "attends to contexts on several ranks", _CONTEXTS),
+    **_all(
+        "context parallelism",
+        ["tiers"],
+        "does not go with tiers of KV",
+        "pagoda/llm/engine_options.py",
+    ),
+    **_all(
+        "context parallelism",
+        ["handoff"],
+        "does not go with --role",
+        "pagoda/llm/engine_options.py",
+    ),
     **_all("fp8", ["cpu"], "this backend does not compute with", _FORMATS),
 }
 
@@ -174,11 +193,15 @@ GPU_SETS = _covering(
     (*_RANKS, *_REQUESTS, "prefix cache"),
 )
 """The same on GPUs, where one of each pair is the backend; apart is what takes the interpreter long."""
+_ON_SERVERS = tuple(it for it in _ON_HOSTS if it != "context parallelism")
 SERVER_SETS = _covering(
-    [it for it in together(_ON_HOSTS) if it & set(OVER_PROCESSES)], _ON_HOSTS, _RANKS[:2]
+    [it for it in together(_ON_SERVERS) if it & set(OVER_PROCESSES)], _ON_SERVERS, _RANKS[:2]
 )
 """Sets of features of several engines in processes, by number, with two workers of an engine at most."""
 _PYPTO = "tests/e2e/test_pypto_features.py::test_features_of_requests_and_replicas"
+_CONTEXT_SERVERS = (
+    "tests/worker/test_context_parallel_servers.py::test_answers_are_those_of_one_rank"
+)
 _PROOFS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "pypto",
@@ -206,6 +229,8 @@ _PROOFS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("handoff",),
         "tests/e2e/test_pypto_serving.py::test_prefill_and_decode_on_two_hosts_of_two_chips",
     ),
+    ("context parallelism", ("data parallelism",), f"{_CONTEXT_SERVERS}[replicas]"),
+    ("context parallelism", ("Ray",), f"{_CONTEXT_SERVERS}[two Ray nodes]"),
     (
         "cuda",
         ("handoff",),

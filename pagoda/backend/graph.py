@@ -38,6 +38,8 @@ class Value:
     selected: bool = False
     """True where rows are those of `select_rows`."""
     dtype: Dtype = "float32"
+    own: bool = False
+    """True where rows are those that a context-parallel rank computes."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,18 @@ class HostBackend(Backend[LinearT, MetadataT]):
         """Tells the machine how the memory of K and V will be used; by default nothing."""
 
 
+LEAST_OWN_ROWS = 16
+"""Rows of a context-parallel rank from which on it is worth sharing them out."""
+
+
+def own_rows(num_rows: int, rank: int, size: int) -> range:
+    """The rows of a step that a context-parallel rank computes: all of few, else its part, which no rank lacks."""
+    if num_rows < size * max(size, LEAST_OWN_ROWS):
+        return range(num_rows)
+    most = -(-num_rows // size)
+    return range(num_rows)[rank * most : (rank + 1) * most]
+
+
 def rotary_table(positions: Tensor, frequencies: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
     angles = torch.outer(positions.float(), frequencies)

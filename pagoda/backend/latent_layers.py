@@ -91,7 +91,7 @@ def latent_attention(
     return ops.record(
         "latent_attention",
         [latent_queries, rotary_queries, metadata],
-        [cache],
+        [cache, *ops.context],
         {"scale": scale},
         latent_queries.width,
     )

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagoda.backend.graph import Attribute, Dtype, Graph, LinearShape, Node, RotaryTable, Value
-from pagoda.backend.operation import Kind
+from pagoda.backend.operation import OperationSpec
 
 if TYPE_CHECKING:
     from pagoda.backend.base import Experts, HeadNorms, KVCache
@@ -16,44 +15,7 @@ if TYPE_CHECKING:
     from pagoda.parallel.collectives import Collectives
 
 
-@dataclass(frozen=True)
-class OperationSpec:
-    """Arity of an operation; names with a question mark at their end are optional, and come last."""
-
-    kind: Kind
-    """Kind of the operation in traces."""
-    inputs: tuple[str, ...]
-    weights: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ("out",)
-    any_rows: bool = False
-    """True where rows of the first input may be of any dtype; others are of the dtype of their name."""
-
-    def check(self, op: str, counts: Mapping[str, int]) -> None:
-        """Raises ValueError: a node has too few or too many inputs or weights; `counts` has both by field name."""
-        for field, count in counts.items():
-            names: tuple[str, ...] = getattr(self, field)
-            least = sum(not name.endswith("?") for name in names)
-            if not least <= count <= len(names):
-                raise ValueError(f"{op} takes {field} {', '.join(names)}, not {count} of them.")
-
-    def check_dtypes(self, op: str, dtypes: Sequence[str]) -> None:
-        """Raises ValueError: an input of a node is of a dtype that the operation does not compute with."""
-        for name, dtype in zip(self.inputs, dtypes, strict=False):
-            wanted = _DTYPES.get(name, "float32")
-            if self.any_rows and name == self.inputs[0] and dtype != "metadata":
-                continue
-            if dtype != wanted:
-                raise ValueError(f"{op} takes {name.removesuffix('?')} of {wanted}, not {dtype}.")
-
-
-_DTYPES = {
-    **dict.fromkeys(("token_ids", "positions", "adapters", "rows", "found"), "int64"),
-    "metadata": "metadata",
-}
-"""Dtypes of inputs of operations by name; all others are float32."""
-
-
+_SCORING = ("head_dim", "scale", "window", "softcap", "chunk", "causal")
 OPERATIONS: Mapping[str, OperationSpec] = {
     "embedding": OperationSpec("embedding", ("token_ids",), ("table",), ("first_id", "vocab_size")),
     "linear": OperationSpec("linear", ("x",), ("weight",)),
@@ -63,6 +25,8 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "all_gather": OperationSpec("all_gather", ("x",), ("group",), ("sizes",)),
     "all_gather_argmax": OperationSpec("all_gather", ("found",), ("group",)),
     "select_rows": OperationSpec("select", ("x", "rows"), any_rows=True),
+    "own_rows": OperationSpec("select", ("x",), ("ranks",)),
+    "share_rows": OperationSpec("all_gather", ("x", "positions"), ("ranks",)),
     "add": OperationSpec("add", ("x", "delta")),
     "rms_norm": OperationSpec("norm", ("x",), ("weight",), ("eps",)),
     "silu_and_mul": OperationSpec("activation", ("gate_up",)),
@@ -93,11 +57,9 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "query_norm?", "key_norm?"),
         ("head_dim", "eps", "norms_all_heads"),
     ),
-    "attention": OperationSpec(
-        "attention",
-        ("queries", "metadata"),
-        ("cache", "sinks?"),
-        ("head_dim", "scale", "window", "softcap", "chunk", "causal"),
+    "attention": OperationSpec("attention", ("queries", "metadata"), ("cache", "sinks?"), _SCORING),
+    "context_attention": OperationSpec(
+        "attention", ("queries", "metadata"), ("cache", "ranks", "sinks?"), _SCORING
     ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
@@ -116,7 +78,10 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("eps",),
     ),
     "latent_attention": OperationSpec(
-        "attention", ("latent_queries", "rotary_queries", "metadata"), ("cache",), ("scale",)
+        "attention",
+        ("latent_queries", "rotary_queries", "metadata"),
+        ("cache", "ranks?"),
+        ("scale",),
     ),
     "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
 }
@@ -132,9 +97,17 @@ class GraphBuilder:
     Methods raise ValueError where values or weights do not fit each other.
     """
 
-    def __init__(self, group: Collectives, *, batch_invariant: bool = True) -> None:
-        """`group` has the ranks that results are added up or gathered over; see `Graph.batch_invariant`."""
+    def __init__(
+        self,
+        group: Collectives,
+        *,
+        batch_invariant: bool = True,
+        context: Collectives | None = None,
+    ) -> None:
+        """`group` has the ranks that results are added up or gathered over, `context` those that share contexts;
+        see `Graph.batch_invariant`."""
         self._group = group
+        self.context: Sequence[Collectives] = () if context is None else (context,)
         self._batch_invariant = batch_invariant
         self._values: list[Value] = []
         self._nodes: list[Node] = []
@@ -291,6 +264,19 @@ class GraphBuilder:
             "select_rows", [x, rows], [], {}, [x.width], selected=True, dtype=x.dtype
         )
         return out
+
+    def own_rows(self, x: Value) -> Value:
+        """The rows of x [n, d] that this context-parallel rank computes (`host.own_rows`)."""
+        if not self.context:
+            return x
+        return self._node("own_rows", [x], self.context, {}, [x.width], own=True)[0]
+
+    def share_rows(self, x: Value) -> Value:
+        """The rows of all context-parallel ranks: [n, d]."""
+        if not x.own:
+            return x
+        inputs = [x, self.input("positions")]
+        return self._node("share_rows", inputs, self.context, {}, [x.width], own=False)[0]
 
     def add(self, x: Value, delta: Value) -> Value:
         """x + delta [n, d]."""
@@ -501,9 +487,9 @@ class GraphBuilder:
         if not causal and (window is not None or chunk is not None):
             raise ValueError("Windows and chunks are of causal attention.")
         return self.record(
-            "attention",
+            "context_attention" if self.context else "attention",
             [queries, metadata],
-            [cache] if sinks is None else [cache, sinks],
+            [cache, *self.context] if sinks is None else [cache, *self.context, sinks],
             {
                 "head_dim": head_dim,
                 "scale": scale,
@@ -529,8 +515,10 @@ class GraphBuilder:
         (out,) = self._node(op, inputs, weights, attributes, [width])
         return out
 
-    def _value(self, width: int, *, selected: bool = False, dtype: Dtype = "float32") -> Value:
-        value = Value(len(self._values), width, selected, dtype)
+    def _value(
+        self, width: int, *, selected: bool = False, dtype: Dtype = "float32", own: bool = False
+    ) -> Value:
+        value = Value(len(self._values), width, selected, dtype, own)
         self._values.append(value)
         return value
 
@@ -543,6 +531,7 @@ class GraphBuilder:
         widths: Sequence[int],
         *,
         selected: bool | None = None,
+        own: bool | None = None,
         dtype: Dtype = "float32",
     ) -> list[Value]:
         """Values of a new node, with rows like those of its first input unless `selected` says otherwise."""
@@ -551,15 +540,18 @@ class GraphBuilder:
         spec.check_dtypes(op, [value.dtype for value in inputs])
         if tuple(attributes) != spec.attributes:
             raise ValueError(f"{op} takes attributes {', '.join(spec.attributes)}.")
-        rows = {value.selected for value in inputs if value.width}
-        if selected is None and len(rows) != 1:
+        rows = {(value.selected, value.own) for value in inputs if value.width}
+        if selected is own is None and len(rows) != 1:
             raise ValueError(f"The inputs of {op} have rows of the same tokens.")
         used_up = self._used_up.intersection(value.index for value in inputs)
         if used_up:
             raise ValueError(f"{op} reads a value that was used up.")
         outputs = [
             self._value(
-                width, selected=inputs[0].selected if selected is None else selected, dtype=dtype
+                width,
+                selected=inputs[0].selected if selected is None else selected,
+                own=inputs[0].own if own is None else own,
+                dtype=dtype,
             )
             for width in widths
         ]

@@ -116,6 +116,7 @@ def build_parts(
         recorder=recorder,
         segment_tokens=segment_tokens,
         num_cold_segments=num_cold_segments(worker, further, segment_tokens),
+        shares=config.worker.segment_shares,
     )
     if not kv.fit(limits.max_model_len, limits.batch_multiple):
         raise ConfigError(

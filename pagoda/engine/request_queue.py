@@ -292,7 +292,8 @@ class RequestQueue:
         if num_seqs >= self._max_num_seqs:
             return False
         wanted = self._kv.num_blocks_behind(hit, request.num_tokens)
-        return wanted + num_blocks <= self._kv.pool.num_available
+        has_blocks = wanted + num_blocks <= self._kv.pool.num_available
+        return has_blocks and self._kv.has_room_behind(hit, request.num_tokens)
 
 
 class Quarantine:

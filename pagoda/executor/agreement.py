@@ -43,6 +43,7 @@ def joined(
     return msgspec.structs.replace(
         ready,
         summary=f"{_describe_ranks(parallel)}{ready.summary}",
+        num_blocks=ready.num_blocks * parallel.context_parallel_size,
         kv_host_slots=min(ready.kv_host_slots for ready in readies),
         segment_tokens=min(ready.segment_tokens for ready in readies),
         kv_places=tuple(chain.from_iterable(ready.kv_places for ready in readies)),
@@ -54,5 +55,7 @@ def joined(
 
 def _describe_ranks(parallel: ParallelConfig) -> str:
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    parts = [f"{pp} pipeline stages"] * (pp > 1) + [f"{tp} tensor-parallel ranks"] * (tp > 1)
+    cp = parallel.context_parallel_size
+    parts = [f"{pp} pipeline stages"] * (pp > 1) + [f"{cp} context-parallel ranks"] * (cp > 1)
+    parts += [f"{tp} tensor-parallel ranks"] * (tp > 1)
     return f"{' of '.join(parts)}: " if parts else ""

@@ -68,7 +68,7 @@ def worker_name(config: WorkerConfig) -> str:
     """Name of a worker in messages: `the worker`, or `worker pp1 tp0` for one of several."""
     if config.parallel.replica_size == 1:
         return "the worker"
-    return f"worker pp{config.place.pp} tp{config.place.tp}"
+    return f"worker {config.place.in_replica}"
 
 
 class OutsideEnds:

@@ -36,16 +36,17 @@ def plan_placement(
     Raises ConfigError if the hosts have too few cores.
     """
     threads = threads or _largest_share(cores_of_hosts, parallel.num_ranks)
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if threads and _room(cores_of_hosts, threads * tp) >= parallel.data_parallel_size * pp:
-        return RankPlacement(threads, ranks_per_bundle=tp, num_bundles=pp)
+    tp, ranks = parallel.tensor_parallel_size, parallel.replica_size
+    bundles = ranks // tp
+    if threads and _room(cores_of_hosts, threads * tp) >= parallel.data_parallel_size * bundles:
+        return RankPlacement(threads, ranks_per_bundle=tp, num_bundles=bundles)
     if threads and _room(cores_of_hosts, threads) >= parallel.num_ranks:
-        return RankPlacement(threads, ranks_per_bundle=1, num_bundles=tp * pp)
+        return RankPlacement(threads, ranks_per_bundle=1, num_bundles=ranks)
     hosts = ", ".join(str(cores) for cores in cores_of_hosts) or "none"
     needs = f"{parallel.num_ranks} × {threads or 1} cores"
     raise ConfigError(
         f"The ranks need {needs}, the hosts of the Ray cluster have {hosts}; "
-        "add hosts, or lower --threads, --dp, --tp or --pp."
+        "add hosts, or lower --threads, --dp, --tp, --cp or --pp."
     )
 
 

@@ -13,7 +13,8 @@ a cached one at the tail, so a cached block is evicted only when no free one is 
 released longest ago. The links are in the blocks themselves: taking, returning and pulling a cached block out of
 the middle are all O(1).
 
-Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`).
+Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`). Of several
+context-parallel ranks each holds equally many of the blocks, which follow each other, and has rings of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from pagoda.kv.events import CacheRecorder, Medium
 class Block:
     """One block of the KV cache; identified by its index into the device tensors, or into an arena of slots."""
 
-    __slots__ = ("block_id", "group", "key", "next", "previous", "ref_count", "used_by")
+    __slots__ = ("block_id", "group", "key", "next", "previous", "rank", "ref_count", "used_by")
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, rank: int = 0) -> None:
         self.block_id = block_id
+        self.rank = rank
+        """Context-parallel rank whose memory it lies in."""
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
@@ -49,11 +52,17 @@ class BlockPool:
     """Allocates blocks, counts references and finds cached blocks by key."""
 
     def __init__(
-        self, num_blocks: int, recorder: CacheRecorder | None = None, medium: Medium = Medium.DEVICE
+        self,
+        num_blocks: int,
+        recorder: CacheRecorder | None = None,
+        medium: Medium = Medium.DEVICE,
+        num_ranks: int = 1,
     ) -> None:
-        """`recorder` is told of the blocks of `medium` that are stored and removed."""
+        """`recorder` is told of the blocks of `medium` that are stored and removed. Ranks hold equally many."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
+        if num_blocks % num_ranks:
+            raise ValueError(f"{num_blocks} blocks cannot be shared evenly by {num_ranks} ranks.")
         self.num_blocks = num_blocks
         self.num_stored = 0
         """Blocks that became findable since the start."""
@@ -61,34 +70,36 @@ class BlockPool:
         """Blocks that can be found no longer; `num_cached` is the difference."""
         self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._medium = medium
-        self._free, self._unlikely, self._likely = rings = (Block(-1), Block(-1), Block(-1))
-        """Sentinels of the rings of available blocks: `next` is the head, `previous` the tail."""
-        self._rings = rings
-        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._rings = [(Block(-1), Block(-1), Block(-1)) for _ in range(num_ranks)]
+        """Sentinels of each rank's rings of available blocks, which are free, unlikely and likely to be wanted:
+        `next` is the head, `previous` the tail."""
+        self._blocks = [Block(i, i * num_ranks // num_blocks) for i in range(num_blocks)]
         self._by_key: dict[bytes, Block] = {}
         self._num_grouped = 0
         """Cached blocks of groups other than 0."""
         self.num_available = 0
         """Blocks that `allocate` can give: free, or cached and evictable."""
+        self.available = [0] * num_ranks
+        """The same by rank."""
         self.num_evictable = 0
         """Available blocks that are cached."""
         for block in self._blocks:
-            self._link_before(self._free, block)
+            self._link_before(self._rings[block.rank][0], block)
 
     @property
     def num_cached(self) -> int:
         """Blocks, referenced or not, that can be found by key."""
         return len(self._by_key)
 
-    def allocate(self, count: int) -> list[Block]:
-        """`count` blocks with one reference each, evicting cached ones as needed.
+    def allocate(self, count: int, rank: int = 0) -> list[Block]:
+        """`count` blocks of a rank with one reference each, evicting cached ones as needed.
 
         Raises ValueError if fewer than `count` blocks are available.
         """
-        if count > self.num_available:
-            raise ValueError(f"{count} blocks wanted, {self.num_available} available.")
+        if count > self.available[rank]:
+            raise ValueError(f"{count} blocks wanted, {self.available[rank]} available.")
         taken = []
-        rings = iter(self._rings)
+        rings = iter(self._rings[rank])
         ring = next(rings)
         for _ in range(count):
             while ring.next is ring:
@@ -102,12 +113,13 @@ class BlockPool:
 
     def in_order_of_eviction(self) -> Iterator[Block]:
         """Cached blocks without a reference; the pool must not change meanwhile."""
-        for ring in (self._unlikely, self._likely):
-            block = ring.next
-            while block is not ring:
-                if block.key is not None:
-                    yield block
-                block = block.next
+        for _, *cached in self._rings:
+            for ring in cached:
+                block = ring.next
+                while block is not ring:
+                    if block.key is not None:
+                        yield block
+                    block = block.next
 
     def keys(self) -> Collection[bytes]:
         """Keys of cached blocks of group 0."""
@@ -139,8 +151,9 @@ class BlockPool:
                 raise ValueError(f"{block} is released more often than it was taken.")
             block.ref_count -= 1
             if block.ref_count == 0:
-                cached = self._likely if likely else self._unlikely
-                self._link_before(cached if block.key else self._free.next, block)
+                free, unlikely, wanted = self._rings[block.rank]
+                cached = wanted if likely else unlikely
+                self._link_before(cached if block.key else free.next, block)
 
     def publish(
         self,
@@ -203,12 +216,14 @@ class BlockPool:
         successor.previous.next = block
         successor.previous = block
         self.num_available += 1
+        self.available[block.rank] += 1
         self.num_evictable += block.key is not None
 
     def _unlink(self, block: Block) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
         self.num_available -= 1
+        self.available[block.rank] -= 1
         self.num_evictable -= block.key is not None
 
     def references(self) -> dict[int, int]:
@@ -221,11 +236,16 @@ class BlockPool:
         Raises ValueError, which names the invariant, if one is broken.
         """
         listed: list[Block] = []
-        for ring in self._rings:
-            block = ring.next
-            while block is not ring and len(listed) <= self.num_blocks:
-                listed.append(block)
-                block = block.next
+        for rank, rings in enumerate(self._rings):
+            before = len(listed)
+            for ring in rings:
+                block = ring.next
+                while block is not ring and len(listed) <= self.num_blocks:
+                    listed.append(block)
+                    block = block.next
+            of_rank = listed[before:]
+            if len(of_rank) != self.available[rank] or any(it.rank != rank for it in of_rank):
+                raise ValueError(f"The available blocks of rank {rank} are not those counted.")
         unreferenced = [block for block in self._blocks if block.ref_count == 0]
         if sorted(block.block_id for block in listed) != [block.block_id for block in unreferenced]:
             raise ValueError("The list of available blocks is not the set of unreferenced blocks.")

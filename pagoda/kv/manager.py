@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
+from operator import gt
 from typing import TYPE_CHECKING
 
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
@@ -24,6 +25,7 @@ from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
+from pagoda.parallel.segments import ALL_ON_ONE, SegmentShares
 
 if TYPE_CHECKING:
     from pagoda.kv.cold_segments import ColdSegments
@@ -45,14 +47,16 @@ class KVManager:
         recorder: CacheRecorder | None = None,
         segment_tokens: int = 0,
         num_cold_segments: int = 0,
+        shares: SegmentShares = ALL_ON_ONE,
     ) -> None:
-        """One group keeps all where `groups` is empty.
+        """One group keeps all where `groups` is empty. Of several context-parallel ranks (`shares`) one does.
 
         `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
         keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.
         `num_cold_segments` of so many tokens may lie in storeys below the device.
         """
-        self.pool = BlockPool(num_blocks, recorder)
+        self.pool = BlockPool(num_blocks, recorder, num_ranks=shares.size)
+        self.shares = shares
         self.block_size = block_size
         self.layout = KVLayout(block_size, groups)
         self.groups, self._ratios = self.layout.groups, self.layout.ratios
@@ -75,7 +79,8 @@ class KVManager:
 
         Returns False if there is none.
         """
-        if self.num_blocks_for(num_tokens) <= self.pool.num_blocks:
+        most = self.shares.most_tokens(num_tokens)
+        if self.num_blocks_for(most) * self.shares.size <= self.pool.num_blocks:
             return True
         highest = 1 if self.keeps_all else min(self.run_tokens, num_tokens) // multiple
         num_blocks = self.pool.num_blocks
@@ -226,10 +231,14 @@ class KVManager:
         for end in range(first + ratio, most + 1, ratio):
             key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
             block = find(group_key(key, group))
-            if block is None:
+            if block is None or (blocks and block.rank != self._rank(blocks[0], len(blocks))):
                 break
             blocks.append(block)
         return blocks
+
+    def _rank(self, first: Block, index: int) -> int:
+        """The rank of block `index` of a table that begins with a block."""
+        return self.shares.rank_of(first.rank, index * self.block_size)
 
     def prefix_keys(
         self, table: BlockTable, token_ids: Sequence[int], *, whole: bool = False
@@ -358,6 +367,8 @@ class KVManager:
         total = sum(missing)
         if total > self.pool.num_available:
             return None
+        if self.shares.size > 1:
+            return self._grow_on_ranks(table.groups[0], total)
         new = self.pool.allocate(total) if total else []
         gained: list[GroupBlocks] = []
         start = 0
@@ -368,6 +379,39 @@ class KVManager:
                 table.groups[group].blocks.extend(blocks)
                 gained.append(GroupBlocks(group, [block.block_id for block in blocks]))
         return gained
+
+    def _grow_on_ranks(self, held: GroupTable, count: int) -> list[GroupBlocks] | None:
+        """Extends a table by blocks of the ranks that they belong to; None if one of these has too few."""
+        if not count:
+            return []
+        available, size = self.pool.available, self.shares.size
+        first = held.blocks[0].rank if held.blocks else available.index(max(available))
+        ranks = [
+            self.shares.rank_of(first, index * self.block_size)
+            for index in range(held.end, held.end + count)
+        ]
+        wanted = [ranks.count(rank) for rank in range(size)]
+        if any(map(gt, wanted, available)):
+            return None
+        taken = [iter(self.pool.allocate(wanted[rank], rank)) for rank in range(size)]
+        new = [next(taken[rank]) for rank in ranks]
+        held.blocks.extend(new)
+        return [GroupBlocks(0, [block.block_id for block in new])]
+
+    def has_room_behind(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """True if each rank has blocks for a sequence that starts with a cached prefix.
+
+        Where there is one rank only, that is said by `num_blocks_behind` alone."""
+        if self.shares.size == 1:
+            return True
+        available = list(self.pool.available)
+        (held,) = hit.groups
+        for block in held:
+            available[block.rank] -= block.ref_count == 0
+        first = held[0].rank if held else available.index(max(available))
+        for index in range(len(held), self.groups[0].num_blocks_for(num_tokens)):
+            available[self.shares.rank_of(first, index * self.block_size)] -= 1
+        return min(available) >= 0
 
     def drop_behind(self, table: BlockTable, num_computed_tokens: int, last_step: int) -> bool:
         """Releases blocks that no token behind `num_computed_tokens` needs; returns whether there were any.

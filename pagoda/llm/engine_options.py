@@ -323,6 +323,11 @@ class ParallelOptions:
         Count, Parameter(name=["--pipeline-parallel-size", "--pp"])
     ] = 1
     """Stages of a replica, each with some of its layers."""
+    context_parallel_size: Annotated[
+        Count,
+        Parameter(name=["--context-parallel-size", "--cp", "--decode-context-parallel-size"]),
+    ] = 1
+    """Devices that share the KV cache of a replica: each holds every so many-th 4096 tokens of a request."""
     devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
     """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores, or 0,1 of the backend's kind;
     by default the first ones. npu:0+npu:1 are two of one rank, where its backend drives several."""
@@ -362,7 +367,7 @@ _UNUSED = {
         *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
         *("kv_cache_dtype", "backend", "batch_invariant", "lora", "max_lora_rank"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
-        *("kv_host_bytes", "tensor_parallel_size", "devices"),
+        *("kv_host_bytes", "tensor_parallel_size", "context_parallel_size", "devices"),
         *(name for plugin in TIERS.values() for name in plugin.option_names()),
     ),
 }
@@ -419,6 +424,17 @@ class ExecutorOptions:
         self._check(engine, parallel)
         config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
         topology = parallel.config(engine.backend)
+        if topology.context_parallel_size > 1:
+            flag = f"--context-parallel-size {topology.context_parallel_size}"
+            if config.kv_tiers is not None:
+                raise ConfigError(
+                    f"{flag} does not go with tiers of KV, whose places hold whole requests; leave out "
+                    "--kv-host-bytes and the like."
+                )
+            if handoff is not None:
+                raise ConfigError(
+                    f"{flag} does not go with --role, as other engines hold whole requests; leave one out."
+                )
         if config.kv_events is not None:
             find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.

@@ -16,7 +16,7 @@ from pagoda.messages.segments import ColdSegment
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -47,6 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if attention reads cold segments out of the host's memory (`pagoda.messages.segments`)."""
     embeds_spans: bool = False
     """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
+    context_parallel: bool = False
+    """True if it has `context_attention`."""
     lacks_operations: tuple[str, ...] = ()
     """Operations of forward passes that it does not have; models that need one are refused by its name."""
     max_experts: int | None = None
@@ -59,6 +61,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of a key are a multiple of this."""
 
 
+class GroupOffer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where ranks of a group can meet its first one."""
+
+    address: Name = ""
+    """`host:port` of a meeting point that it serves."""
+    shared_memory: Sentence = ""
+    """Path of memory that it shares with ranks on the same host."""
+
+
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
     """The first message of a worker that is one of several; the engine answers all with `WorkerPeers`."""
 
@@ -67,10 +78,8 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello")
     """The same for processes that can share memory."""
     stage_address: Name = ""
     """Address that receives the output of the stage before; empty on the first stage."""
-    group_address: Name = ""
-    """`host:port` of the meeting point that tensor-parallel rank 0 serves for its stage."""
-    shared_memory: Sentence = ""
-    """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
+    offers: dict[Name, GroupOffer] = {}
+    """By name, the groups that this rank is the first of."""
 
 
 class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers"):

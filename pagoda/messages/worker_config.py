@@ -12,6 +12,7 @@ from pagoda.messages.adapters import Adapter
 from pagoda.messages.segments import SEGMENT
 from pagoda.messages.speculation import DrafterConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.parallel.segments import SegmentShares
 from pagoda.telemetry.tracer import TraceSession
 
 
@@ -129,6 +130,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSession | None = None
     faults: FaultPlan | None = None
     """Faults that a test injects."""
+
+    @property
+    def segment_shares(self) -> SegmentShares:
+        """The segments of a context that each context-parallel rank has."""
+        return SegmentShares(self.parallel.context_parallel_size, self.segment_tokens)
 
     @property
     def has_adapters(self) -> bool:

@@ -39,6 +39,7 @@ from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
+from pagoda.parallel.collectives import Collectives
 
 LAST_HIDDEN = "last_hidden"
 """Result of a stage: hidden states behind its last layer, normed on the last stage."""
@@ -86,10 +87,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         batch_invariant: bool = True,
         lent: Decoder[LinearT, MetadataT] | None = None,
         captured: Sequence[int] = (),
+        context: Collectives | None = None,
     ) -> None:
         """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 
-        A head takes tables that it lacks from its model, `lent`. `captured` are layers whose inputs are results.
+        A head takes tables that it lacks from its model, `lent`. `captured` are layers whose inputs are results;
+        `context` are the ranks on which contexts lie, if they are several.
         With `has_adapters`, tokens of a step may have adapters of `adapters`; see `Graph.batch_invariant`.
         """
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
@@ -103,7 +106,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         has_norm = shard.is_last and config.encoder is None
         self._norm = loader.norm(config.names.norm) if has_norm else None
         draft = config.draft_head
-        self._captured = captured
+        self._captured, self._context = captured, context
         self._joint = load_joint(loader)
         self.token_offsets = load_token_offsets(loader)
         """Numbers [outputs] that make a head's tokens the model's; None where they are the same."""
@@ -361,7 +364,9 @@ class Decoder(Generic[LinearT, MetadataT]):
     def _record(self, *, embeds_spans: bool) -> Graph:
         """The stage's forward pass; on the last stage with logits and their argmax."""
         config = self._shard.config
-        ops = GraphBuilder(self.backend.group, batch_invariant=self._batch_invariant)
+        ops = GraphBuilder(
+            self.backend.group, batch_invariant=self._batch_invariant, context=self._context
+        )
         multipliers, eps = config.multipliers, config.norm.eps
         x = self._embed(ops, embeds_spans=embeds_spans)
         attention_input: Value | None = None
@@ -372,6 +377,9 @@ class Decoder(Generic[LinearT, MetadataT]):
             if self._joint.fused:
                 ops.result(FUSED_HIDDEN, self._joint.record_fused(ops))
             x, attention_input, beside = self._joint.record(ops, x, hidden, first_norm, eps)
+        spreads = self.adapters is None and not self.num_experts and self._joint is None
+        if spreads:  # counts of experts, and numbers of adapters, are those of all rows
+            x = ops.own_rows(x)
         tables = {
             name: ops.rotary_table(
                 ops.input("positions"), frequencies.to(self.backend.device), scale
@@ -386,7 +394,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             self._shard.layers, self._layers, adapted, self.caches, self._states, strict=True
         ):
             if index in self._captured:
-                ops.result(layer_input(index), x)
+                ops.result(layer_input(index), ops.share_rows(x))
             h = attention_input or _normed(ops, x, layer.attention_norm, eps)
             table = tables.get(layer.spec.attention.rotary)
             attended = self._attention(
@@ -395,9 +403,10 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
                 rows = ops.input("rows")
-                attended, x = ops.select_rows(attended, rows), ops.select_rows(x, rows)
+                attended = ops.select_rows(ops.share_rows(attended), rows)
+                x = ops.select_rows(ops.share_rows(x), rows)
                 if layer.spec.parallel:
-                    h = ops.select_rows(h, rows)
+                    h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
             out = ops.linear(attended, layer.attention_out)
@@ -412,7 +421,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             h = _normed(ops, x, layer.mlp_norm, eps)
             out = ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
-        h = _normed(ops, x, self._norm, eps)
+        h = ops.share_rows(_normed(ops, x, self._norm, eps))
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
@@ -520,8 +529,9 @@ class Decoder(Generic[LinearT, MetadataT]):
                 qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
             )
             norms = None
+        is_own = qkv.own
         queries = ops.rotate_and_cache(
-            qkv,
+            ops.share_rows(qkv),
             metadata,
             table,
             cache,
@@ -544,6 +554,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             chunk=spec.chunk,
             causal=spec.causal,
         )
+        if is_own:
+            out = ops.own_rows(out)
         if layer.gate is None:
             return out
         return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))

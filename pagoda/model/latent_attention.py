@@ -64,8 +64,8 @@ class LatentAttention(Generic[LinearT]):
             h = ops.rms_norm(ops.linear(h, self.query_down), self.query_norm, NORM_EPS)
         rotated = rotate_and_cache_latents(
             ops,
-            ops.linear(h, self.query_rope),
-            latents,
+            ops.share_rows(ops.linear(h, self.query_rope)),
+            ops.share_rows(latents),
             metadata,
             table,
             cache,
@@ -73,7 +73,11 @@ class LatentAttention(Generic[LinearT]):
             NORM_EPS,
         )
         queries = head_linear(ops, ops.linear(h, self.query_nope), self.key_up)
-        attended = latent_attention(ops, queries, rotated, metadata, cache, scale=self.scale)
+        attended = latent_attention(
+            ops, ops.share_rows(queries), rotated, metadata, cache, scale=self.scale
+        )
+        if h.own:
+            attended = ops.own_rows(attended)
         return head_linear(ops, attended, self.value_up)
 
 

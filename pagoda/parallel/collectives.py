@@ -8,10 +8,13 @@ collectives, and may let its ranks find each other by messages of the host group
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from pagoda.parallel.config import ParallelConfig
 
 LOOPBACK = "127.0.0.1"
 """Address of a host whose ranks are all here."""
@@ -109,3 +112,25 @@ class Alone:
         if payload is None:
             raise ValueError("Rank 0 gives what is broadcast.")
         return payload
+
+
+class RankGroups(NamedTuple):
+    """The groups that one rank is in."""
+
+    stage: HostGroup = Alone()
+    """All ranks of its stage, which sample together."""
+    tensor: HostGroup = Alone()
+    """Ranks that share every layer."""
+    context: HostGroup = Alone()
+    """Ranks that share the context of every request."""
+
+
+ALONE = RankGroups()
+
+
+def stage_groups(parallel: ParallelConfig, joined: Mapping[str, HostGroup]) -> RankGroups:
+    """A rank's groups, by the names of `ParallelConfig.groups_of`."""
+    stage = joined.get("stage", Alone())
+    tensor = stage if parallel.context_parallel_size == 1 else Alone()
+    context = stage if parallel.tensor_parallel_size == 1 else Alone()
+    return RankGroups(stage, joined.get("tensor", tensor), joined.get("context", context))

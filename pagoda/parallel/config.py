@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of devices of a server, and the device of each rank: the only place that knows.
 
-Ranks are counted replica by replica, in it stage by stage, in it tensor rank by tensor rank, and take the devices
-in that order: those of one stage, which talk most, sit next to each other.
+Ranks are counted replica by replica, in it stage by stage, in it context rank by context rank, in it tensor rank
+by tensor rank, and take the devices in that order: those that talk most sit next to each other.
 """
 
 from __future__ import annotations
@@ -59,14 +59,25 @@ class RankPlace(msgspec.Struct, frozen=True, order=True):
     """Number of the stage in the replica."""
     tp: int = 0
     """Tensor-parallel rank in the stage."""
+    cp: int = 0
+    """Context-parallel rank in the stage."""
 
     @property
     def role(self) -> str:
         """Name of the rank's worker beside the other processes of a server."""
-        return f"worker dp{self.dp} tp{self.tp} pp{self.pp}"
+        return f"worker dp{self.dp} tp{self.tp} pp{self.pp}{self._context}"
+
+    @property
+    def in_replica(self) -> str:
+        """The rank's coordinates in its replica."""
+        return f"pp{self.pp} tp{self.tp}{self._context}"
+
+    @property
+    def _context(self) -> str:
+        return f" cp{self.cp}" if self.cp else ""
 
     def __str__(self) -> str:
-        return f"dp{self.dp} pp{self.pp} tp{self.tp}"
+        return f"dp{self.dp} {self.in_replica}"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +89,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that share every layer."""
     pipeline_parallel_size: int = 1
     """Stages, each with some of the layers."""
+    context_parallel_size: int = 1
+    """Ranks that share the KV of every request: each holds some of its segments."""
     devices: tuple[str, ...] = ()
     """Devices of each rank by name, such as `cpu:0`, or `npu:0+npu:1` for a rank that drives both; empty takes the
     first ones. See `devices.num_cpu_devices`."""
@@ -85,7 +98,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """True if the tensor-parallel ranks share out whole experts instead of parts of every expert."""
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("data", "tensor", "pipeline", "context"):
+            name += "_parallel_size"
             size = getattr(self, name)
             if not 1 <= size <= MAX_RANKS:
                 flag = "--" + name.replace("_", "-")
@@ -107,13 +121,24 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _product(self) -> str:
-        sizes = (self.data_parallel_size, self.tensor_parallel_size, self.pipeline_parallel_size)
-        return f"dp × tp × pp = {' × '.join(str(size) for size in sizes)} = {self.num_ranks}"
+        sizes = {
+            "dp": self.data_parallel_size,
+            "tp": self.tensor_parallel_size,
+            "pp": self.pipeline_parallel_size,
+        }
+        if self.context_parallel_size > 1:
+            sizes["cp"] = self.context_parallel_size
+        return f"{' × '.join(sizes)} = {' × '.join(map(str, sizes.values()))} = {self.num_ranks}"
 
     @property
     def replica_size(self) -> int:
         """Ranks of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.stage_size * self.pipeline_parallel_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     @property
     def num_ranks(self) -> int:
@@ -122,11 +147,25 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def places(self, dp: int) -> Iterator[RankPlace]:
         """The ranks of a replica, in order."""
         for pp in range(self.pipeline_parallel_size):
-            for tp in range(self.tensor_parallel_size):
-                yield RankPlace(dp, pp, tp)
+            for cp in range(self.context_parallel_size):
+                for tp in range(self.tensor_parallel_size):
+                    yield RankPlace(dp, pp, tp, cp)
 
     def rank_in_replica(self, place: RankPlace) -> int:
-        return place.pp * self.tensor_parallel_size + place.tp
+        return place.pp * self.stage_size + self.rank_in_stage(place)
+
+    def rank_in_stage(self, place: RankPlace) -> int:
+        return place.cp * self.tensor_parallel_size + place.tp
+
+    def groups_of(self, place: RankPlace) -> dict[str, list[RankPlace]]:
+        """The ranks of each group that a rank is in, in order: those of its `stage`, and where these are both
+        `tensor` and `context` ranks, those of each kind. Groups of one are not there."""
+        stage = [it for it in self.places(place.dp) if it.pp == place.pp]
+        found = {"stage": stage} if len(stage) > 1 else {}
+        if self.tensor_parallel_size > 1 and self.context_parallel_size > 1:
+            found["tensor"] = [it for it in stage if it.cp == place.cp]
+            found["context"] = [it for it in stage if it.tp == place.tp]
+        return found
 
     def sampling_place(self, dp: int) -> RankPlace:
         """The rank that samples for its replica, and answers the engine."""

@@ -27,6 +27,7 @@ from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.transfers import HostSlots, TierBlocks
 from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
+from pagoda.parallel.segments import ALL_HERE, BlockNumbers
 from pagoda.worker.block_table import SlotBlockTables
 from pagoda.worker.kv.segments import SegmentStreams, StepSegments
 from pagoda.worker.step_rows import Draft, SlotRows
@@ -206,13 +207,15 @@ class InputBatch:
         adapter_number: Callable[[str], int] | None = None,
         *,
         embeds_spans: bool = True,
+        blocks: BlockNumbers = ALL_HERE,
         keeps_states: bool = False,
         segment: int = SEGMENT,
     ) -> None:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
         `keeps_states`, states stay behind known tokens: drafts that were right are computed again.
 
-        `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
+        `adapter_number` finds the number of a loaded adapter by its digest; None where there are none. `blocks`
+        says which blocks are this rank's.
         """
         self._adapter_number = adapter_number
         self.segment = segment
@@ -221,6 +224,7 @@ class InputBatch:
         self._cold: dict[int, dict[int, list[HostSlots | TierBlocks]]] = {}
         """Places of cold segments by slot and KV group."""
         self._embeds_spans = embeds_spans
+        self._blocks = blocks
         self.keeps_states = keeps_states
         # The last token of a full context is sampled but never computed: one more place for it.
         self._stride = max_model_len + 1
@@ -330,7 +334,7 @@ class InputBatch:
     def add_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
         """Appends to a slot's block table of a group."""
         self._check_use(slot)
-        if not self._tables[group].append(slot, block_ids):
+        if not self._tables[group].append(slot, self._blocks.seen(block_ids)):
             raise ValueError(f"Slot {slot} is given too many blocks of group {group}.")
         self._room[slot] = min(table.room[slot] for table in self._tables)
 

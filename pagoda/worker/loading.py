@@ -50,11 +50,13 @@ from pagoda.model.sharding import (
     whole_part,
 )
 from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
-from pagoda.parallel.collectives import Alone, HostGroup
+from pagoda.parallel.collectives import ALONE, Collectives, RankGroups
 from pagoda.parallel.config import RankPlace
+from pagoda.parallel.segments import BlockNumbers
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
+from pagoda.worker.context import check_context_parallel
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
 from pagoda.worker.drafting.planning import with_drafter
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
@@ -96,6 +98,9 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     shape = replace(shape, max_position_embeddings=max_model_len)
     kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
     block_size = _block_size(config, shape, kv_dtype_name, capabilities)
+    if config.parallel.context_parallel_size > 1:
+        check_context_parallel(config, shape, backend, block_size)
+        keeps_all = True  # where a block lies is said by its place in the context
     _tell_of_long_factors(shape, config)
     plan = WorkerMemoryPlan(
         config=config,
@@ -133,7 +138,7 @@ class LoadedWorker(NamedTuple):
 def load_runner(
     plan: WorkerMemoryPlan,
     tracer: Tracer,
-    group: HostGroup | None = None,
+    groups: RankGroups = ALONE,
     agree_on_kv: Callable[[int], int] = lambda num_blocks: num_blocks,
     on_progress: Callable[[], None] = lambda: None,
     await_masks: AwaitMasks = no_masks,
@@ -141,21 +146,22 @@ def load_runner(
 ) -> LoadedWorker:
     """Loads weights, asks what the largest step takes, and allocates a KV cache of what is left.
 
-    `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `agree_on_kv` is told for
-    how many blocks this rank has room, and gives the size that all ranks take. `on_progress` is called after each
-    weight. `await_masks` waits for the masks of a step, where steps have any. `faults` are those of this
-    process.
+    `groups` are those of this rank. `agree_on_kv` is told for how many blocks this rank has room, and gives the
+    size that all ranks take. `on_progress` is called after each weight. `await_masks` waits for the masks of a
+    step, where steps have any. `faults` are those of this process.
     Raises ConfigError: a file does not hold what it should, or too little memory is left for KV."""
     config, shard = plan.config, plan.shard
-    backend, group = plan.backend, group or Alone()
-    if group.size > 1:
-        backend.join(group)
+    backend, group = plan.backend, groups.stage
+    if groups.tensor.size > 1:
+        backend.join(groups.tensor)
     with loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded:
-        model = _load_model(plan, tracer, on_loaded, on_progress)
+        model = _load_model(plan, tracer, on_loaded, on_progress, groups.context)
         own = (
             None
             if plan.drafter is None
-            else _load_model(plan.drafter, tracer, on_loaded, on_progress, lent=model)
+            else _load_model(
+                plan.drafter, tracer, on_loaded, on_progress, groups.context, lent=model
+            )
         )
     adapter = None
     if model.adapters is not None:
@@ -210,6 +216,7 @@ def load_runner(
         plan.block_sizes,
         None if model.adapters is None else model.adapters.number,
         embeds_spans=shard.is_first,
+        blocks=BlockNumbers(config.place.cp, num_blocks, config.parallel.context_parallel_size),
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
         segment=config.segment_tokens,
     )
@@ -260,6 +267,7 @@ def _load_model(
     tracer: Tracer,
     on_loaded: Callable[[int], None],
     on_progress: Callable[[], None],
+    context: Collectives,
     lent: Decoder[Any, Any] | None = None,
 ) -> Decoder[Any, Any]:
     """The model of a plan, over caches of one block; a head takes from `lent` what it shares with its model."""
@@ -277,6 +285,7 @@ def _load_model(
             plan.layer_caches([one_block] * len(shard.layers)),
             has_adapters=config.has_adapters,
             batch_invariant=config.batch_invariant,
+            context=context if context.size > 1 else None,
             lent=lent,
             captured=plan.captured_layers,
         )
@@ -361,7 +370,7 @@ def _description(
 
 def _summary(plan: WorkerMemoryPlan, num_blocks: int) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
-    num_cached = tokens_held(plan.kv_groups, num_blocks)
+    num_cached = plan.config.segment_shares.size * tokens_held(plan.kv_groups, num_blocks)
     return (
         f"{plan.backend_summary}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
         f"{format_bytes(num_blocks * plan.bytes_per_block)} {plan.kv_dtype_name} KV cache "

@@ -296,7 +296,7 @@ def _load(
     def populator(loaded: LoadedWorker) -> KVPopulator:
         block_sizes = [group.block_size for group in loaded.ready.kv_groups]
         with free_threads(cores):
-            return KVPopulator(loaded.kv, block_sizes, config.workers_on_host)
+            return KVPopulator(loaded.kv, block_sizes, config.workers_on_host, rank=config.place.cp)
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
@@ -317,10 +317,10 @@ def _load(
         rendezvous = Rendezvous(config, context, address, hidden_size=hidden_size)
         began = tracer.e2e()
         peers = engine.meet_peers(rendezvous.hello())
-        group = rendezvous.form_group(peers)
+        groups = rendezvous.form_groups(peers)
         tracer.span("meet peers", began)
         loaded = load_runner(
-            plan, tracer, group, engine.agree_on_kv, on_progress, engine.await_masks, faults
+            plan, tracer, groups, engine.agree_on_kv, on_progress, engine.await_masks, faults
         )
         answers = config.place == config.parallel.sampling_place(config.place.dp)
         target = rendezvous.target(peers)

@@ -123,8 +123,10 @@ def choose_num_blocks(
     Raises ConfigError if the cache, with the tiers below it, could not hold one sequence of `max_model_len` tokens
     or does not fit into `available_bytes`.
     """
-    most = sum(group.most_blocks(0, max_model_len, max_model_len) for group in groups)
-    blocks_per_sequence = sum(group.most_blocks(0, max_model_len, LEAST_RUN) for group in groups)
+    shares = config.segment_shares
+    held = shares.most_tokens(max_model_len)
+    most = sum(group.most_blocks(0, held, held) for group in groups)
+    blocks_per_sequence = sum(group.most_blocks(0, held, LEAST_RUN) for group in groups)
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, "--num-kv-blocks"
     else:
@@ -134,7 +136,7 @@ def choose_num_blocks(
         else:
             budget = int(available_bytes * config.memory_utilization)
             num_blocks = min(budget // bytes_per_block, config.max_num_seqs * most)
-    num_tokens = tokens_held(groups, num_blocks)
+    num_tokens = shares.size * tokens_held(groups, num_blocks)
     size, available = format_bytes(num_blocks * bytes_per_block), format_bytes(available_bytes)
     resident = resident_tokens(groups, num_blocks, max_model_len, LEAST_RUN, segment_tokens)
     num_streamed = resident + num_cold_segments * segment_tokens if resident else 0

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others.
 
-The tensor-parallel ranks of a stage form a group: over shared memory on one host, else over the network. It
-carries control messages, and data of backends that compute in host memory; others open collectives of their own.
+The ranks of a stage form a group: over shared memory on one host, else over the network. It carries control
+messages, and data of backends that compute in host memory; others open collectives of their own. Where there are
+both tensor-parallel and context-parallel ranks, those of each kind form further groups.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
@@ -20,9 +22,9 @@ from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 from pagoda.ipc.addresses import bracketed
 from pagoda.ipc.curve import start_authenticator
-from pagoda.messages.worker import WorkerHello, WorkerPeers
+from pagoda.messages.worker import GroupOffer, WorkerHello, WorkerPeers
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.collectives import LOOPBACK, HostGroup
+from pagoda.parallel.collectives import LOOPBACK, HostGroup, RankGroups, stage_groups
 from pagoda.parallel.config import RankPlace
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 from pagoda.worker.stages import StageInput, StageOutput
@@ -56,37 +58,39 @@ class Rendezvous:
             if config.curve is not None:
                 own = f"tcp://{bracketed(config.bind_host)}:*"
             self.source = StageInput(context, own, config.curve, hidden_size=hidden_size)
-        self._memory: SharedMemory | None = None
-        self._store: GroupStore | None = None
-        # What rank 0 of a stage offers to the others before it knows where they are.
-        if parallel.tensor_parallel_size > 1 and place.tp == 0:
-            self._memory = _shared_memory(parallel.tensor_parallel_size)
-            if self._memory is None or config.bind_host:  # empty where all ranks are on this host
-                self._store = GroupStore(config.bind_host or LOOPBACK)
+        self._members = parallel.groups_of(place)
+        # What the first rank of a group offers to the others before it knows where they are.
+        self._offers = {
+            name: _Offer(len(places), config.bind_host)
+            for name, places in self._members.items()
+            if places[0] == place
+        }
 
     def hello(self) -> WorkerHello:
         return WorkerHello(
             host=host_identity(self._config.bind_host),
             stage_address="" if self.source is None else self.source.address,
-            group_address="" if self._store is None else self._store.address,
-            shared_memory="" if self._memory is None else self._memory.path,
+            offers={name: offer.told for name, offer in self._offers.items()},
         )
 
-    def form_group(self, peers: WorkerPeers) -> HostGroup | None:
-        """The tensor-parallel ranks of this stage, for which it waits; None where there is one only.
+    def form_groups(self, peers: WorkerPeers) -> RankGroups:
+        """The groups of this rank, for whose ranks it waits.
 
         Raises ConfigError if this process cannot open memory that another of its host offers, ConnectionError if
         the ranks do not reach each other.
         """
-        place, size = self._config.place, self._config.parallel.tensor_parallel_size
-        if size == 1:
-            return None
-        members = [self._hello_of(peers, RankPlace(place.dp, place.pp, tp)) for tp in range(size)]
-        group = join_group(place.tp, members, self._config.bind_host)
-        if self._memory is not None:
-            self._memory.close()  # all ranks have opened it, or none will
-        if isinstance(group, SharedMemoryCollectives):
-            self._store = None
+        joined = {name: self._join(name, peers) for name in self._members}
+        return stage_groups(self._config.parallel, joined)
+
+    def _join(self, name: str, peers: WorkerPeers) -> HostGroup:
+        places, config = self._members[name], self._config
+        hosts = [self._hello_of(peers, place) for place in places]
+        offer = hosts[0].offers.get(name, GroupOffer())
+        group = join_group(
+            places.index(config.place), [it.host for it in hosts], offer, config.bind_host
+        )
+        if name in self._offers:
+            self._offers[name].taken(group)
         return group
 
     def target(self, peers: WorkerPeers) -> StageOutput | None:
@@ -94,11 +98,32 @@ class Rendezvous:
         place, num_stages = self._config.place, self._config.parallel.pipeline_parallel_size
         if place.pp == num_stages - 1:
             return None
-        successor = self._hello_of(peers, RankPlace(place.dp, place.pp + 1, place.tp))
+        successor = self._hello_of(peers, msgspec.structs.replace(place, pp=place.pp + 1))
         return StageOutput(self._context, successor.stage_address, self._config.curve)
 
     def _hello_of(self, peers: WorkerPeers, place: RankPlace) -> WorkerHello:
         return peers.hellos[self._config.parallel.rank_in_replica(place)]
+
+
+class _Offer:
+    """What the first rank of a group has ready for the others."""
+
+    def __init__(self, size: int, bind_host: str) -> None:
+        """`bind_host` is empty where all ranks are on this host."""
+        self._memory = _shared_memory(size)
+        self._store: GroupStore | None = None
+        if self._memory is None or bind_host:
+            self._store = GroupStore(bind_host or LOOPBACK)
+        self.told = GroupOffer(
+            "" if self._store is None else self._store.address,
+            "" if self._memory is None else self._memory.path,
+        )
+
+    def taken(self, group: HostGroup) -> None:
+        if self._memory is not None:
+            self._memory.close()  # all ranks have opened it, or none will
+        if isinstance(group, SharedMemoryCollectives):
+            self._store = None
 
 
 def _shared_memory(size: int) -> SharedMemory | None:
@@ -114,16 +139,16 @@ def _shared_memory(size: int) -> SharedMemory | None:
         return None
 
 
-def join_group(rank: int, members: Sequence[WorkerHello], bind_host: str) -> HostGroup:
-    """Joins the group of the ranks that said `members`, of which this is number `rank`, and waits for all.
+def join_group(rank: int, hosts: Sequence[str], offer: GroupOffer, bind_host: str) -> HostGroup:
+    """Joins the group of the ranks on `hosts`, of which this is number `rank`, and waits for all.
 
-    They decide alike: by what rank 0 offers, and by whether all are on one host.
+    They decide alike: by what the first one offers, and by whether all are on one host.
     """
-    first, size = members[0], len(members)
-    if not first.shared_memory or len({member.host for member in members}) > 1:
-        return DistributedCollectives(first.group_address, rank, size, bind_host or LOOPBACK)
+    size = len(hosts)
+    if not offer.shared_memory or len(set(hosts)) > 1:
+        return DistributedCollectives(offer.address, rank, size, bind_host or LOOPBACK)
     try:
-        group = SharedMemoryCollectives(first.shared_memory, rank, size)
+        group = SharedMemoryCollectives(offer.shared_memory, rank, size)
     except (BackendUnavailableError, OSError) as error:
         raise ConfigError(
             f"this worker cannot open the memory that another one of this host shares ({error}); "

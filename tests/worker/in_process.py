@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 from drafters import AlwaysPays, FunctionDrafter
-from thread_group import ThreadGroup
+from thread_group import ThreadGroups
 from tiny_models import continuation
 from transformers import PreTrainedModel
 
@@ -60,24 +60,21 @@ class InProcessExecutor:
         self._tickets: deque[tuple[StepPlan, list[list[Ticket[Any]]]]] = deque()
         """Steps that are not computed yet, with their tickets by stage and rank."""
         self._masks: dict[int, TokenMasks] = {}
-        self._pool = ThreadPoolExecutor(max_workers=parallel.tensor_parallel_size)
-        groups = [
-            ThreadGroup(parallel.tensor_parallel_size)
-            for _ in range(parallel.pipeline_parallel_size)
-        ]
+        self._pool = ThreadPoolExecutor(max_workers=parallel.stage_size)
         plans = [
             plan_worker(msgspec.structs.replace(config, place=place))
             for place in parallel.places(0)
         ]
         num_blocks = min(plan.num_blocks for plan in plans)
         self.stages: list[list[Runner | StageRunner]] = []
-        for pp, group in enumerate(groups):
+        for pp in range(parallel.pipeline_parallel_size):
+            groups = ThreadGroups(parallel)
             loaded = [
                 self._pool.submit(
                     load_runner,
                     plan,
                     Tracer("worker"),
-                    group.member(plan.config.place.tp),
+                    groups.of(plan.config.place),
                     lambda _: num_blocks,
                     await_masks=self._await_masks,
                 )
@@ -85,8 +82,10 @@ class InProcessExecutor:
                 if plan.config.place.pp == pp
             ]
             self.stages.append([future.result()[0] for future in loaded])
-            self._ready = loaded[0].result()[1]
-            group.close()
+            ready = loaded[0].result()[1]
+            groups.close()
+        total = ready.num_blocks * parallel.context_parallel_size
+        self._ready = msgspec.structs.replace(ready, num_blocks=total)
         self._events: list[ExecutorEvent] = []
 
     def start(self, num_blocks: int | None = None) -> None:  # noqa: ARG002 - never started again
@@ -240,13 +239,17 @@ def engine(
     backend: str,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     *,
     experts: bool = False,
     **options: Any,
 ) -> InProcessEngine:
     """An engine over the ranks of a topology, for short sequences."""
     parallel = ParallelConfig(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_parallel=experts,
     )
     return InProcessEngine(
         directory, backend=backend, max_model_len=CONTEXT, parallel=parallel, **options

@@ -15,7 +15,7 @@ from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 from pagoda.ipc.curve import new_keys
-from pagoda.messages.worker import StepPlan, WorkerHello, WorkerPeers
+from pagoda.messages.worker import GroupOffer, StepPlan, WorkerPeers
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.collectives import Collectives
 from pagoda.parallel.config import ParallelConfig
@@ -39,10 +39,13 @@ def meetings(tmp_path: Path) -> Iterator[Meetings]:
         *,
         tp: int = 1,
         pp: int = 1,
+        cp: int = 1,
         keys: CurveKeys | None = None,
         hosts: tuple[str, ...] = ("",),
     ) -> list[Rendezvous]:
-        parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        parallel = ParallelConfig(
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, context_parallel_size=cp
+        )
         address, sizes = f"ipc://{tmp_path / 'w-1'}", {"hidden_size": HIDDEN}
         made = []
         for rank, place in enumerate(parallel.places(0)):
@@ -67,8 +70,7 @@ def all_join(several: list[Rendezvous]) -> list[Collectives]:
     """Joins all groups at the same time, as each waits for the others."""
     peers = introduce(several)
     with ThreadPoolExecutor(len(several)) as pool:
-        groups = list(pool.map(lambda meeting: meeting.form_group(peers), several))
-        joined = [group for group in groups if group is not None]
+        joined = list(pool.map(lambda meeting: meeting.form_groups(peers).tensor, several))
         sums = pool.map(lambda group: group.all_reduce(torch.tensor([1.0 + group.rank])), joined)
         assert [total.tolist() for total in sums] == [[3.0], [3.0]]
     return joined
@@ -76,7 +78,7 @@ def all_join(several: list[Rendezvous]) -> list[Collectives]:
 
 def test_ranks_of_one_host_share_memory(meetings: Meetings) -> None:
     several = meetings(tp=2)
-    path = several[0].hello().shared_memory
+    path = several[0].hello().offers["stage"].shared_memory
     if not path:
         pytest.skip("the native kernels are not installed")
     assert Path(path).exists()
@@ -112,9 +114,24 @@ def test_ranks_that_cannot_share_memory_meet_over_the_network(
 
 
 def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
-    hello = WorkerHello(host="h", shared_memory="/nowhere")
+    offer = GroupOffer(shared_memory="/nowhere")
     with pytest.raises(ConfigError, match="cannot open the memory that another one"):
-        rendezvous.join_group(1, [hello, hello], "")
+        rendezvous.join_group(1, ["h", "h"], offer, "")
+
+
+@pytest.mark.parametrize("hosts", [("",), ("127.0.0.1", "127.0.0.2")])
+def test_ranks_of_each_kind_form_groups(meetings: Meetings, hosts: tuple[str, ...]) -> None:
+    several = meetings(tp=2, cp=2, hosts=hosts, keys=new_keys() if hosts[0] else None)
+    peers = introduce(several)
+
+    def sums(rank: int) -> list[float]:
+        groups = several[rank].form_groups(peers)
+        return [group.all_reduce(torch.tensor([10.0**rank])).item() for group in groups]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(sums, range(4)))
+    # Of the stage, of tensor-parallel, and of context-parallel ranks.
+    assert found == [[1111, 11, 101], [1111, 11, 1010], [1111, 1100, 101], [1111, 1100, 1010]]
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -122,7 +139,7 @@ def test_each_stage_passes_on_to_the_next(meetings: Meetings, secure: bool) -> N
     keys, hosts = (new_keys(), ("127.0.0.1", "127.0.0.2")) if secure else (None, ("",))
     several = meetings(pp=3, keys=keys, hosts=hosts)
     peers = introduce(several)
-    assert [meeting.form_group(peers) for meeting in several] == [None] * 3
+    assert [meeting.form_groups(peers).stage.size for meeting in several] == [1] * 3
     first, second, third = several
     targets = [meeting.target(peers) for meeting in several]
     assert first.source is None

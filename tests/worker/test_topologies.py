@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from distributions import differences, log_probabilities
@@ -34,6 +34,7 @@ from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
+from pagoda.parallel.collectives import HostGroup, RankGroups
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
@@ -249,7 +250,8 @@ def test_memory_is_planned_as_it_is_held(name: str, tp: int, saved: Save) -> Non
             quantization=ON_LOAD.get(name, "none"),
         )
         plan = plan_worker(config)
-        runner, *_ = load_runner(plan, Tracer("worker"), group=ThreadGroup(tp).member(rank))
+        group = cast(HostGroup, ThreadGroup(tp).member(rank))
+        runner, *_ = load_runner(plan, Tracer("worker"), RankGroups(group, group))
         assert isinstance(runner.model, Decoder)
         assert plan.shard.weight_bytes(plan.quantization, 4) == _held_bytes(runner.model)
 

@@ -95,6 +95,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         self.capabilities = msgspec.structs.replace(
             self.capabilities,
             kv_cache_dtypes=tuple(format_of(dtype).name for dtype in KV_DTYPES),
+            context_parallel=True,
             max_experts=native.MAX_EXPERTS,
             max_conv_width=native.MAX_CONV_WIDTH,
             max_delta_key_dim=native.MAX_DELTA_KEY,

@@ -73,7 +73,10 @@ class CompiledGraph:
         nodes = [graph.nodes[i] for i in self._native_nodes]
         self._program = program(
             backend.kernels,
-            [(value.width, _ITEM_BYTES[value.dtype], value.selected) for value in graph.values],
+            [
+                (value.width, _ITEM_BYTES[value.dtype], value.selected + 2 * value.own)
+                for value in graph.values
+            ],
             [*self._inputs, *(value.index for value in graph.metadata.values())],
             [value.index for value in graph.results.values()],
             graph.inputs["rows"].index if "rows" in graph.inputs else -1,
@@ -229,7 +232,7 @@ class _GroupMemory:
     """A group of ranks without memory in common, as a native program calls it."""
 
     def __init__(self, group: Collectives) -> None:
-        self.size = group.size
+        self.size, self.rank = group.size, group.rank
         self._group = group
 
     def all_reduce(self, rows: int, n: int, d: int) -> None:

@@ -26,7 +26,7 @@ KEYS = 128
 """Cached tokens of one attention tile; every block size is a multiple of it, or divides it."""
 TILES_PER_PASS = 8
 """Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
-_LEAST_COLUMNS = 16
+LEAST_COLUMNS = 16
 """Columns of a product in which the sums of a row do not depend on its place; with 6 or 10 they do."""
 
 
@@ -46,10 +46,10 @@ class _Pass:
     num_active: list[int]
     """Number of query tiles that reach each key tile."""
     kv_rows: list[Tensor]
-    """Rows of each key tile's blocks, for the query tiles that reach it; see `_kv_rows`."""
+    """Rows of each key tile's blocks, for the query tiles that reach it; see `kv_rows`."""
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """A softmax of query tiles, and what it weighs, which is not finished."""
 
     highest: Tensor
@@ -60,14 +60,14 @@ class _Softmax(NamedTuple):
     """[tiles * kv_heads, rows, d], weighted values."""
 
     @classmethod
-    def empty(cls, num_matrices: int, rows: int, width: int) -> _Softmax:
+    def empty(cls, num_matrices: int, rows: int, width: int) -> Softmax:
         highest = torch.full((num_matrices, rows, 1), -torch.inf)
         return cls(highest, torch.zeros_like(highest), torch.zeros((num_matrices, rows, width)))
 
-    def of(self, matrices: slice | Tensor) -> _Softmax:
-        return _Softmax(*(part[matrices] for part in self))
+    def of(self, matrices: slice | Tensor) -> Softmax:
+        return Softmax(*(part[matrices] for part in self))
 
-    def merge(self, matrices: slice | Tensor, later: _Softmax) -> None:
+    def merge(self, matrices: slice | Tensor, later: Softmax) -> None:
         """Takes what some rows have found in the next segment into what they have."""
         own = self.of(matrices)
         highest = torch.maximum(own.highest, later.highest)
@@ -76,6 +76,19 @@ class _Softmax(NamedTuple):
         self.highest[matrices] = highest
         self.total[matrices] = own.total * old + later.total * new
         self.out[matrices] = own.out * old + later.out * new
+
+
+class Tiles(NamedTuple):
+    """The query tiles of a step."""
+
+    positions: Tensor
+    """[tiles, rows], of the last token that the query in each row sees; -1 in rows without one."""
+    last_positions: Tensor
+    """[tiles]."""
+    tables: Tensor
+    """[tiles, b], block tables."""
+    first_tokens: Tensor
+    """[tiles], the first token of each tile's sequence in the step."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,10 @@ class AttentionMetadata:
     segment: int
     """Tokens of a segment; a multiple of `KEYS`."""
     cold: _Cold | None
+    tiles: Tiles
+    first_blocks: Tensor
+    """[n], the first cache block of each token's sequence."""
+    longest_context: int
     plan_both_ways: Callable[[], AttentionMetadata]
     """Plans the step for attention that is not causal."""
 
@@ -166,7 +183,7 @@ def plan_attention(
         sequences = range(len(cold.counts))
         cold_tiles = _Cold(cold, [(sequence_of_tile == i).nonzero()[:, 0] for i in sequences])
     tables = block_table[sequence_of_tile]
-    kv_rows = _kv_rows(tables, num_kv_heads, block_size)
+    rows_of_tables = kv_rows(tables, num_kv_heads, block_size)
     block_index = batch.positions // block_size
     return AttentionMetadata(
         block_ids=block_table[batch.sequence_ids, block_index],
@@ -176,12 +193,24 @@ def plan_attention(
         rows_per_tile=rows_per_tile,
         passes=[
             _plan_pass(
-                slice(start, start + TILES_PER_PASS), positions, cold_lens, last_positions, kv_rows
+                slice(start, start + TILES_PER_PASS),
+                positions,
+                cold_lens,
+                last_positions,
+                rows_of_tables,
             )
             for start in range(0, num_tiles, TILES_PER_PASS)
         ],
         segment=batch.segment,
         cold=cold_tiles,
+        tiles=Tiles(
+            positions,
+            last_positions,
+            tables,
+            (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile],
+        ),
+        first_blocks=block_table[batch.sequence_ids, 0],
+        longest_context=int(batch.context_lens.max()),
         plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
     )
 
@@ -232,6 +261,10 @@ def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetadata) -> None:
     """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
     place = (plan.block_ids, slice(None), plan.offsets)
+    here = plan.block_ids >= 0
+    if not here.all():  # others lie on other ranks
+        place = (plan.block_ids[here], slice(None), plan.offsets[here])
+        keys, values = keys[here], values[here]
     for stored, scales, new in (
         (cache.keys, cache.key_scales, keys),
         (cache.values, cache.value_scales, values),
@@ -298,7 +331,7 @@ def _plan_pass(
     )
 
 
-def _kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+def kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     """Rows of each key tile's blocks in a cache flattened to [num_blocks * kv_heads, ...], or of its tiles.
 
     Returns [tiles, key_tiles, kv_heads, blocks_per_tile].
@@ -316,19 +349,19 @@ def _kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
 
 def _attend_cold(
     tiles: Tensor, cache: KVCache, cold: _Cold, segment: int, softcap: float | None
-) -> _Softmax:
+) -> Softmax:
     """Softmax of query tiles [tiles, kv_heads, rows, d] over cold segments, of which they see everything."""
     num_tiles, num_heads, num_rows, head_dim = tiles.shape
-    width = max(_LEAST_COLUMNS, head_dim)
-    whole = _Softmax.empty(num_tiles * num_heads, num_rows, width)
+    width = max(LEAST_COLUMNS, head_dim)
+    whole = Softmax.empty(num_tiles * num_heads, num_rows, width)
     place = cache.values.data_ptr()
     for index, own in cold.segments():
         staged = cold.contexts.source.take(place, index)
         table = torch.tensor(staged.block_ids)[None].expand(len(own), -1)
         memory = _in_order(staged.cache)
-        rows = _kv_rows(table, num_heads, memory.keys.shape[2])
+        rows = kv_rows(table, num_heads, memory.keys.shape[2])
         queries = tiles[own].flatten(0, 1)
-        found = _Softmax.empty(len(queries), num_rows, width)
+        found = Softmax.empty(len(queries), num_rows, width)
         for tile in range(segment // KEYS):
             keys, values = (
                 _gather(held, scales, rows[:, tile].flatten())
@@ -365,7 +398,7 @@ def _attend(
     segment: int,
     softcap: float | None,
     sinks: Tensor | None,
-    before: _Softmax | None,
+    before: Softmax | None,
 ) -> Tensor:
     """Attention of query tiles [tiles, kv_heads, rows, d], already scaled, in float32; sinks are of every row.
 
@@ -374,34 +407,27 @@ def _attend(
     num_heads = queries.shape[1]
     queries = queries.flatten(0, 1)
     head_dim = queries.shape[-1]
-    size = (*queries.shape[:2], max(_LEAST_COLUMNS, head_dim))
-    whole, found = before or _Softmax.empty(*size), _Softmax.empty(*size)
+    size = (*queries.shape[:2], max(LEAST_COLUMNS, head_dim))
+    whole, found = before or Softmax.empty(*size), Softmax.empty(*size)
     tiles = list(enumerate(zip(part.num_active, part.kv_rows, strict=True)))
     first_cold = int(part.cold_lens.min()) // KEYS
     for index, (active, rows) in tiles[first_cold:]:
-        key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
-        keys = _gather(cache.keys, cache.key_scales, rows)
-        values = _gather(cache.values, cache.value_scales, rows)
         going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
-        unwritten = key_positions > part.last_positions[going_on:active, None]
-        _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
-            unwritten[:, None, :, None], 0
-        )  # a weight of zero does not take away what an ended request left there if that is NaN
-        cold = part.cold_lens[:active]
-        if reach != (None, None) or before is not None:
-            # Nor what others wrote to blocks that were given back.
-            first = _first_seen(part.first_positions[:active], reach).maximum(cold)
-            behind = key_positions < first[:, None]
-            _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
-
-        now = slice(0, active * num_heads)
-        scores = _scores(queries[now], keys, softcap)
-        hidden = _hidden(key_positions, part.positions[:active], cold, reach)
-        _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
-        _add_tile(found, now, scores, values)
+        attend_keys(
+            queries[: active * num_heads],
+            cache,
+            rows,
+            torch.arange(index * KEYS, (index + 1) * KEYS)[None],
+            part.positions[:active],
+            part.cold_lens[:active],
+            part.last_positions[going_on:active],
+            reach,
+            softcap,
+            found,
+        )
         if (index + 1) * KEYS % segment == 0 and index + 1 < len(tiles):
             whole.merge(slice(None), found)
-            found = _Softmax.empty(*size)
+            found = Softmax.empty(*size)
     if len(tiles) * KEYS > segment or before is not None:
         whole.merge(slice(None), found)
         found = whole
@@ -413,12 +439,50 @@ def _attend(
     return _by_head(found.out[..., :head_dim] / total.clamp(min=1), num_heads)
 
 
+def attend_keys(
+    queries: Tensor,
+    cache: KVCache,
+    rows: Tensor,
+    key_positions: Tensor,
+    positions: Tensor,
+    cold_lens: Tensor,
+    ended: Tensor,
+    reach: tuple[int | None, int | None],
+    softcap: float | None,
+    found: Softmax,
+) -> None:
+    """Takes a key tile of each query tile [tiles * kv_heads, rows, d] into the softmax of the first of them.
+
+    `rows` are those of the key tiles' blocks, `key_positions` [tiles or 1, KEYS] of what they hold, `positions`
+    [tiles, rows] of the last that queries see, `cold_lens` [tiles] of the first that is not in cold segments. The
+    last query tiles go no further: they end at positions `ended` [m].
+    """
+    num_tiles, num_heads = len(positions), cache.keys.shape[1]
+    key_positions = key_positions.expand(num_tiles, -1)
+    keys = _gather(cache.keys, cache.key_scales, rows)
+    values = _gather(cache.values, cache.value_scales, rows)
+    going_on = num_tiles - len(ended)
+    unwritten = key_positions[going_on:] > ended[:, None]
+    _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
+        unwritten[:, None, :, None], 0
+    )  # a weight of zero does not take away what an ended request left there if that is NaN
+    if reach != (None, None) or cold_lens.any():
+        # Nor what others wrote to blocks that were given back.
+        first = _first_seen(positions[:, 0], reach).maximum(cold_lens)
+        behind = key_positions < first[:, None]
+        _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
+    scores = _scores(queries, keys, softcap)
+    hidden = _hidden(key_positions, positions, cold_lens, reach)
+    _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
+    _add_tile(found, slice(0, len(queries)), scores, values)
+
+
 def _scores(queries: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
     scores = _bmm(queries, keys.transpose(1, 2))
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def _add_tile(found: _Softmax, now: slice, scores: Tensor, values: Tensor) -> None:
+def _add_tile(found: Softmax, now: slice, scores: Tensor, values: Tensor) -> None:
     """Takes a tile of keys into a softmax of the first matrices; scores are used up."""
     highest, total, out = found.of(now)
     new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
@@ -440,6 +504,7 @@ def _hidden(
     """[tiles, rows, keys], which keys a query does not see, or has seen in cold segments."""
     positions = positions[:, :, None]
     first = _first_seen(positions, reach).maximum(cold_lens[:, None, None])
+    key_positions = key_positions[:, None]
     return (key_positions > positions) | (key_positions < first)
 
 

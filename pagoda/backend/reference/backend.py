@@ -34,6 +34,7 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference import (
     attention,
     collectives,
+    context,
     experts,
     latents,
     linear,
@@ -55,6 +56,7 @@ from pagoda.parallel.collectives import Collectives
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **attention.OPERATIONS,
     **collectives.OPERATIONS,
+    **context.OPERATIONS,
     **experts.OPERATIONS,
     **latents.OPERATIONS,
     **linear.OPERATIONS,
@@ -74,7 +76,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
         super().__init__("reference on cpu", group)
         own = self.capabilities
         self.capabilities = msgspec.structs.replace(
-            own, weight_formats=(*own.weight_formats, "fp8")
+            own, weight_formats=(*own.weight_formats, "fp8"), context_parallel=True
         )
 
     def block_shapes(

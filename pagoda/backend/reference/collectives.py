@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backend import host
 from pagoda.parallel.collectives import Collectives
 
 
@@ -31,7 +32,21 @@ def all_gather_argmax(found: Tensor, group: Collectives) -> Tensor:
     return torch.stack((*best, finite.amin(dim=0)), dim=1)
 
 
+def own_rows(x: Tensor, ranks: Collectives) -> Tensor:
+    own = host.own_rows(len(x), ranks.rank, ranks.size)
+    return x[own.start : own.stop]
+
+
+def share_rows(x: Tensor, positions: Tensor, ranks: Collectives) -> Tensor:
+    count = len(positions)
+    most = len(host.own_rows(count, 0, ranks.size))
+    if most == count:
+        return x
+    return ranks.all_gather(F.pad(x, (0, 0, 0, most - len(x)))).flatten(0, 1)[:count]
+
+
 OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
-    function.__name__: function for function in (all_reduce, all_gather, all_gather_argmax)
+    function.__name__: function
+    for function in (all_reduce, all_gather, all_gather_argmax, own_rows, share_rows)
 }
 """Operations by name."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, KVCache, LatentCache
 from pagoda.backend.reference.attention import AttentionMetadata, attention, rotated, write_kv
+from pagoda.backend.reference.context import context_attention
 from pagoda.backend.reference.linear import Linear, linear
 from pagoda.backend.reference.rows import rms_norm
+from pagoda.parallel.collectives import Collectives
 
 
 def as_keys_and_values(cache: LatentCache) -> KVCache:
@@ -45,13 +48,15 @@ def latent_attention(
     rotary_queries: Tensor,
     metadata: AttentionMetadata,
     cache: LatentCache,
+    ranks: Collectives | None = None,
     *,
     scale: float,
 ) -> Tensor:
     sizes = (cache.rank, cache.rope_dim)
     parts = zip((latent_queries, rotary_queries), sizes, strict=True)
     queries = torch.cat([part.view(len(part), -1, size) for part, size in parts], dim=2)
-    out = attention(
+    attend = attention if ranks is None else partial(context_attention, ranks=ranks)
+    out = attend(
         queries.flatten(1),
         metadata,
         as_keys_and_values(cache),

@@ -14,6 +14,7 @@ from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.parallel.collectives import RankGroups
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.plugins.backend_check.small_models import WITH_EXPERTS, model_directory
 from pagoda.plugins.backend_check.threads import ThreadGroup, ThreadRank
@@ -66,7 +67,9 @@ def test_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def run(rank: int) -> list[StepResult]:
             host = ThreadRank(group, rank)
-            return _results(loading.load_runner(plans[rank], Tracer("worker"), host))
+            return _results(
+                loading.load_runner(plans[rank], Tracer("worker"), RankGroups(host, host))
+            )
 
         ranks = list(pool.map(run, range(2)))
     tokens = [it.token_ids for it in expected]
