@@ -77,18 +77,18 @@ int Program::schedule(const std::vector<int>& nodes, const std::vector<Value>& e
     return static_cast<int>(schedules_.size() - 1);
 }
 
-// Values that are never needed together share memory: each takes the lowest place that is free all its life. Those of
-// all tokens and those of selected ones lie apart.
+// Values that are never needed together share memory: each takes the lowest place that is free all its life. Those with
+// other rows lie apart.
 void Program::place(std::vector<Place>& places, const std::vector<ValueShape>& shapes, Schedule& schedule) {
     const auto shape_of = [&](const Place& place) { return shapes[static_cast<size_t>(place.value)]; };
     const auto row_space = [&](const Place& place) { return (shape_of(place).row_bytes() + 63) / 64 * 64; };
     for (size_t i = 0; i < places.size(); ++i) {
         Place& own = places[i];
-        const bool selected = shape_of(own).selected;
+        const size_t kind = shape_of(own).kind();
         std::vector<const Place*> neighbours;
         for (size_t j = 0; j < i; ++j) {
             const Place& other = places[j];
-            if (shape_of(other).selected == selected && other.last_use >= own.first_use) neighbours.push_back(&other);
+            if (shape_of(other).kind() == kind && other.last_use >= own.first_use) neighbours.push_back(&other);
         }
         std::sort(neighbours.begin(), neighbours.end(),
                   [](const auto* a, const auto* b) { return a->offset < b->offset; });
@@ -96,7 +96,7 @@ void Program::place(std::vector<Place>& places, const std::vector<ValueShape>& s
             if (other->offset >= own.offset + row_space(own)) break;
             own.offset = std::max(own.offset, other->offset + row_space(*other));
         }
-        int64_t& total = selected ? schedule.row_bytes : schedule.token_bytes;
+        int64_t& total = schedule.row_bytes[kind];
         total = std::max(total, own.offset + row_space(own));
     }
 }
@@ -112,14 +112,14 @@ std::vector<std::tuple<int, int64_t, int64_t>> Program::operations(int schedule)
 
 void Program::find_values(const Schedule& schedule, const Step& step, const std::vector<uintptr_t>& inputs,
                           const std::vector<uintptr_t>& results) {
-    token_arena_.take(static_cast<size_t>(schedule.token_bytes * step.num_tokens));
-    row_arena_.take(static_cast<size_t>(schedule.row_bytes * step.num_rows));
+    for (size_t kind = 0; kind < kKinds; ++kind) {
+        arenas_[kind].take(static_cast<size_t>(schedule.row_bytes[kind] * rows_of(kind, step)));
+    }
     std::fill(addresses_.begin(), addresses_.end(), nullptr);
     for (const Place& place : schedule.places) {
-        const bool selected = shape(place.value).selected;
-        char* arena = static_cast<char*>((selected ? row_arena_ : token_arena_).get());
-        addresses_[static_cast<size_t>(place.value)] =
-            arena + place.offset * (selected ? step.num_rows : step.num_tokens);
+        const size_t kind = shape(place.value).kind();
+        char* arena = static_cast<char*>(arenas_[kind].get());
+        addresses_[static_cast<size_t>(place.value)] = arena + place.offset * rows_of(kind, step);
     }
     find_inputs(inputs);
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -170,8 +170,9 @@ size_t Program::step_bytes(int number, Step step, const std::vector<uintptr_t>& 
     std::fill(addresses_.begin(), addresses_.end(), nullptr);
     find_inputs(inputs);
     find_adapted(step);
-    return static_cast<size_t>(schedule.token_bytes * step.num_tokens + schedule.row_bytes * step.num_rows) +
-           scratch_bytes(schedule, step);
+    int64_t bytes = 0;
+    for (size_t kind = 0; kind < kKinds; ++kind) bytes += schedule.row_bytes[kind] * rows_of(kind, step);
+    return static_cast<size_t>(bytes) + scratch_bytes(schedule, step);
 }
 
 void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& results,

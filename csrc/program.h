@@ -21,17 +21,25 @@ namespace pagoda {
 struct Step {
     int64_t num_tokens = 0;
     int64_t num_rows = 0;  // that are selected
+    int64_t all_tokens = 0, all_rows = 0;  // of all ranks, where each has its own
     bool adapted = false;  // some token has an adapter
+
+    int64_t count(bool selected, bool gathered) const {
+        if (gathered) return selected ? all_rows : all_tokens;
+        return selected ? num_rows : num_tokens;
+    }
 };
 
 class Program {
    public:
-    // A value has a row for each token, or for each selected one; it is known by its index.
+    // A value has a row for each token, or for each selected one, of this rank or of all; it is known by its index.
     using Value = int;
     struct ValueShape {
         int64_t width, item_bytes;
-        bool selected;
+        bool selected, gathered = false;
 
+        // Of values with as many rows, from 0 on.
+        size_t kind() const { return static_cast<size_t>(selected) + 2 * static_cast<size_t>(gathered); }
         int64_t row_bytes() const { return width * item_bytes; }
     };
 
@@ -69,7 +77,7 @@ class Program {
     const KernelTable& table() const { return table_; }
     const ValueShape& shape(Value value) const { return values_.at(static_cast<size_t>(value)); }
     int64_t num_rows(Value value, const Step& step) const {
-        return shape(value).selected ? step.num_rows : step.num_tokens;
+        return step.count(shape(value).selected, shape(value).gathered);
     }
     // Where a value's rows are.
     template <class T = float>
@@ -102,6 +110,8 @@ class Program {
              int64_t* times = nullptr);
 
    private:
+    static constexpr size_t kKinds = 4;  // of values by their rows
+
     struct Place {
         Value value;
         int64_t offset;  // bytes for each row
@@ -110,7 +120,7 @@ class Program {
     struct Schedule {
         std::vector<size_t> operations;
         std::vector<Place> places;
-        int64_t token_bytes = 0, row_bytes = 0;  // of all values with a row for each token, or for each selected one
+        int64_t row_bytes[kKinds] = {};  // of all values of a kind
     };
 
     static void place(std::vector<Place>& places, const std::vector<ValueShape>& shapes, Schedule& schedule);
@@ -120,6 +130,7 @@ class Program {
     // Finds the step's rows that have adapters, once its inputs are known.
     void find_adapted(Step& step);
     size_t scratch_bytes(const Schedule& schedule, const Step& step) const;
+    static int64_t rows_of(size_t kind, const Step& step) { return step.count(kind % 2 == 1, kind >= 2); }
     void run_timed(const Schedule& schedule, const Step& step, void* scratch, int64_t* times);
     // Whether a thread goes on to the operation at this place of a schedule. Another thread may be in that one already, and
     // stop there, where this one has to follow.
@@ -142,7 +153,7 @@ class Program {
     AdaptedRows adapted_tokens_, adapted_selected_;  // of the step
     size_t current_ = 0;              // operation of the first thread
     std::atomic<size_t> stopped_at_;  // the last operation of the step
-    Buffer token_arena_, row_arena_, scratch_;
+    Buffer arenas_[kKinds], scratch_;
 };
 
 }  // namespace pagoda

@@ -25,7 +25,8 @@ Attribute = float | tuple[int, ...] | None
 """Number of a node, several of them, or none where that has a meaning."""
 
 
-Dtype = Literal["float32", "int64", "metadata"]
+Dtype = Literal["float32", "int64", "metadata", "counts"]
+"""Of `counts`, each rank's number of rows, there are [ranks] int64."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Value:
 
     index: int
     width: int
-    """Elements of a row; 0 of the metadata, which has no rows."""
+    """Elements of a row; 0 of the metadata and of counts, which have no rows."""
     selected: bool = False
     """True where rows are those of `select_rows`."""
     dtype: Dtype = "float32"
+    gathered: bool = False
+    """True where rows are those of all ranks, of which each has its own (`gather_rows`)."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class OperationSpec:
 _DTYPES = {
     **dict.fromkeys(("token_ids", "positions", "adapters", "rows", "found"), "int64"),
     "metadata": "metadata",
+    "counts": "counts",
 }
 """Dtypes of inputs of operations by name; all others are float32."""
 
@@ -60,6 +61,8 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "linear_argmax": OperationSpec("linear", ("x",), ("weight",), ("first_id",)),
     "add_low_rank": OperationSpec("low_rank", ("out", "x", "adapters"), ("maps",)),
     "all_reduce": OperationSpec("all_reduce", ("x",), ("group",)),
+    "gather_rows": OperationSpec("all_gather", ("x", "counts"), ("group",)),
+    "scatter_rows": OperationSpec("all_reduce", ("x", "counts"), ("group",)),
     "all_gather": OperationSpec("all_gather", ("x",), ("group",), ("sizes",)),
     "all_gather_argmax": OperationSpec("all_gather", ("found",), ("group",)),
     "select_rows": OperationSpec("select", ("x", "rows"), any_rows=True),
@@ -147,17 +150,17 @@ class GraphBuilder:
 
     # ---- what goes in and out
 
-    def input(self, name: str, width: int = 0) -> Value:
+    def input(self, name: str, width: int = 0, *, gathered: bool = False) -> Value:
         """An input of the graph, declared once: `token_ids`, `token_types`, `positions`, `adapters` [n] int64,
-        `rows` [m] int64; any other name is [n, width] float32.
+        `rows` [m] int64; any other name is [n, width] float32. Its rows are this rank's, or those of all ranks.
         """
         known = self._inputs.get(name)
         if known is not None:
             return known
         if name in ("token_ids", "token_types", "positions", "adapters", "rows"):
-            value = self._value(1, selected=name == "rows", dtype="int64")
+            value = self._value(1, selected=name == "rows", dtype="int64", gathered=gathered)
         else:
-            value = self._value(width)
+            value = self._value(width, gathered=gathered)
         self._inputs[name] = value
         return value
 
@@ -277,6 +280,26 @@ class GraphBuilder:
         (out,) = self._node(
             "all_gather_argmax", [found], [self._group], {}, [found.width], dtype="int64"
         )
+        return out
+
+    # ---- ranks with rows of their own
+
+    def gather_rows(self, x: Value) -> Value:
+        """The rows of all ranks, in order of rank, from those x [n, d] that this one has: [all n, d]."""
+        return self._exchange("gather_rows", x, gathered=True)
+
+    def scatter_rows(self, x: Value) -> Value:
+        """The sum over all ranks of x [all n, d], of which each rank has its own rows: [n, d]."""
+        return self._exchange("scatter_rows", x, gathered=False)
+
+    def _exchange(self, op: str, x: Value, *, gathered: bool) -> Value:
+        if x.gathered == gathered:
+            raise ValueError(f"{op} takes rows of {'one rank' if gathered else 'all ranks'}.")
+        name = f"{'row' if x.selected else 'token'}_counts"
+        counts = self._inputs.get(name)
+        if counts is None:
+            counts = self._inputs[name] = self._value(0, dtype="counts")
+        (out,) = self._node(op, [x, counts], [self._group], {}, [x.width], gathered=gathered)
         return out
 
     # ---- rows
@@ -529,8 +552,15 @@ class GraphBuilder:
         (out,) = self._node(op, inputs, weights, attributes, [width])
         return out
 
-    def _value(self, width: int, *, selected: bool = False, dtype: Dtype = "float32") -> Value:
-        value = Value(len(self._values), width, selected, dtype)
+    def _value(
+        self,
+        width: int,
+        *,
+        selected: bool = False,
+        dtype: Dtype = "float32",
+        gathered: bool = False,
+    ) -> Value:
+        value = Value(len(self._values), width, selected, dtype, gathered)
         self._values.append(value)
         return value
 
@@ -544,14 +574,16 @@ class GraphBuilder:
         *,
         selected: bool | None = None,
         dtype: Dtype = "float32",
+        gathered: bool | None = None,
     ) -> list[Value]:
-        """Values of a new node, with rows like those of its first input unless `selected` says otherwise."""
+        """Values of a new node, with rows like those of its first input unless `selected` or `gathered` says
+        otherwise."""
         spec = OPERATIONS[op]
         spec.check(op, {"inputs": len(inputs), "weights": len(weights)})
         spec.check_dtypes(op, [value.dtype for value in inputs])
         if tuple(attributes) != spec.attributes:
             raise ValueError(f"{op} takes attributes {', '.join(spec.attributes)}.")
-        rows = {value.selected for value in inputs if value.width}
+        rows = {(value.selected, value.gathered) for value in inputs if value.width}
         if selected is None and len(rows) != 1:
             raise ValueError(f"The inputs of {op} have rows of the same tokens.")
         used_up = self._used_up.intersection(value.index for value in inputs)
@@ -559,7 +591,10 @@ class GraphBuilder:
             raise ValueError(f"{op} reads a value that was used up.")
         outputs = [
             self._value(
-                width, selected=inputs[0].selected if selected is None else selected, dtype=dtype
+                width,
+                selected=inputs[0].selected if selected is None else selected,
+                dtype=dtype,
+                gathered=inputs[0].gathered if gathered is None else gathered,
             )
             for width in widths
         ]

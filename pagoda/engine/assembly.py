@@ -109,6 +109,7 @@ def build_parts(
         run_tokens=limits.max_num_batched_tokens * limits.num_stages,
         prefix_caching=config.enable_prefix_caching and not limits.whole_prompts,
         recorder=recorder,
+        num_ranks=config.worker.parallel.attention_ranks,
     )
     scheduler = Scheduler(limits, kv, clock)
     if _may_speculate(config, limits):

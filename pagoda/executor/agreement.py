@@ -43,6 +43,7 @@ def joined(
     return msgspec.structs.replace(
         ready,
         summary=f"{_describe_ranks(parallel)}{ready.summary}",
+        num_blocks=ready.num_blocks * parallel.attention_ranks,
         kv_host_slots=min(ready.kv_host_slots for ready in readies),
         kv_places=tuple(chain.from_iterable(ready.kv_places for ready in readies)),
         kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),

@@ -13,12 +13,15 @@ a cached one at the tail, so a cached block is evicted only when no free one is 
 released longest ago. The links are in the blocks themselves: taking, returning and pulling a cached block out of
 the middle are all O(1).
 
-Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`).
+Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`). Of several
+context-parallel ranks each holds equally many of the blocks, which follow each other, and has rings of its own. Ranks
+that attend to requests of their own (`own_keys`) each find their own blocks alone, and several may hold the same prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from pagoda.kv.events import CacheRecorder, Medium
 
@@ -26,10 +29,12 @@ from pagoda.kv.events import CacheRecorder, Medium
 class Block:
     """One block of the KV cache; identified by its index into the device tensors, or into an arena of slots."""
 
-    __slots__ = ("block_id", "group", "key", "next", "previous", "ref_count", "used_by")
+    __slots__ = ("block_id", "group", "key", "next", "previous", "rank", "ref_count", "used_by")
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, rank: int = 0) -> None:
         self.block_id = block_id
+        self.rank = rank
+        """Rank whose memory it lies in."""
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
@@ -49,11 +54,18 @@ class BlockPool:
     """Allocates blocks, counts references and finds cached blocks by key."""
 
     def __init__(
-        self, num_blocks: int, recorder: CacheRecorder | None = None, medium: Medium = Medium.DEVICE
+        self,
+        num_blocks: int,
+        recorder: CacheRecorder | None = None,
+        medium: Medium = Medium.DEVICE,
+        num_ranks: int = 1,
+        *,
+        own_keys: bool = False,
     ) -> None:
-        """`recorder` is told of the blocks of `medium` that are stored and removed."""
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
+        """`recorder` is told of the blocks of `medium` that are stored and removed. Ranks hold equally many; with
+        `own_keys` each finds its own."""
+        if num_blocks < 1 or num_blocks % num_ranks:
+            raise ValueError(f"num_blocks must be a multiple of {num_ranks}, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_stored = 0
         """Blocks that became findable since the start."""
@@ -61,34 +73,39 @@ class BlockPool:
         """Blocks that can be found no longer; `num_cached` is the difference."""
         self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._medium = medium
-        self._free, self._unlikely, self._likely = rings = (Block(-1), Block(-1), Block(-1))
-        """Sentinels of the rings of available blocks: `next` is the head, `previous` the tail."""
-        self._rings = rings
-        self._blocks = [Block(i) for i in range(num_blocks)]
-        self._by_key: dict[bytes, Block] = {}
+        self._rings = [(Block(-1), Block(-1), Block(-1)) for _ in range(num_ranks)]
+        """Sentinels of each rank's rings of available blocks, which are free, unlikely and likely to be wanted:
+        `next` is the head, `previous` the tail."""
+        self._blocks = [Block(i, i * num_ranks // num_blocks) for i in range(num_blocks)]
+        shared: dict[bytes, Block] = {}
+        self._by_key = [{} if own_keys else shared for _ in range(num_ranks)]
+        """Blocks by key that each rank finds."""
+        self._indices = self._by_key if own_keys else self._by_key[:1]
         self._num_grouped = 0
         """Cached blocks of groups other than 0."""
         self.num_available = 0
         """Blocks that `allocate` can give: free, or cached and evictable."""
+        self.available = [0] * num_ranks
+        """The same by rank."""
         self.num_evictable = 0
         """Available blocks that are cached."""
         for block in self._blocks:
-            self._link_before(self._free, block)
+            self._link_before(self._rings[block.rank][0], block)
 
     @property
     def num_cached(self) -> int:
         """Blocks, referenced or not, that can be found by key."""
-        return len(self._by_key)
+        return sum(map(len, self._indices))
 
-    def allocate(self, count: int) -> list[Block]:
-        """`count` blocks with one reference each, evicting cached ones as needed.
+    def allocate(self, count: int, rank: int = 0) -> list[Block]:
+        """`count` blocks of a rank with one reference each, evicting cached ones as needed.
 
         Raises ValueError if fewer than `count` blocks are available.
         """
-        if count > self.num_available:
-            raise ValueError(f"{count} blocks wanted, {self.num_available} available.")
+        if count > self.available[rank]:
+            raise ValueError(f"{count} blocks wanted, {self.available[rank]} available.")
         taken = []
-        rings = iter(self._rings)
+        rings = iter(self._rings[rank])
         ring = next(rings)
         for _ in range(count):
             while ring.next is ring:
@@ -102,22 +119,28 @@ class BlockPool:
 
     def in_order_of_eviction(self) -> Iterator[Block]:
         """Cached blocks without a reference; the pool must not change meanwhile."""
-        for ring in (self._unlikely, self._likely):
-            block = ring.next
-            while block is not ring:
-                if block.key is not None:
-                    yield block
-                block = block.next
+        for _, *cached in self._rings:
+            for ring in cached:
+                block = ring.next
+                while block is not ring:
+                    if block.key is not None:
+                        yield block
+                    block = block.next
 
     def keys(self) -> Collection[bytes]:
         """Keys of cached blocks of group 0."""
         if not self._num_grouped:
-            return self._by_key.keys()
-        return [key for key, block in self._by_key.items() if block.group == 0]
+            return self._indices[0].keys() if len(self._indices) == 1 else set().union(*self._indices)
+        items = chain.from_iterable(index.items() for index in self._indices)
+        return {key: None for key, block in items if block.group == 0}
 
-    def find(self, key: bytes) -> Block | None:
-        """The block that holds the tokens of `key`, if any. Takes no reference."""
-        return self._by_key.get(key)
+    def find(self, key: bytes, rank: int = 0) -> Block | None:
+        """The block that holds the tokens of `key` and that a rank finds, if any. Takes no reference."""
+        return self._by_key[rank].get(key)
+
+    def holds(self, key: bytes) -> bool:
+        """True if some rank finds a block of `key`."""
+        return any(key in index for index in self._indices)
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Adds one reference to each block; cached ones leave the list of available blocks."""
@@ -139,8 +162,9 @@ class BlockPool:
                 raise ValueError(f"{block} is released more often than it was taken.")
             block.ref_count -= 1
             if block.ref_count == 0:
-                cached = self._likely if likely else self._unlikely
-                self._link_before(cached if block.key else self._free.next, block)
+                free, unlikely, wanted = self._rings[block.rank]
+                cached = wanted if likely else unlikely
+                self._link_before(cached if block.key else free.next, block)
 
     def publish(
         self,
@@ -158,31 +182,35 @@ class BlockPool:
         """
         if block.ref_count < 1 or (block.key is not None and block.key != key):
             raise ValueError(f"{block} cannot be published.")
-        if block.key is not None or self._by_key.setdefault(key, block) is not block:
+        if block.key is not None:
+            return
+        is_new, index = not self.holds(key), self._by_key[block.rank]
+        if index.setdefault(key, block) is not block:
             return
         block.key = key
         block.group = group
         self.num_stored += 1
         self._num_grouped += group > 0
-        self._recorder.store(key, parent, token_ids, self._medium, group)
+        if is_new:
+            self._recorder.store(key, parent, token_ids, self._medium, group)
 
     def discard(self, key: bytes) -> None:
-        """Makes a block unfindable: its content is wrong."""
-        block = self._by_key.get(key)
-        if block is not None:
-            self._forget(block)
+        """Makes blocks unfindable: their content is wrong."""
+        for index in self._indices:
+            if (block := index.get(key)) is not None:
+                self._forget(block)
 
     def clear_cache(self) -> None:
         """Forgets all keys, since the memory has been lost. References stay."""
-        lost = [(key, block.group) for key, block in self._by_key.items()]
+        self.num_removed += self.num_cached
+        found = chain.from_iterable(index.items() for index in self._indices)
+        lost = {key: block.group for key, block in found}
         for block in self._blocks:
-            block.used_by = -1
-        for block in self._by_key.values():
-            block.key = None
+            block.used_by, block.key = -1, None
         self.num_evictable = 0
-        self.num_removed += len(self._by_key)
-        self._recorder.lose(lost, self._medium)
-        self._by_key.clear()
+        self._recorder.lose(list(lost.items()), self._medium)
+        for index in self._indices:
+            index.clear()
         self._num_grouped = 0
 
     def _forget(self, block: Block) -> None:
@@ -192,23 +220,27 @@ class BlockPool:
         block.key = None
         if block.ref_count == 0:
             self.num_evictable -= 1
-        if self._by_key.get(key) is block:
-            del self._by_key[key]
+        index = self._by_key[block.rank]
+        if index.get(key) is block:
+            del index[key]
             self.num_removed += 1
             self._num_grouped -= block.group > 0
-            self._recorder.remove(key, self._medium, block.group)
+            if not self.holds(key):
+                self._recorder.remove(key, self._medium, block.group)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor
         successor.previous.next = block
         successor.previous = block
         self.num_available += 1
+        self.available[block.rank] += 1
         self.num_evictable += block.key is not None
 
     def _unlink(self, block: Block) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
         self.num_available -= 1
+        self.available[block.rank] -= 1
         self.num_evictable -= block.key is not None
 
     def references(self) -> dict[int, int]:
@@ -221,11 +253,16 @@ class BlockPool:
         Raises ValueError, which names the invariant, if one is broken.
         """
         listed: list[Block] = []
-        for ring in self._rings:
-            block = ring.next
-            while block is not ring and len(listed) <= self.num_blocks:
-                listed.append(block)
-                block = block.next
+        for rank, rings in enumerate(self._rings):
+            before = len(listed)
+            for ring in rings:
+                block = ring.next
+                while block is not ring and len(listed) <= self.num_blocks:
+                    listed.append(block)
+                    block = block.next
+            of_rank = listed[before:]
+            if len(of_rank) != self.available[rank] or any(it.rank != rank for it in of_rank):
+                raise ValueError(f"The available blocks of rank {rank} are not those counted.")
         unreferenced = [block for block in self._blocks if block.ref_count == 0]
         if sorted(block.block_id for block in listed) != [block.block_id for block in unreferenced]:
             raise ValueError("The list of available blocks is not the set of unreferenced blocks.")
@@ -236,14 +273,15 @@ class BlockPool:
             raise ValueError(
                 f"{num_evictable} listed blocks have a key, {self.num_evictable} are counted."
             )
-        for key, block in self._by_key.items():
+        filed = list(chain.from_iterable(index.items() for index in self._indices))
+        for key, block in filed:
             if block.key != key:
                 raise ValueError(f"{block} is filed under another key.")
         keyed = sum(block.key is not None for block in self._blocks)
-        if keyed != len(self._by_key):
-            raise ValueError(f"{keyed} blocks have a key, {len(self._by_key)} are filed.")
-        if self.num_stored - self.num_removed != len(self._by_key):
+        if keyed != len(filed):
+            raise ValueError(f"{keyed} blocks have a key, {len(filed)} are filed.")
+        if self.num_stored - self.num_removed != len(filed):
             raise ValueError(
                 f"{self.num_stored} blocks were stored and {self.num_removed} removed, "
-                f"{len(self._by_key)} are filed."
+                f"{len(filed)} are filed."
             )

@@ -51,13 +51,23 @@ class GroupTable:
 class BlockTable:
     """Blocks of one request in all groups."""
 
-    __slots__ = ("groups", "holds_until", "keys", "num_published", "num_reusable_tokens", "spans")
+    __slots__ = (
+        "groups",
+        "holds_until",
+        "keys",
+        "num_published",
+        "num_reusable_tokens",
+        "rank",
+        "spans",
+    )
 
     def __init__(
         self, root_key: bytes, num_groups: int = 1, spans: Sequence[EmbeddedSpan] = ()
     ) -> None:
         self.spans = spans
         """Embedded spans of the prompt."""
+        self.rank = 0
+        """The rank that attends to the request, of several that each have their own; chosen while it has no block."""
         self.groups = [GroupTable() for _ in range(num_groups)]
         self.keys: list[bytes] = [root_key]
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
@@ -120,13 +130,17 @@ class KVManager:
         run_tokens: int = UNLIMITED_RUN,
         prefix_caching: bool = True,
         recorder: CacheRecorder | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """One group keeps all where `groups` is empty.
 
         `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
-        keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.
+        keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`. Of several ranks,
+        each attends to requests of its own over its part of the blocks.
         """
-        self.pool = BlockPool(num_blocks, recorder)
+        self.pool = BlockPool(num_blocks, recorder, num_ranks=num_ranks, own_keys=num_ranks > 1)
+        self.num_ranks = num_ranks
+        self._rank_blocks = num_blocks // num_ranks
         self.block_size = block_size
         self.layout = KVLayout(block_size, groups)
         self.groups, self._ratios = self.layout.groups, self.layout.ratios
@@ -141,14 +155,14 @@ class KVManager:
 
         Returns False if there is none.
         """
-        if self.num_blocks_for(num_tokens) <= self.pool.num_blocks:
+        if self.num_blocks_for(num_tokens) <= self._rank_blocks:
             return True
         if self.keeps_all:
             return False
         highest = min(self.run_tokens, num_tokens) // multiple
         fitting = bisect_right(
             range(1, highest + 1),
-            self.pool.num_blocks,
+            self._rank_blocks,
             key=lambda count: self._most_blocks(num_tokens, 0, count * multiple),
         )
         if fitting:
@@ -196,7 +210,7 @@ class KVManager:
         self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
     ) -> Block | None:
         """The cached block `index` of a group."""
-        return self.pool.find(self._group_key(table, token_ids, group, index))
+        return self.pool.find(self._group_key(table, token_ids, group, index), table.rank)
 
     def _group_key(
         self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
@@ -212,7 +226,7 @@ class KVManager:
         blocks: list[Block] = []
         for end in range(ratio, most + 1, ratio):
             key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
-            block = find(group_key(key, group))
+            block = find(group_key(key, group), table.rank)
             if block is None:
                 break
             blocks.append(block)
@@ -332,9 +346,9 @@ class KVManager:
             for group, held in zip(self.groups, table.groups, strict=True)
         ]
         total = sum(missing)
-        if total > self.pool.num_available:
+        if total > self.pool.available[table.rank]:
             return None
-        new = self.pool.allocate(total) if total else []
+        new = self.pool.allocate(total, table.rank) if total else []
         gained: list[GroupBlocks] = []
         start = 0
         for group, count in enumerate(missing):
@@ -501,11 +515,11 @@ class KVManager:
                 raise ValueError(f"Group {group} has not all blocks that are not to be loaded.")
         for blocks in kept:
             self.pool.share(blocks.values())
-        if len(targets) > (num_left := self.pool.num_available):
+        if len(targets) > (num_left := self.pool.available[table.rank]):
             for blocks in kept:
                 self.pool.release(list(blocks.values()))
             raise ValueError(f"{len(targets)} blocks are to be loaded, {num_left} are left.")
-        new = self.pool.allocate(len(targets))
+        new = self.pool.allocate(len(targets), table.rank)
         for (group, index), block in zip(targets, new, strict=True):
             kept[group][index] = block
         for group, held in enumerate(table.groups):

@@ -324,6 +324,9 @@ class ParallelOptions:
     by default the first ones. npu:0+npu:1 are two of one rank, where its backend drives several."""
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
+    enable_dp_attention: bool = False
+    """Give each tensor rank requests of its own, whose KV it alone holds and attends to, instead of some heads of all;
+    MLPs and experts stay shared. For models of few KV heads, or latents, which every rank would hold else."""
 
     def config(self, backend: str = AUTO) -> ParallelConfig:
         """Raises ConfigError if a value is not allowed or the devices do not fit the sizes or the backend."""
@@ -333,6 +336,7 @@ class ParallelOptions:
         return ParallelConfig(
             **shared(options, ParallelConfig) | {"devices": with_kind(devices, backend)},
             expert_parallel=options.enable_expert_parallel,
+            dp_attention=options.enable_dp_attention,
         )
 
     def check_prompts_at_once(self, count: int) -> None:

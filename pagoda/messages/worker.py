@@ -166,6 +166,9 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     request_id: str = ""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
+    rank: int = 0
+    """The tensor-parallel rank that attends to the request, where each has its own. Its blocks are numbered from
+    `rank` times the blocks of a rank on; slots of a plan are in the order of their ranks."""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):

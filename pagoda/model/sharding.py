@@ -67,6 +67,8 @@ class Shard:
     tp_size: int = 1
     expert_parallel: bool = False
     """Tensor-parallel ranks share out whole experts, instead of a part of each."""
+    dp_attention: bool = False
+    """Each rank has all of attention, for requests of its own."""
 
     @property
     def is_first(self) -> bool:
@@ -79,14 +81,19 @@ class Shard:
         return self.layers.stop == self.config.num_layers
 
     @property
+    def attention_ranks(self) -> tuple[int, int]:
+        """This rank among those that share the heads of attention and the channels of states, and their number."""
+        return (0, 1) if self.dp_attention else (self.tp_rank, self.tp_size)
+
+    @property
     def heads(self) -> range:
-        return even_share(self.config.num_heads, self.tp_rank, self.tp_size)
+        return even_share(self.config.num_heads, *self.attention_ranks)
 
     @property
     def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
-        heads, size = self.config.num_kv_heads, self.tp_size
-        first = self.tp_rank * heads // size
+        heads, (rank, size) = self.config.num_kv_heads, self.attention_ranks
+        first = rank * heads // size
         return range(first, first + max(1, heads // size))
 
     @property
@@ -161,8 +168,8 @@ class Shard:
     def state_share(self, count: int, grain: int) -> range:
         """This rank's channels of a layer with a state, of which `grain` neighbours stay together."""
         if grain == 1:
-            return self.channels(count)
-        return _times(even_share(count // grain, self.tp_rank, self.tp_size), grain)
+            return channel_share(count, *self.attention_ranks)
+        return _times(even_share(count // grain, *self.attention_ranks), grain)
 
     @property
     def experts(self) -> range:
@@ -315,6 +322,7 @@ def shard_of(config: ModelSpec, parallel: ParallelConfig, place: RankPlace) -> S
         tp_rank=place.tp,
         tp_size=parallel.tensor_parallel_size,
         expert_parallel=parallel.expert_parallel,
+        dp_attention=parallel.dp_attention,
     )
 
 
@@ -332,7 +340,14 @@ def check_quantized_parts(
 
     def first_cut(size: int) -> tuple[LinearSpec, GroupedFormat | BlockFormat, range] | None:
         for rank in range(size):
-            shard = Shard(config, range(config.num_layers), rank, size, parallel.expert_parallel)
+            shard = Shard(
+                config,
+                range(config.num_layers),
+                rank,
+                size,
+                parallel.expert_parallel,
+                parallel.dp_attention,
+            )
             for (_, inputs, stored_format), linear in linears.items():
                 part = shard.part_of(linear).inputs
                 if part_format(stored_format, inputs, part) is None:

@@ -83,6 +83,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     first ones. See `devices.num_cpu_devices`."""
     expert_parallel: bool = False
     """True if the tensor-parallel ranks share out whole experts instead of parts of every expert."""
+    dp_attention: bool = False
+    """True if each tensor-parallel rank attends to requests of its own, with all heads."""
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
@@ -97,6 +99,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "--enable-expert-parallel shares out experts among tensor-parallel ranks; "
+                "give --tensor-parallel-size 2 or more, or leave it out."
+            )
+        if self.dp_attention and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--enable-dp-attention gives each tensor-parallel rank requests of its own; "
                 "give --tensor-parallel-size 2 or more, or leave it out."
             )
         check_devices(self.devices)
@@ -114,6 +121,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def replica_size(self) -> int:
         """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks of a stage that each hold the KV of requests of their own."""
+        return self.tensor_parallel_size if self.dp_attention else 1
 
     @property
     def num_ranks(self) -> int:

@@ -208,6 +208,7 @@ def load_runner(
         None if model.adapters is None else model.adapters.number,
         embeds_spans=shard.is_first,
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
+        rank_blocks=num_blocks if config.parallel.dp_attention else None,
     )
     drafter = None
     if plan.drafter is not None and own is not None:

@@ -50,7 +50,8 @@ class KVPopulator:
         """Takes note of the blocks that a step begins to use."""
         starts = chain.from_iterable(start.block_ids for start in plan.starts)
         new = chain(starts, (new.block_ids for new in plan.new_blocks))
-        highest = max(map(max, filter(None, new)), default=-1)
+        # Of other ranks' blocks, some count as if they were this one's.
+        highest = max((max(ids) % self._num_blocks for ids in new if ids), default=-1)
         if highest >= self._next_look:
             self.keep_ready_behind(highest)
 
