@@ -54,6 +54,7 @@ from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
+from pagoda.worker.dp_attention import check_dp_attention
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
 from pagoda.worker.drafting.planning import with_drafter
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
@@ -85,6 +86,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
+    check_dp_attention(config, shape, backend)
     _check_batch_invariant(config, backend)
     dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
     quantization = choose_quantization(config, shape, capabilities)

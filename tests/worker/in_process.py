@@ -21,6 +21,7 @@ from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.request import Request
 from pagoda.engine.structured_output.grammars import Grammars
 from pagoda.engine.structured_output.vocabulary import TokenTexts
+from pagoda.executor.agreement import joined
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import EngineConfig
@@ -85,7 +86,7 @@ class InProcessExecutor:
                 if plan.config.place.pp == pp
             ]
             self.stages.append([future.result()[0] for future in loaded])
-            self._ready = loaded[0].result()[1]
+            self._ready = joined([future.result().ready for future in loaded], 0, parallel)
             group.close()
         self._events: list[ExecutorEvent] = []
 
