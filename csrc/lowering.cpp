@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
 #include "collectives.h"
+#include "dispatch.h"
 #include "layer_lowering.h"
 #include "outputs.h"
 #include "panels.h"
@@ -39,6 +41,7 @@ class Lowering {
     void linear_argmax(int index);
     void add_low_rank(int index);
     void experts(int index);
+    void dispatched_experts(int index);
     void all_reduce(int index);
     void all_gather(int index);
     void gather_rows(int index);
@@ -81,6 +84,7 @@ const std::map<std::string, void (Lowering::*)(int)> kLowerings = {
     {"linear_argmax", &Lowering::linear_argmax},
     {"add_low_rank", &Lowering::add_low_rank},
     {"experts", &Lowering::experts},
+    {"dispatched_experts", &Lowering::dispatched_experts},
     {"all_reduce", &Lowering::all_reduce},
     {"all_gather", &Lowering::all_gather},
     {"gather_rows", &Lowering::gather_rows},
@@ -361,6 +365,23 @@ void Lowering::experts(int index) {
                      },
                      .weight_bytes = bytes,
                      .flops = 2 * weights * experts->routing.per_token / experts->routing.num_experts});
+}
+
+void Lowering::dispatched_experts(int index) {
+    const Node& own = node(index);
+    const Value x = own.inputs[0], logits = own.inputs[1], out = own.outputs[0];
+    const auto* experts = graph_.weight<const Experts*>(own, 0);
+    const std::vector<int64_t> first_experts(own.numbers.begin(), own.numbers.end());
+    const auto dispatch = std::make_shared<Dispatch>(*experts, *graph_.weight<Group*>(own, 1), first_experts);
+    const auto all = [=, &p = program_](const Step& step) { return step.count(p.shape(x).selected, true); };
+    program_.record({.nodes = {index}, .uses = {x, logits, out}, .work = experts->work(),
+                     .run = [=, &p = program_](const Step& step, void* scratch) {
+                         dispatch->compute(p.at(x), p.at(logits), p.num_rows(x, step), all(step), p.at(out), scratch);
+                     },
+                     .scratch = [=, &p = program_](const Step& step) {
+                         return dispatch->scratch(p.num_rows(x, step), all(step));
+                     },
+                     .meets = true});
 }
 
 // ---- several ranks

@@ -57,6 +57,7 @@ class Program {
         int node = -1;  // that names it, by default the first
         int64_t weight_bytes = 0, flops = 0;
         int other = -1;  // node with which another operation computes these, where it is needed too
+        bool meets = false;  // other ranks' rows are a reason to compute it too
     };
 
     // `inputs` and `results` are in the order in which `run` is given them; `rows` and `adapters` are inputs, or -1.
@@ -140,7 +141,8 @@ class Program {
     }
     bool runs(const Operation& operation, const Step& step) const {
         if (operation.when != When::always && (operation.when == When::adapted) != step.adapted) return false;
-        return num_rows(operation.uses[0], step) > 0;
+        const ValueShape& rows = shape(operation.uses[0]);
+        return step.count(rows.selected, rows.gathered || operation.meets) > 0;
     }
 
     const KernelTable& table_;

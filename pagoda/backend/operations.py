@@ -87,6 +87,9 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     ),
     "layer_norm": OperationSpec("norm", ("x",), ("weight", "bias"), ("eps",)),
     "experts": OperationSpec("experts", ("x", "logits"), ("experts",)),
+    "dispatched_experts": OperationSpec(
+        "experts", ("x", "logits", "counts"), ("experts", "group"), ("first_experts",)
+    ),
     "rotary_table": OperationSpec(
         "rotary", ("positions",), ("frequencies",), ("scale",), ("cosines", "sines")
     ),
@@ -256,6 +259,24 @@ class GraphBuilder:
             )
         return self.record("experts", [x, logits], [experts], {}, x.width)
 
+    def dispatched_experts(
+        self,
+        x: Value,
+        logits: Value,
+        experts: Experts[LinearShape],
+        first_experts: Sequence[int],
+    ) -> Value:
+        """The same of the experts of all ranks, for this rank's x [n, hidden]: [n, hidden].
+
+        `first_experts` has the first expert of each rank; a token goes to those ranks that hold one of its experts.
+        What these give is summed in order of rank. Tokens are counted where they come from.
+        """
+        _expect(x, experts.gate[0].inputs)
+        _expect(logits, experts.routing.num_experts)
+        attributes: dict[str, Attribute] = {"first_experts": tuple(first_experts)}
+        inputs, weights = [x, logits, self._counts(x)], [experts, self._group]
+        return self.record("dispatched_experts", inputs, weights, attributes, x.width)
+
     # ---- several ranks
 
     def all_reduce(self, x: Value) -> Value:
@@ -295,12 +316,16 @@ class GraphBuilder:
     def _exchange(self, op: str, x: Value, *, gathered: bool) -> Value:
         if x.gathered == gathered:
             raise ValueError(f"{op} takes rows of {'one rank' if gathered else 'all ranks'}.")
-        name = f"{'row' if x.selected else 'token'}_counts"
-        counts = self._inputs.get(name)
-        if counts is None:
-            counts = self._inputs[name] = self._value(0, dtype="counts")
-        (out,) = self._node(op, [x, counts], [self._group], {}, [x.width], gathered=gathered)
+        weights = [self._group]
+        (out,) = self._node(op, [x, self._counts(x)], weights, {}, [x.width], gathered=gathered)
         return out
+
+    def _counts(self, x: Value) -> Value:
+        """Numbers of rows like those of x that each rank has."""
+        name = f"{'row' if x.selected else 'token'}_counts"
+        if name not in self._inputs:
+            self._inputs[name] = self._value(0, dtype="counts")
+        return self._inputs[name]
 
     # ---- rows
 

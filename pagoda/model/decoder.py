@@ -355,7 +355,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self._ahead is not None:
             drained = self._ahead.launch_drain(self._expert_counts)
             return lambda: drained().tolist()
-        taken: list[int] = self._expert_counts.tolist()
+        counts = self._expert_counts
+        if self._shard.dispatches:  # each rank counts its own tokens
+            counts = self.backend.group.all_gather(counts).sum(0)
+        taken: list[int] = counts.tolist()
         self._expert_counts.zero_()
         return lambda: taken
 
@@ -547,6 +550,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         """The MLP's output [n, hidden], summed over all ranks, from normed hidden states [n, hidden]."""
         if not self._shard.dp_attention:
             return ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
+        if self._shard.dispatches and not isinstance(layer.mlp, DenseMlp):
+            return self._mlp(ops, layer, maps, h, adapters)
         return ops.scatter_rows(self._mlp(ops, layer, maps, ops.gather_rows(h), adapters))
 
     def _mlp(
@@ -561,7 +566,11 @@ class Decoder(Generic[LinearT, MetadataT]):
         mlp = layer.mlp
         if isinstance(mlp, DenseMlp):
             return _dense_mlp(ops, mlp, h, maps, adapters)
-        out = ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
+        scores = ops.linear(h, mlp.router)
+        if self._shard.dispatches:
+            out = ops.dispatched_experts(h, scores, mlp.experts, self._shard.first_experts)
+        else:
+            out = ops.experts(h, scores, mlp.experts)
         if mlp.shared is None:
             return out
         shared = _dense_mlp(ops, mlp.shared, h, None, adapters)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,7 +27,7 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
@@ -120,8 +121,28 @@ class Shard:
     def channels(self, count: int) -> range:
         return channel_share(count, self.tp_rank, self.tp_size)
 
+    @property
+    def dispatches(self) -> bool:
+        """True if each rank sends its tokens to the ranks that hold their experts."""
+        return self.dp_attention and self.expert_parallel
+
+    @property
+    def first_experts(self) -> list[int]:
+        """The first expert of each rank that holds some whole."""
+        count = 0 if self.config.experts is None else self.config.experts.routing.num_experts
+        return [even_share(count, rank, self.tp_size).start for rank in range(self.tp_size)]
+
+    @cached_property
+    def _shared_experts(self) -> frozenset[str]:
+        """Names of linear layers of experts that every token goes through."""
+        specs = ((layer, self.config.layers[layer].mlp) for layer in self.layers)
+        found = [self.config.linears_of(at, it) for at, it in specs if isinstance(it, ExpertsSpec)]
+        return frozenset(linear.name for it in found for linear in it.shared or ())
+
     def part_of(self, linear: LinearSpec) -> LinearShard:
         outputs, inputs = range(linear.outputs), range(linear.inputs)
+        if self.dispatches and linear.name in self._shared_experts:
+            return LinearShard(outputs, inputs)  # each rank computes them for its own tokens
         match linear.role:
             case LinearRole.QUERY | LinearRole.LATENT_HEADS:
                 outputs = _times(self.heads, linear.outputs // self.config.num_heads)

@@ -11,7 +11,7 @@ from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 
 _FLAG = "--enable-dp-attention"
-_OPERATIONS = ("gather_rows", "scatter_rows")
+_OPERATIONS = ("gather_rows", "scatter_rows", "dispatched_experts")
 
 
 def check_dp_attention(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any]) -> None:
