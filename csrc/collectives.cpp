@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 
@@ -223,6 +224,33 @@ void Collectives::all_gather(const void* x, int64_t bytes, void* out) {
         meet();
         for (int rank = 0; rank < size_; ++rank) {
             copy(at(out, rank * bytes + first), slot(rank, messages_), chunk, 1);
+        }
+    }
+}
+
+void Collectives::all_to_all(const void* x, const std::vector<int64_t>& bytes, void* out) {
+    if (static_cast<int>(bytes.size()) != size_ * size_) throw std::invalid_argument("each rank has bytes for each");
+    // Of the x of a rank, what is for the ranks before another one, or for all.
+    const auto before = [&](int rank, int other) {
+        const auto row = bytes.begin() + rank * size_;
+        return std::accumulate(row, row + other, int64_t{0});
+    };
+    int64_t most = 0;
+    for (int rank = 0; rank < size_; ++rank) most = std::max(most, before(rank, size_));
+    const int64_t own = before(rank_, size_);
+    for (int64_t first = 0; first < most; first += kSlotBytes, ++messages_) {
+        const Part chunk(std::clamp<int64_t>(own - first, 0, kSlotBytes), 0, 1);
+        publish(at(x, first), chunk, 1, messages_);
+        meet();
+        int64_t place = 0;
+        for (int rank = 0; rank < size_; ++rank) {
+            const int64_t begin = before(rank, rank_), end = before(rank, rank_ + 1);
+            const int64_t from = std::max(begin, first), to = std::min(end, first + kSlotBytes);
+            if (from < to) {
+                std::memcpy(at(out, place + from - begin), at(slot(rank, messages_), from - first),
+                            static_cast<size_t>(to - from));
+            }
+            place += end - begin;
         }
     }
 }

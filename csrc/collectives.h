@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 
@@ -27,6 +28,7 @@ class Collectives {
     Collectives(const Collectives&) = delete;
     Collectives& operator=(const Collectives&) = delete;
 
+    int rank() const { return rank_; }
     int size() const { return size_; }
 
     int rank() const { return rank_; }
@@ -34,8 +36,11 @@ class Collectives {
     // Makes x the sum of the x of all ranks, added up as floats in order of rank. Called by all threads of a team.
     void all_reduce(const KernelTable& table, Dtype dtype, void* x, int64_t count);
 
-    // The x of every rank, one behind the other. Called by one thread, as is `broadcast`.
+    // The x of every rank, one behind the other. Called by one thread, as are the others below.
     void all_gather(const void* x, int64_t bytes, void* out);
+
+    // What every rank has for this one, in order. Of each rank's x, `bytes` [size, size] are for each rank, in order.
+    void all_to_all(const void* x, const std::vector<int64_t>& bytes, void* out);
 
     // Makes x what rank 0 has there.
     void broadcast(void* x, int64_t bytes);

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
 #include "collectives.h"
+#include "dispatch.h"
 #include "layer_lowering.h"
 #include "outputs.h"
 #include "panels.h"
@@ -39,8 +41,11 @@ class Lowering {
     void linear_argmax(int index);
     void add_low_rank(int index);
     void experts(int index);
+    void dispatched_experts(int index);
     void all_reduce(int index);
     void all_gather(int index);
+    void gather_rows(int index);
+    void scatter_rows(int index);
     void all_gather_argmax(int index);
     void select_rows(int index);
     void own_rows(int index);
@@ -81,8 +86,11 @@ const std::map<std::string, void (Lowering::*)(int)> kLowerings = {
     {"linear_argmax", &Lowering::linear_argmax},
     {"add_low_rank", &Lowering::add_low_rank},
     {"experts", &Lowering::experts},
+    {"dispatched_experts", &Lowering::dispatched_experts},
     {"all_reduce", &Lowering::all_reduce},
     {"all_gather", &Lowering::all_gather},
+    {"gather_rows", &Lowering::gather_rows},
+    {"scatter_rows", &Lowering::scatter_rows},
     {"all_gather_argmax", &Lowering::all_gather_argmax},
     {"select_rows", &Lowering::select_rows},
     {"own_rows", &Lowering::own_rows},
@@ -220,10 +228,10 @@ void Lowering::embedding(int index) {
     const auto first_id = static_cast<int64_t>(own.numbers.at(0)), num_ids = static_cast<int64_t>(own.numbers.at(1));
     program_.record({.nodes = {index}, .uses = {ids, out}, .work = width(out),
                      .run = [=, &p = program_](const Step& step, void*) {
-                         table.embedding(p.table(), first_id, p.at<int64_t>(ids), step.num_tokens, p.at(out));
+                         table.embedding(p.table(), first_id, p.at<int64_t>(ids), p.num_rows(ids, step), p.at(out));
                      },
                      .check = [=, &p = program_](const Step& step) {
-                         for (int64_t i = 0; i < step.num_tokens; ++i) {
+                         for (int64_t i = 0; i < p.num_rows(ids, step); ++i) {
                              const int64_t id = p.at<int64_t>(ids)[i];
                              if (id >= 0 && id < num_ids) continue;
                              throw std::out_of_range("A token id is not from 0 to " + std::to_string(num_ids - 1) + ".");
@@ -363,6 +371,23 @@ void Lowering::experts(int index) {
                      .flops = 2 * weights * experts->routing.per_token / experts->routing.num_experts});
 }
 
+void Lowering::dispatched_experts(int index) {
+    const Node& own = node(index);
+    const Value x = own.inputs[0], logits = own.inputs[1], out = own.outputs[0];
+    const auto* experts = graph_.weight<const Experts*>(own, 0);
+    const std::vector<int64_t> first_experts(own.numbers.begin(), own.numbers.end());
+    const auto dispatch = std::make_shared<Dispatch>(*experts, *graph_.weight<Group*>(own, 1), first_experts);
+    const auto all = [=, &p = program_](const Step& step) { return step.count(of_all_ranks(p.shape(x).rows)); };
+    program_.record({.nodes = {index}, .uses = {x, logits, out}, .work = experts->work(),
+                     .run = [=, &p = program_](const Step& step, void* scratch) {
+                         dispatch->compute(p.at(x), p.at(logits), p.num_rows(x, step), all(step), p.at(out), scratch);
+                     },
+                     .scratch = [=, &p = program_](const Step& step) {
+                         return dispatch->scratch(p.num_rows(x, step), all(step));
+                     },
+                     .meets = true});
+}
+
 // ---- several ranks
 
 void Lowering::all_reduce(int index) {
@@ -446,6 +471,77 @@ void Lowering::share_rows(int index) {
                      .scratch = [=, &p = program_](const Step& step) {
                          return static_cast<size_t>(p.most_own(step.num_tokens) * (1 + ranks->size) * p.shape(x).width) *
                                 size_of(Dtype::f32);
+                     }});
+}
+
+// Equally many rows of each rank are gathered, and those that it has of them kept.
+void Lowering::gather_rows(int index) {
+    const Node& own = node(index);
+    const Value x = own.inputs[0], counts = own.inputs[1], out = own.outputs[0];
+    Group* group = graph_.weight<Group*>(own, 0);
+    const auto most = [=, &p = program_] {
+        const auto* of_ranks = p.at<int64_t>(counts);
+        return *std::max_element(of_ranks, of_ranks + group->size);
+    };
+    program_.record({.nodes = {index}, .uses = {out, x}, .work = width(x),
+                     .run = [=, &p = program_](const Step&, void* scratch) {
+                         const int64_t rows = most(), bytes = rows * p.shape(x).row_bytes();
+                         const auto* of_ranks = p.at<int64_t>(counts);
+#pragma omp master
+                         {
+                             // Rows behind this rank's own are whatever lies there.
+                             auto* padded = static_cast<char*>(scratch);
+                             const int64_t held = of_ranks[group->rank] * p.shape(x).row_bytes();
+                             std::copy_n(reinterpret_cast<const char*>(p.at(x)), held, padded);
+                             std::fill(padded + held, padded + bytes, 0);
+                             group->all_gather(padded, bytes, padded + bytes);
+                         }
+#pragma omp barrier
+                         int64_t first = 0;
+                         for (int rank = 0; rank < group->size; first += of_ranks[rank++]) {
+                             const auto* from = reinterpret_cast<const float*>(static_cast<char*>(scratch) + (1 + rank) * bytes);
+                             const int64_t d = p.shape(x).width;
+                             parallel_for_rows(of_ranks[rank], [&](int64_t row) {
+                                 std::copy_n(from + row * d, d, p.at(out) + (first + row) * d);
+                             });
+                         }
+                     },
+                     .scratch = [=, &p = program_](const Step&) {
+                         return static_cast<size_t>((1 + group->size) * most() * p.shape(x).row_bytes());
+                     }});
+}
+
+// Each rank is sent its rows by all, and adds them up in order of rank.
+void Lowering::scatter_rows(int index) {
+    const Node& own = node(index);
+    const Value x = own.inputs[0], counts = own.inputs[1], out = own.outputs[0];
+    Group* group = graph_.weight<Group*>(own, 0);
+    program_.record({.nodes = {index}, .uses = {x, out}, .work = width(x),
+                     .run = [=, &p = program_](const Step& step, void* scratch) {
+                         auto* parts = static_cast<float*>(scratch);
+                         const int64_t count = p.num_rows(out, step) * p.shape(out).width;
+#pragma omp master
+                         {
+                             const auto* of_ranks = p.at<int64_t>(counts);
+                             std::vector<int64_t> bytes;
+                             for (int i = 0; i < group->size * group->size; ++i) {
+                                 bytes.push_back(of_ranks[i % group->size] * p.shape(x).row_bytes());
+                             }
+                             group->all_to_all(p.at(x), bytes, parts);
+                         }
+#pragma omp barrier
+                         const int64_t d = p.shape(out).width;
+                         parallel_for_rows(p.num_rows(out, step), [&](int64_t row) {
+                             float* to = p.at(out) + row * d;
+                             std::copy_n(parts + row * d, d, to);
+                             for (int rank = 1; rank < group->size; ++rank) {
+                                 const float* part = parts + rank * count + row * d;
+                                 for (int64_t i = 0; i < d; ++i) to[i] += part[i];
+                             }
+                         });
+                     },
+                     .scratch = [=, &p = program_](const Step& step) {
+                         return static_cast<size_t>(group->size * p.num_rows(out, step) * p.shape(out).row_bytes());
                      }});
 }
 

@@ -24,6 +24,8 @@ class Group {
     virtual void all_reduce(const KernelTable& table, float* rows, int64_t n, int64_t d) = 0;
     // The bytes of every rank, one behind the other. Called by the first thread alone.
     virtual void all_gather(const void* x, int64_t bytes, void* out) = 0;
+    // The bytes for this rank, of every rank in order: `bytes` [size, size] go from each to each. As `all_gather`.
+    virtual void all_to_all(const void* x, const std::vector<int64_t>& bytes, void* out) = 0;
 
     int size = 1, rank = 0;
 };

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu/backend.py.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -154,6 +156,9 @@ class SharedGroup final : public Group {
         ranks_.all_reduce(table, Dtype::f32, rows, n * d);
     }
     void all_gather(const void* x, int64_t bytes, void* out) override { ranks_.all_gather(x, bytes, out); }
+    void all_to_all(const void* x, const std::vector<int64_t>& bytes, void* out) override {
+        ranks_.all_to_all(x, bytes, out);
+    }
 
    private:
     Collectives& ranks_;
@@ -164,8 +169,8 @@ class PythonGroup final : public Group {
    public:
     // Exchanges that fail call `stop`.
     PythonGroup(nb::object ranks, std::function<void()> stop) : ranks_(std::move(ranks)), stop_(std::move(stop)) {
-        size = nb::cast<int>(ranks_.attr("size"));
         rank = nb::cast<int>(ranks_.attr("rank"));
+        size = nb::cast<int>(ranks_.attr("size"));
     }
 
     void all_reduce(const KernelTable&, float* rows, int64_t n, int64_t d) override {
@@ -175,6 +180,9 @@ class PythonGroup final : public Group {
     }
     void all_gather(const void* x, int64_t bytes, void* out) override {
         call([&] { ranks_.attr("all_gather")(reinterpret_cast<Address>(x), bytes, reinterpret_cast<Address>(out)); });
+    }
+    void all_to_all(const void* x, const std::vector<int64_t>& bytes, void* out) override {
+        call([&] { ranks_.attr("all_to_all")(reinterpret_cast<Address>(x), bytes, reinterpret_cast<Address>(out)); });
     }
     void rethrow() {
         if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -277,7 +285,7 @@ class LoweredProgram {
                    std::vector<int> inputs, std::vector<int> results, int rows, int adapters,
                    const std::vector<NodeTuple>& nodes, const nb::list& weights) {
         Graph graph{{}, std::move(inputs), std::move(results), rows, adapters, {}, {}};
-        for (const auto& [width, item_bytes, rows] : values) graph.values.push_back({width, item_bytes, Program::Rows(rows)});
+        for (const auto& [width, item_bytes, rows] : values) graph.values.push_back({width, item_bytes, Rows(rows)});
         for (const auto& [op, in, out, used, numbers] : nodes) graph.nodes.push_back({op, in, out, used, numbers});
         for (const nb::handle weight : weights) graph.weights.push_back(to_weight(weight));
         program_ = lower(kernels.table(), graph);
@@ -288,20 +296,21 @@ class LoweredProgram {
     }
     auto operations(int schedule) const { return program_->operations(schedule); }
 
-    size_t step_bytes(int schedule, int64_t num_tokens, int64_t num_rows, std::vector<Address> inputs,
+    // `rows` are the numbers of rows of a step: its tokens, those selected, and both of all ranks.
+    size_t step_bytes(int schedule, const std::array<int64_t, 4>& rows, std::vector<Address> inputs,
                       const std::vector<const AttentionMetadata*>& metadata) {
         for (const auto* each : metadata) inputs.push_back(reinterpret_cast<Address>(each));
-        return program_->step_bytes(schedule, {num_tokens, num_rows}, inputs);
+        return program_->step_bytes(schedule, {rows[0], rows[1], rows[2], rows[3]}, inputs);
     }
 
     // Inputs are those that are tensors, and then the metadata of each group.
-    void run(int schedule, int64_t num_tokens, int64_t num_rows, std::vector<Address> inputs,
+    void run(int schedule, const std::array<int64_t, 4>& rows, std::vector<Address> inputs,
              const std::vector<const AttentionMetadata*>& metadata, const std::vector<Address>& results,
              Address times) {
         for (const auto* each : metadata) inputs.push_back(reinterpret_cast<Address>(each));
         {
             const nb::gil_scoped_release released;
-            program_->run(schedule, {num_tokens, num_rows}, inputs, results, to<int64_t>(times));
+            program_->run(schedule, {rows[0], rows[1], rows[2], rows[3]}, inputs, results, to<int64_t>(times));
         }
         for (const auto& group : python_groups_) group->rethrow();
         for (const auto* each : metadata) {
@@ -512,6 +521,11 @@ NB_MODULE(_native, m) {
                  nb::gil_scoped_release released;
                  self.all_gather(to(x), bytes, to(out));
              })
+        .def("all_to_all",
+             [](Collectives& self, Address x, const std::vector<int64_t>& bytes, Address out) {
+                 nb::gil_scoped_release released;
+                 self.all_to_all(to(x), bytes, to(out));
+             })
         .def("broadcast", [](Collectives& self, Address x, int64_t bytes) {
             nb::gil_scoped_release released;
             self.broadcast(to(x), bytes);
@@ -526,10 +540,9 @@ NB_MODULE(_native, m) {
                       std::vector<int>, int, int, const std::vector<NodeTuple>&, const nb::list&>())
         .def("schedule", &LoweredProgram::schedule)
         .def("operations", &LoweredProgram::operations)
-        .def("step_bytes", &LoweredProgram::step_bytes, "schedule"_a, "num_tokens"_a, "num_rows"_a, "inputs"_a,
-             "metadata"_a)
-        .def("run", &LoweredProgram::run, "schedule"_a, "num_tokens"_a, "num_rows"_a, "inputs"_a, "metadata"_a,
-             "results"_a, "times"_a);
+        .def("step_bytes", &LoweredProgram::step_bytes, "schedule"_a, "rows"_a, "inputs"_a, "metadata"_a)
+        .def("run", &LoweredProgram::run, "schedule"_a, "rows"_a, "inputs"_a, "metadata"_a, "results"_a,
+             "times"_a);
 }
 
 }  // namespace pagoda

@@ -77,8 +77,8 @@ int Program::schedule(const std::vector<int>& nodes, const std::vector<Value>& e
     return static_cast<int>(schedules_.size() - 1);
 }
 
-// Values that are never needed together share memory: each takes the lowest place that is free all its life. Those of
-// all tokens and those of selected ones lie apart.
+// Values that are never needed together share memory: each takes the lowest place that is free all its life. Those with
+// other rows lie apart.
 void Program::place(std::vector<Place>& places, const std::vector<ValueShape>& shapes, Schedule& schedule) {
     const auto shape_of = [&](const Place& place) { return shapes[static_cast<size_t>(place.value)]; };
     const auto row_space = [&](const Place& place) { return (shape_of(place).row_bytes() + 63) / 64 * 64; };
@@ -112,14 +112,14 @@ std::vector<std::tuple<int, int64_t, int64_t>> Program::operations(int schedule)
 
 void Program::find_values(const Schedule& schedule, const Step& step, const std::vector<uintptr_t>& inputs,
                           const std::vector<uintptr_t>& results) {
-    for (const Rows rows : {of_tokens, selected, own}) {
-        arenas_[rows].take(static_cast<size_t>(schedule.bytes[rows] * count(rows, step)));
+    for (size_t rows = 0; rows < kRowKinds; ++rows) {
+        arenas_[rows].take(static_cast<size_t>(schedule.bytes[rows] * step.count(Rows(rows))));
     }
     std::fill(addresses_.begin(), addresses_.end(), nullptr);
     for (const Place& place : schedule.places) {
         const Rows rows = shape(place.value).rows;
         addresses_[static_cast<size_t>(place.value)] =
-            static_cast<char*>(arenas_[rows].get()) + place.offset * count(rows, step);
+            static_cast<char*>(arenas_[rows].get()) + place.offset * step.count(rows);
     }
     find_inputs(inputs);
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -171,9 +171,9 @@ size_t Program::step_bytes(int number, Step step, const std::vector<uintptr_t>& 
     find_own(step);
     find_inputs(inputs);
     find_adapted(step);
-    size_t bytes = scratch_bytes(schedule, step);
-    for (const Rows rows : {of_tokens, selected, own}) bytes += static_cast<size_t>(schedule.bytes[rows] * count(rows, step));
-    return bytes;
+    int64_t bytes = 0;
+    for (size_t rows = 0; rows < kRowKinds; ++rows) bytes += schedule.bytes[rows] * step.count(Rows(rows));
+    return static_cast<size_t>(bytes) + scratch_bytes(schedule, step);
 }
 
 void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& results,

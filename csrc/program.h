@@ -18,19 +18,34 @@
 
 namespace pagoda {
 
+// Which rows a value has: those of all tokens or of selected ones, those that a context-parallel rank computes, or those of all
+// ranks where each has tokens of its own.
+// `Value.row_kind` in Python.
+enum Rows { kOfTokens, kSelected, kOwn, kOfAllTokens, kAllSelected };
+constexpr size_t kRowKinds = 5;
+
+inline Rows of_all_ranks(Rows rows) {
+    return rows == kOfTokens ? kOfAllTokens : rows == kSelected ? kAllSelected : rows;
+}
+
 // What changes from step to step.
 struct Step {
     int64_t num_tokens = 0;
     int64_t num_rows = 0;  // that are selected
+    int64_t all_tokens = 0, all_rows = 0;  // of all ranks, where each has tokens of its own
     bool adapted = false;  // some token has an adapter
     int64_t first_own = 0, num_own = 0;  // rows that a context-parallel rank computes
+
+    int64_t count(Rows rows) const {
+        const int64_t counts[kRowKinds] = {num_tokens, num_rows, num_own, all_tokens, all_rows};
+        return counts[rows];
+    }
 };
 
 class Program {
    public:
-    // A value has a row for each token, or for each selected one, or for each that this rank computes; it is known by its index.
+    // Known by its index.
     using Value = int;
-    enum Rows { of_tokens, selected, own };
     struct ValueShape {
         int64_t width, item_bytes;
         Rows rows;
@@ -52,6 +67,7 @@ class Program {
         int node = -1;  // that names it, by default the first
         int64_t weight_bytes = 0, flops = 0;
         int other = -1;  // node with which another operation computes these, where it is needed too
+        bool meets = false;  // other ranks' rows are a reason to compute it too
     };
 
     // `inputs` and `results` are in the order in which `run` is given them; `rows` and `adapters` are inputs, or -1.
@@ -72,7 +88,7 @@ class Program {
     const KernelTable& table() const { return table_; }
     const ValueShape& shape(Value value) const { return values_.at(static_cast<size_t>(value)); }
     int64_t num_rows(Value value, const Step& step) const {
-        return count(shape(value).rows, step);
+        return step.count(shape(value).rows);
     }
     // Rows are shared out among context-parallel ranks; as host.own_rows in Python.
     void share_out(int rank, int size) { rank_ = rank, num_ranks_ = size; }
@@ -119,12 +135,9 @@ class Program {
     struct Schedule {
         std::vector<size_t> operations;
         std::vector<Place> places;
-        int64_t bytes[3] = {0, 0, 0};  // of all values with such rows
+        int64_t bytes[kRowKinds] = {};  // of all values with such rows
     };
 
-    static int64_t count(Rows rows, const Step& step) {
-        return rows == of_tokens ? step.num_tokens : rows == selected ? step.num_rows : step.num_own;
-    }
     void find_own(Step& step) const {
         const int64_t most = most_own(step.num_tokens);
         step.first_own = most == step.num_tokens ? 0 : std::min(step.num_tokens, rank_ * most);
@@ -146,7 +159,8 @@ class Program {
     }
     bool runs(const Operation& operation, const Step& step) const {
         if (operation.when != When::always && (operation.when == When::adapted) != step.adapted) return false;
-        return num_rows(operation.uses[0], step) > 0;
+        const Rows rows = shape(operation.uses[0]).rows;
+        return step.count(operation.meets ? of_all_ranks(rows) : rows) > 0;
     }
 
     const KernelTable& table_;
@@ -159,7 +173,7 @@ class Program {
     AdaptedRows adapted_tokens_, adapted_selected_;  // of the step
     size_t current_ = 0;              // operation of the first thread
     std::atomic<size_t> stopped_at_;  // the last operation of the step
-    Buffer arenas_[3], scratch_;
+    Buffer arenas_[kRowKinds], scratch_;
     int rank_ = 0, num_ranks_ = 1;
 };
 

@@ -303,6 +303,7 @@ class Collectives:
     def bytes(size: int) -> int: ...
     def all_reduce(self, kernels: Kernels, dtype: int, x: int, count: int) -> None: ...
     def all_gather(self, x: int, bytes: int, out: int) -> None: ...  # noqa: A002
+    def all_to_all(self, x: int, bytes: Sequence[int], out: int) -> None: ...  # noqa: A002
     def broadcast(self, x: int, bytes: int) -> None: ...  # noqa: A002
 
 class LinearLayer:
@@ -317,7 +318,7 @@ class Program:
     def __init__(
         self,
         kernels: Kernels,
-        values: list[tuple[int, int, bool]],
+        values: list[tuple[int, int, bool, bool]],
         inputs: list[int],
         results: list[int],
         rows: int,
@@ -325,7 +326,7 @@ class Program:
         nodes: list[tuple[str, list[int], list[int], list[int], list[float]]],
         weights: list[object],
     ) -> None:
-        """`values` are width, bytes of an element, and whether rows are selected.
+        """`values` are width, bytes of an element, whether rows are selected, and whether they are of all ranks.
 
         `rows` and `adapters` are inputs, or -1.
 
@@ -340,20 +341,19 @@ class Program:
     def step_bytes(
         self,
         schedule: int,
-        num_tokens: int,
-        num_rows: int,
+        rows: Sequence[int],
         inputs: list[int],
         metadata: list[AttentionMetadata | None],
     ) -> int:
-        """Bytes that a step takes between its inputs and its results; takes none and computes nothing.
+        """Bytes that a step of so many `rows` (`StepRows`) takes between its inputs and its results; takes none and
+        computes nothing.
 
-        Of the inputs only `metadata`, numbers of adapters and selected rows are read."""
+        Of the inputs only `metadata`, numbers of adapters, counts of ranks and selected rows are read."""
 
     def run(
         self,
         schedule: int,
-        num_tokens: int,
-        num_rows: int,
+        rows: Sequence[int],
         inputs: list[int],
         metadata: list[AttentionMetadata | None],
         results: list[int],

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from torch import Tensor, device, dtype, empty, float32, int64, uint8
+from torch import Tensor, arange, device, dtype, empty, float32, int64, uint8
 
-from pagoda.backend.graph import Graph, LinearShape
+from pagoda.backend.graph import Graph, LinearShape, Value
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.sampling import SampledRows, ScoredRows
@@ -79,6 +79,28 @@ class TokenBatch:
     """Tokens of a segment of attention (`pagoda.messages.segments`)."""
     cold: Mapping[int, ColdContexts] = field(default_factory=dict)
     """Segments that lie outside of the cache, by KV group; block tables have any valid ids for their blocks."""
+    ranks: Tensor | None = None
+    """[s] int64, ascending: the rank that attends to each sequence, and alone has its blocks; None where all do."""
+
+    def of(self, chosen: Tensor, cold: Mapping[int, ColdContexts] | None = None) -> TokenBatch:
+        """The part of the sequences that are chosen [s] bool, whose token ids have been written; `cold` is theirs."""
+        rows = chosen.repeat_interleave(self.query_lens)
+        query_lens = self.query_lens[chosen]
+        return TokenBatch(
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            sequence_ids=arange(len(query_lens)).repeat_interleave(query_lens),
+            query_lens=query_lens,
+            context_lens=self.context_lens[chosen],
+            block_tables=tuple(table[chosen] for table in self.block_tables),
+            adapters=None if self.adapters is None else self.adapters[rows],
+            token_types=None if self.token_types is None else self.token_types[rows],
+            embedded=None if self.embedded is None else self.embedded.of(rows),
+            draft_lens=None if self.draft_lens is None else self.draft_lens[chosen],
+            segment=self.segment,
+            cold=cold or {},
+            ranks=None if self.ranks is None else self.ranks[chosen],
+        )
 
 
 class StagedSegment(NamedTuple):
@@ -322,6 +344,19 @@ class StepInput(Generic[MetadataT]):
         return [name for name in graph.results if name in self.tensors]
 
 
+class StepRows(NamedTuple):
+    """Rows of a step's values."""
+
+    tokens: int
+    selected: int
+    all_tokens: int
+    """Of all ranks, where each has its own."""
+    all_selected: int
+
+    def of(self, value: Value) -> int:
+        return self[value.selected + 2 * value.gathered]
+
+
 class NeededInputs:
     """Inputs that some nodes of a graph read, and results that they start from, found once for all steps."""
 
@@ -334,17 +369,28 @@ class NeededInputs:
         self.names = frozenset(tensors)
         """Inputs that are read, and results that are brought along."""
         self._tensors = [
-            (name, int64 if value.dtype == "int64" else float32, value.width, value.selected)
+            (
+                name,
+                int64 if value.dtype == "int64" else float32,
+                value.width,
+                value.selected + 2 * value.gathered,
+            )
             for name, value in tensors.items()
+            if value.dtype != "counts"
         ]
+        self._counts = [name for name, value in tensors.items() if value.dtype == "counts"]
 
-    def check(self, step: StepInput[MetadataT]) -> tuple[int, int]:
-        """Number of the step's tokens, and of its selected rows.
+    def check(self, step: StepInput[MetadataT]) -> StepRows:
+        """Number of the step's tokens, and of its selected rows; of this rank's own, and of all ranks.
 
         Raises ValueError: the step lacks an input, or has another than the nodes read.
         """
-        counts = [-1, -1]
-        for name, wanted, width, is_selected in self._tensors:
+        counts = [-1, -1, -1, -1]
+        for name in self._counts:
+            if name not in step.tensors:
+                raise ValueError(f"A step of this graph needs {name}.")
+            counts[2 + (name == "row_counts")] = int(step.tensors[name].sum())
+        for name, wanted, width, kind in self._tensors:
             tensor = step.tensors.get(name)
             if tensor is None:
                 if name == "adapters":
@@ -356,15 +402,15 @@ class NeededInputs:
             elements = 1 if len(shape) == 1 else shape[1:].numel()
             if elements != width:
                 raise ValueError(f"Rows of {name} are of {elements}, not {width}.")
-            if counts[is_selected] not in (-1, shape[0]):
+            if counts[kind] not in (-1, shape[0]):
                 raise ValueError(
-                    f"{name} of {shape[0]} rows does not fit inputs of {counts[is_selected]}."
+                    f"{name} of {shape[0]} rows does not fit inputs of {counts[kind]}."
                 )
-            counts[is_selected] = shape[0]
+            counts[kind] = shape[0]
         for group in self.groups:
             if group not in step.metadata:
                 raise ValueError(f"A step of this graph needs metadata of group {group}.")
-        return max(0, counts[False]), max(0, counts[True])
+        return StepRows(*(max(0, count) for count in counts))
 
 
 UNNAMED: WeightNames = MappingProxyType({})

@@ -25,7 +25,8 @@ Attribute = float | tuple[int, ...] | None
 """Number of a node, several of them, or none where that has a meaning."""
 
 
-Dtype = Literal["float32", "int64", "metadata"]
+Dtype = Literal["float32", "int64", "metadata", "counts"]
+"""Of `counts`, each rank's number of rows, there are [ranks] int64."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,21 @@ class Value:
 
     index: int
     width: int
-    """Elements of a row; 0 of the metadata, which has no rows."""
+    """Elements of a row; 0 of the metadata and of counts, which have no rows."""
     selected: bool = False
     """True where rows are those of `select_rows`."""
     dtype: Dtype = "float32"
     own: bool = False
     """True where rows are those that a context-parallel rank computes."""
+    gathered: bool = False
+    """True where rows are those of all ranks, of which each has its own (`gather_rows`)."""
+
+    @property
+    def row_kind(self) -> int:
+        """Which rows these are, as a native program counts them (`Rows` in csrc/program.h)."""
+        if self.own:
+            return 2
+        return self.selected + 3 * self.gathered
 
 
 @dataclass(frozen=True)

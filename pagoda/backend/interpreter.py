@@ -15,7 +15,7 @@ from pagoda.backend.operation import Operation, OperationNamer, WeightNames
 from pagoda.backend.operations import OPERATIONS
 from pagoda.telemetry.tracer import Tracer
 
-_ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0}
+_ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0, "counts": 0}
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class InterpretedGraph(Generic[MetadataT]):
         graph, given = self._graph, step.given(self._graph)
         schedule = self._schedule(tuple(results), tuple(given))
         rows = schedule.inputs.check(step)
-        sizes = [
-            rows[value.selected] * value.width * _ITEM_BYTES[value.dtype] for value in graph.values
-        ]
+        sizes = [rows.of(value) * value.width * _ITEM_BYTES[value.dtype] for value in graph.values]
         known: set[int] = set()
         most = 0
         for node, ends in schedule.nodes:

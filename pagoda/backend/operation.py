@@ -59,6 +59,7 @@ class OperationSpec:
 _DTYPES = {
     **dict.fromkeys(("token_ids", "positions", "adapters", "rows", "found"), "int64"),
     "metadata": "metadata",
+    "counts": "counts",
 }
 """Dtypes of inputs of operations by name; all others are float32."""
 

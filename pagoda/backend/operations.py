@@ -22,6 +22,8 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "linear_argmax": OperationSpec("linear", ("x",), ("weight",), ("first_id",)),
     "add_low_rank": OperationSpec("low_rank", ("out", "x", "adapters"), ("maps",)),
     "all_reduce": OperationSpec("all_reduce", ("x",), ("group",)),
+    "gather_rows": OperationSpec("all_gather", ("x", "counts"), ("group",)),
+    "scatter_rows": OperationSpec("all_reduce", ("x", "counts"), ("group",)),
     "all_gather": OperationSpec("all_gather", ("x",), ("group",), ("sizes",)),
     "all_gather_argmax": OperationSpec("all_gather", ("found",), ("group",)),
     "select_rows": OperationSpec("select", ("x", "rows"), any_rows=True),
@@ -48,6 +50,9 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     ),
     "layer_norm": OperationSpec("norm", ("x",), ("weight", "bias"), ("eps",)),
     "experts": OperationSpec("experts", ("x", "logits"), ("experts",)),
+    "dispatched_experts": OperationSpec(
+        "experts", ("x", "logits", "counts"), ("experts", "group"), ("first_experts",)
+    ),
     "rotary_table": OperationSpec(
         "rotary", ("positions",), ("frequencies",), ("scale",), ("cosines", "sines")
     ),
@@ -120,17 +125,17 @@ class GraphBuilder:
 
     # ---- what goes in and out
 
-    def input(self, name: str, width: int = 0) -> Value:
+    def input(self, name: str, width: int = 0, *, gathered: bool = False) -> Value:
         """An input of the graph, declared once: `token_ids`, `token_types`, `positions`, `adapters` [n] int64,
-        `rows` [m] int64; any other name is [n, width] float32.
+        `rows` [m] int64; any other name is [n, width] float32. Its rows are this rank's, or those of all ranks.
         """
         known = self._inputs.get(name)
         if known is not None:
             return known
         if name in ("token_ids", "token_types", "positions", "adapters", "rows"):
-            value = self._value(1, selected=name == "rows", dtype="int64")
+            value = self._value(1, selected=name == "rows", dtype="int64", gathered=gathered)
         else:
-            value = self._value(width)
+            value = self._value(width, gathered=gathered)
         self._inputs[name] = value
         return value
 
@@ -226,6 +231,24 @@ class GraphBuilder:
             )
         return self.record("experts", [x, logits], [experts], {}, x.width)
 
+    def dispatched_experts(
+        self,
+        x: Value,
+        logits: Value,
+        experts: Experts[LinearShape],
+        first_experts: Sequence[int],
+    ) -> Value:
+        """The same of the experts of all ranks, for this rank's x [n, hidden]: [n, hidden].
+
+        `first_experts` has the first expert of each rank; a token goes to those ranks that hold one of its experts.
+        What these give is summed in order of rank. Tokens are counted where they come from.
+        """
+        _expect(x, experts.gate[0].inputs)
+        _expect(logits, experts.routing.num_experts)
+        attributes: dict[str, Attribute] = {"first_experts": tuple(first_experts)}
+        inputs, weights = [x, logits, self._counts(x)], [experts, self._group]
+        return self.record("dispatched_experts", inputs, weights, attributes, x.width)
+
     # ---- several ranks
 
     def all_reduce(self, x: Value) -> Value:
@@ -251,6 +274,30 @@ class GraphBuilder:
             "all_gather_argmax", [found], [self._group], {}, [found.width], dtype="int64"
         )
         return out
+
+    # ---- ranks with rows of their own
+
+    def gather_rows(self, x: Value) -> Value:
+        """The rows of all ranks, in order of rank, from those x [n, d] that this one has: [all n, d]."""
+        return self._exchange("gather_rows", x, gathered=True)
+
+    def scatter_rows(self, x: Value) -> Value:
+        """The sum over all ranks of x [all n, d], of which each rank has its own rows: [n, d]."""
+        return self._exchange("scatter_rows", x, gathered=False)
+
+    def _exchange(self, op: str, x: Value, *, gathered: bool) -> Value:
+        if x.gathered == gathered:
+            raise ValueError(f"{op} takes rows of {'one rank' if gathered else 'all ranks'}.")
+        weights = [self._group]
+        (out,) = self._node(op, [x, self._counts(x)], weights, {}, [x.width], gathered=gathered)
+        return out
+
+    def _counts(self, x: Value) -> Value:
+        """Numbers of rows like those of x that each rank has."""
+        name = f"{'row' if x.selected else 'token'}_counts"
+        if name not in self._inputs:
+            self._inputs[name] = self._value(0, dtype="counts")
+        return self._inputs[name]
 
     # ---- rows
 
@@ -516,9 +563,15 @@ class GraphBuilder:
         return out
 
     def _value(
-        self, width: int, *, selected: bool = False, dtype: Dtype = "float32", own: bool = False
+        self,
+        width: int,
+        *,
+        selected: bool = False,
+        dtype: Dtype = "float32",
+        own: bool = False,
+        gathered: bool = False,
     ) -> Value:
-        value = Value(len(self._values), width, selected, dtype, own)
+        value = Value(len(self._values), width, selected, dtype, own, gathered)
         self._values.append(value)
         return value
 
@@ -533,14 +586,16 @@ class GraphBuilder:
         selected: bool | None = None,
         own: bool | None = None,
         dtype: Dtype = "float32",
+        gathered: bool | None = None,
     ) -> list[Value]:
-        """Values of a new node, with rows like those of its first input unless `selected` says otherwise."""
+        """Values of a new node, with rows like those of its first input unless `selected` or `gathered` says
+        otherwise."""
         spec = OPERATIONS[op]
         spec.check(op, {"inputs": len(inputs), "weights": len(weights)})
         spec.check_dtypes(op, [value.dtype for value in inputs])
         if tuple(attributes) != spec.attributes:
             raise ValueError(f"{op} takes attributes {', '.join(spec.attributes)}.")
-        rows = {(value.selected, value.own) for value in inputs if value.width}
+        rows = {(value.selected, value.own, value.gathered) for value in inputs if value.width}
         if selected is own is None and len(rows) != 1:
             raise ValueError(f"The inputs of {op} have rows of the same tokens.")
         used_up = self._used_up.intersection(value.index for value in inputs)
@@ -552,6 +607,7 @@ class GraphBuilder:
                 selected=inputs[0].selected if selected is None else selected,
                 own=inputs[0].own if own is None else own,
                 dtype=dtype,
+                gathered=inputs[0].gathered if gathered is None else gathered,
             )
             for width in widths
         ]

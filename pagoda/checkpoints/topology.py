@@ -36,12 +36,12 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
         lambda size: _fits(config, channels, size, expert_parallel=parallel.expert_parallel),
     )
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % tp_size:
+    if heads % tp_size and not parallel.dp_attention:
         raise ConfigError(
             f"--tensor-parallel-size {tp_size} does not divide the {heads} attention heads of {model}; "
             f"the nearest that does is {nearest}."
         )
-    if not can_share_heads(heads, kv_heads, tp_size):
+    if not (parallel.dp_attention or can_share_heads(heads, kv_heads, tp_size)):
         raise ConfigError(
             f"--tensor-parallel-size {tp_size} neither divides the {kv_heads} key-value heads of {model} nor is a "
             f"multiple of them; the nearest possible size is {nearest}."

@@ -117,6 +117,7 @@ def build_parts(
         segment_tokens=segment_tokens,
         num_cold_segments=num_cold_segments(worker, further, segment_tokens),
         shares=config.worker.segment_shares,
+        num_ranks=config.worker.parallel.attention_ranks,
     )
     if not kv.fit(limits.max_model_len, limits.batch_multiple):
         raise ConfigError(

@@ -193,6 +193,7 @@ class Batcher:
                 self._fill(plan)
                 self._slow_masks_s = turns.slow_masks_s
             if plan.scheduled:
+                plan.scheduled.sort(key=lambda part: part.request.table.rank)
                 self._last_was_decodes = bool(decodes)
                 self.candidates.step += 1
                 if self.speculator is not None:

@@ -53,12 +53,33 @@ class Candidates:
         can_run = queue.has_slot and not request.num_pending_samples
         if not can_run or self._is_still_blocked(request):
             return None
-        hit = self._kv.find_prefix(request.table, request.token_ids)
+        hit = self._find_prefix(request)
         while not queue.has_room(request, hit, in_turn=False):
             if queue.is_full or not self.hooks.make_room():
                 num_unreserved, num_running = queue.num_unreserved, len(queue.running)
                 self._blocked = _Blocked(request, self.step, num_unreserved, num_running)
                 return None
+        return hit
+
+    def _find_prefix(self, request: Request) -> PrefixHit:
+        """The cached prefix on the rank that is chosen for a request, of several that attend to their own.
+
+        That is the one with the fewest tokens that requests there hold or have to compute, those of this request
+        included; of those with room for it, if there are any.
+        """
+        kv, table = self._kv, request.table
+        if kv.num_ranks == 1:
+            return kv.find_prefix(table, request.token_ids)
+        loads = [0] * kv.num_ranks
+        for running in self._queue.running:
+            loads[running.table.rank] += 2 * running.num_tokens - running.num_computed_tokens
+        found: list[tuple[bool, int, int, PrefixHit]] = []
+        for rank, load in enumerate(loads):
+            table.rank = rank
+            hit = kv.find_prefix(table, request.token_ids)
+            lacks_room = not self._queue.has_room(request, hit, in_turn=False)
+            found.append((lacks_room, load - hit.num_blocks * kv.block_size, rank, hit))
+        *_, table.rank, hit = min(found, key=lambda it: it[:3])
         return hit
 
     def _is_still_blocked(self, request: Request) -> bool:

@@ -21,8 +21,9 @@ class InFlightPrefixes:
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
-        self._by_key: dict[bytes, Request] = {}
-        self._keys: dict[Request, bytes] = {}
+        self._by_key: dict[tuple[int, bytes], Request] = {}
+        """By rank, as one does not see blocks of another, and key."""
+        self._keys: dict[Request, tuple[int, bytes]] = {}
         self._num_left = _MAX_WAITING
         """Requests that the step may still pass over."""
 
@@ -34,18 +35,18 @@ class InFlightPrefixes:
         self.leave(request)
         index = self._num_usable(request)
         key = self._kv.next_key(request.table, request.token_ids, index)
-        if key is not None and key not in self._by_key:
-            self._by_key[key] = request
-            self._keys[request] = key
+        if key is not None and (place := (request.table.rank, key)) not in self._by_key:
+            self._by_key[place] = request
+            self._keys[request] = place
 
     def _num_usable(self, request: Request) -> int:
         return self._kv.layout.usable(request.table.num_published)
 
     def leave(self, request: Request) -> None:
         """The request does not run any more."""
-        key = self._keys.pop(request, None)
-        if key is not None:
-            del self._by_key[key]
+        place = self._keys.pop(request, None)
+        if place is not None:
+            del self._by_key[place]
 
     def clear(self) -> None:
         self._by_key.clear()
@@ -70,7 +71,7 @@ class InFlightPrefixes:
             return False
         request.provider = None
         key = self._kv.reusable_key(request.table, request.token_ids, hit.num_blocks)
-        provider = None if key is None else self._by_key.get(key)
+        provider = None if key is None else self._by_key.get((request.table.rank, key))
         if provider is None or provider.order_key[0] > request.order_key[0]:
             return False
         num_shared = self._kv.num_shared_tokens(

@@ -144,13 +144,19 @@ class Precedence:
     def victim_for(self, request: Request) -> Request:
         """The request to preempt for blocks that `request` needs: one of the lowest priority, of several tenants
         the one with the most tokens beside its weight, the last in line; `request` itself if none is behind it.
-        Requests of others that have not made up for their last preemption go last."""
-        last = self._running[-1]
+        Requests of others that have not made up for their last preemption go last. Only those of its rank have its
+        blocks."""
+        rank = request.table.rank
+        last = next(other for other in reversed(self._running) if other.table.rank == rank)
         if last is request or not self._queue.has_tenants:
             return last
         sizes = _sizes(self._running, counts=False)
         behind = self._running[self._queue.index_of(request) + 1 :]
-        equals = [other for other in reversed(behind) if other.order_key[0] == last.order_key[0]]
+        equals = [
+            other
+            for other in reversed(behind)
+            if other.order_key[0] == last.order_key[0] and other.table.rank == rank
+        ]
         return max(
             equals,
             key=lambda it: (it.tenant == request.tenant or it.has_made_up, sizes[it.tenant]),

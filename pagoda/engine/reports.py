@@ -178,7 +178,7 @@ class CacheReporter:
         removed: list[bytes] = []
         for key in list(islice(changed, MAX_KEYS)):
             del changed[key]
-            is_cached = any(pool.find(key) is not None for pool in self._pools)
+            is_cached = any(pool.holds(key) for pool in self._pools)
             (stored if is_cached else removed).append(key[:SHORT_KEY_BYTES])
         starts_anew, self._starts_anew = self._starts_anew, False
         return PrefixCacheUpdate(b"".join(stored), b"".join(removed), starts_anew=starts_anew)

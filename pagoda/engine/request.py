@@ -318,4 +318,5 @@ class Request:
             work=self.work,
             request_id=self.request_id,
             num_scored_tokens=self.num_scored_tokens,
+            rank=self.table.rank,
         )

@@ -151,8 +151,8 @@ class RequestQueue:
         """Sorted by `order_key`."""
         self.waiting = WaitingQueue()
         self._num_loading = 0
-        self._num_reserved_blocks = 0
-        """`reserved_blocks` of the requests that run or load, added up."""
+        self._reserved_blocks = [0] * kv.num_ranks
+        """`reserved_blocks` of the requests that run or load, added up by the rank that attends to them."""
         self.num_pending_tokens = 0
         """Prompt and output tokens of all requests that are not computed yet."""
         self.rows: RequestRows | None = None
@@ -165,9 +165,9 @@ class RequestQueue:
     def has_slot(self) -> bool:
         return bool(self._free_slots)
 
-    @property
-    def reserved(self) -> Reserved:
-        return Reserved(len(self.running) + self._num_loading, self._num_reserved_blocks)
+    def reserved(self, rank: int) -> Reserved:
+        """Sequences of all ranks, and blocks of one, that requests which run or load keep or will need."""
+        return Reserved(len(self.running) + self._num_loading, self._reserved_blocks[rank])
 
     @property
     def is_full(self) -> bool:
@@ -191,7 +191,7 @@ class RequestQueue:
             self.waiting.remove(request)
         elif before is RequestState.LOADING:
             self._num_loading -= 1
-            self._num_reserved_blocks -= request.reserved_blocks
+            self._reserved_blocks[request.table.rank] -= request.reserved_blocks
         request.reserved_blocks = 0
         if state is RequestState.WAITING:
             request.reserved_blocks = self._blocks_to_reserve(request)
@@ -256,12 +256,12 @@ class RequestQueue:
         heapq.heappush(self._free_slots, slot)
         self._freed_slots.append(slot)
         request.slot = None
-        self._num_reserved_blocks -= request.reserved_blocks
+        self._reserved_blocks[request.table.rank] -= request.reserved_blocks
 
     @property
     def num_unreserved(self) -> int:
         """Available blocks that no running or loading request will need; below 0 where these need too many."""
-        return self._kv.pool.num_available - self._num_reserved_blocks
+        return self._kv.pool.num_available - sum(self._reserved_blocks)
 
     def update(self, request: Request) -> None:
         """Reserves anew: tokens or blocks of the request have changed."""
@@ -271,7 +271,7 @@ class RequestQueue:
             request.reserved_blocks = blocks
             self.waiting.add(request)
         elif request.state in (RequestState.RUNNING, RequestState.LOADING):
-            self._num_reserved_blocks += blocks - request.reserved_blocks
+            self._reserved_blocks[request.table.rank] += blocks - request.reserved_blocks
             request.reserved_blocks = blocks
 
     def _blocks_to_reserve(self, request: Request) -> int:
@@ -285,14 +285,15 @@ class RequestQueue:
 
         With `in_turn` also besides what the requests in line before it need.
         """
-        num_seqs, num_blocks = self.reserved
+        rank = request.table.rank
+        num_seqs, num_blocks = self.reserved(rank)
         if in_turn:
             ahead = self.waiting.ahead_of(request.order_key)
             num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
         if num_seqs >= self._max_num_seqs:
             return False
         wanted = self._kv.num_blocks_behind(hit, request.num_tokens)
-        has_blocks = wanted + num_blocks <= self._kv.pool.num_available
+        has_blocks = wanted + num_blocks <= self._kv.num_available(rank)
         return has_blocks and self._kv.has_room_behind(hit, request.num_tokens)
 
 

@@ -43,7 +43,7 @@ def joined(
     return msgspec.structs.replace(
         ready,
         summary=f"{_describe_ranks(parallel)}{ready.summary}",
-        num_blocks=ready.num_blocks * parallel.context_parallel_size,
+        num_blocks=ready.num_blocks * parallel.num_pools,
         kv_host_slots=min(ready.kv_host_slots for ready in readies),
         segment_tokens=min(ready.segment_tokens for ready in readies),
         kv_places=tuple(chain.from_iterable(ready.kv_places for ready in readies)),

@@ -126,7 +126,7 @@ class GroupExecutor:
     def start(self, num_blocks: int | None = None) -> None:
         self._num_starts += 1
         if num_blocks is not None:
-            of_rank = num_blocks // self._config.parallel.context_parallel_size
+            of_rank = num_blocks // self._config.parallel.num_pools
             self._config = msgspec.structs.replace(self._config, kept_blocks=of_rank)
         if self._address.startswith("tcp://"):
             keys, address = new_keys(), f"{self._address}:*"

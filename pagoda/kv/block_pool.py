@@ -14,12 +14,14 @@ released longest ago. The links are in the blocks themselves: taking, returning 
 the middle are all O(1).
 
 Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`). Of several
-context-parallel ranks each holds equally many of the blocks, which follow each other, and has rings of its own.
+context-parallel ranks each holds equally many of the blocks, which follow each other, and has rings of its own. Ranks
+that attend to requests of their own (`own_keys`) each find their own blocks alone, and several may hold the same prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from pagoda.kv.events import CacheRecorder, Medium
 
@@ -32,7 +34,7 @@ class Block:
     def __init__(self, block_id: int, rank: int = 0) -> None:
         self.block_id = block_id
         self.rank = rank
-        """Context-parallel rank whose memory it lies in."""
+        """Rank whose memory it lies in."""
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
@@ -57,12 +59,13 @@ class BlockPool:
         recorder: CacheRecorder | None = None,
         medium: Medium = Medium.DEVICE,
         num_ranks: int = 1,
+        *,
+        own_keys: bool = False,
     ) -> None:
-        """`recorder` is told of the blocks of `medium` that are stored and removed. Ranks hold equally many."""
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
-        if num_blocks % num_ranks:
-            raise ValueError(f"{num_blocks} blocks cannot be shared evenly by {num_ranks} ranks.")
+        """`recorder` is told of the blocks of `medium` that are stored and removed. Ranks hold equally many; with
+        `own_keys` each finds its own."""
+        if num_blocks < 1 or num_blocks % num_ranks:
+            raise ValueError(f"num_blocks must be a multiple of {num_ranks}, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_stored = 0
         """Blocks that became findable since the start."""
@@ -74,7 +77,10 @@ class BlockPool:
         """Sentinels of each rank's rings of available blocks, which are free, unlikely and likely to be wanted:
         `next` is the head, `previous` the tail."""
         self._blocks = [Block(i, i * num_ranks // num_blocks) for i in range(num_blocks)]
-        self._by_key: dict[bytes, Block] = {}
+        shared: dict[bytes, Block] = {}
+        self._by_key = [{} if own_keys else shared for _ in range(num_ranks)]
+        """Blocks by key that each rank finds."""
+        self._indices = self._by_key if own_keys else self._by_key[:1]
         self._num_grouped = 0
         """Cached blocks of groups other than 0."""
         self.num_available = 0
@@ -89,7 +95,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks, referenced or not, that can be found by key."""
-        return len(self._by_key)
+        return sum(map(len, self._indices))
 
     def allocate(self, count: int, rank: int = 0) -> list[Block]:
         """`count` blocks of a rank with one reference each, evicting cached ones as needed.
@@ -124,12 +130,19 @@ class BlockPool:
     def keys(self) -> Collection[bytes]:
         """Keys of cached blocks of group 0."""
         if not self._num_grouped:
-            return self._by_key.keys()
-        return [key for key, block in self._by_key.items() if block.group == 0]
+            return (
+                self._indices[0].keys() if len(self._indices) == 1 else set().union(*self._indices)
+            )
+        items = chain.from_iterable(index.items() for index in self._indices)
+        return {key: None for key, block in items if block.group == 0}
 
-    def find(self, key: bytes) -> Block | None:
-        """The block that holds the tokens of `key`, if any. Takes no reference."""
-        return self._by_key.get(key)
+    def find(self, key: bytes, rank: int = 0) -> Block | None:
+        """The block that holds the tokens of `key` and that a rank finds, if any. Takes no reference."""
+        return self._by_key[rank].get(key)
+
+    def holds(self, key: bytes) -> bool:
+        """True if some rank finds a block of `key`."""
+        return any(key in index for index in self._indices)
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Adds one reference to each block; cached ones leave the list of available blocks."""
@@ -171,31 +184,35 @@ class BlockPool:
         """
         if block.ref_count < 1 or (block.key is not None and block.key != key):
             raise ValueError(f"{block} cannot be published.")
-        if block.key is not None or self._by_key.setdefault(key, block) is not block:
+        if block.key is not None:
+            return
+        is_new, index = not self.holds(key), self._by_key[block.rank]
+        if index.setdefault(key, block) is not block:
             return
         block.key = key
         block.group = group
         self.num_stored += 1
         self._num_grouped += group > 0
-        self._recorder.store(key, parent, token_ids, self._medium, group)
+        if is_new:
+            self._recorder.store(key, parent, token_ids, self._medium, group)
 
     def discard(self, key: bytes) -> None:
-        """Makes a block unfindable: its content is wrong."""
-        block = self._by_key.get(key)
-        if block is not None:
-            self._forget(block)
+        """Makes blocks unfindable: their content is wrong."""
+        for index in self._indices:
+            if (block := index.get(key)) is not None:
+                self._forget(block)
 
     def clear_cache(self) -> None:
         """Forgets all keys, since the memory has been lost. References stay."""
-        lost = [(key, block.group) for key, block in self._by_key.items()]
+        self.num_removed += self.num_cached
+        found = chain.from_iterable(index.items() for index in self._indices)
+        lost = {key: block.group for key, block in found}
         for block in self._blocks:
-            block.used_by = -1
-        for block in self._by_key.values():
-            block.key = None
+            block.used_by, block.key = -1, None
         self.num_evictable = 0
-        self.num_removed += len(self._by_key)
-        self._recorder.lose(lost, self._medium)
-        self._by_key.clear()
+        self._recorder.lose(list(lost.items()), self._medium)
+        for index in self._indices:
+            index.clear()
         self._num_grouped = 0
 
     def _forget(self, block: Block) -> None:
@@ -205,11 +222,13 @@ class BlockPool:
         block.key = None
         if block.ref_count == 0:
             self.num_evictable -= 1
-        if self._by_key.get(key) is block:
-            del self._by_key[key]
+        index = self._by_key[block.rank]
+        if index.get(key) is block:
+            del index[key]
             self.num_removed += 1
             self._num_grouped -= block.group > 0
-            self._recorder.remove(key, self._medium, block.group)
+            if not self.holds(key):
+                self._recorder.remove(key, self._medium, block.group)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor
@@ -256,14 +275,15 @@ class BlockPool:
             raise ValueError(
                 f"{num_evictable} listed blocks have a key, {self.num_evictable} are counted."
             )
-        for key, block in self._by_key.items():
+        filed = list(chain.from_iterable(index.items() for index in self._indices))
+        for key, block in filed:
             if block.key != key:
                 raise ValueError(f"{block} is filed under another key.")
         keyed = sum(block.key is not None for block in self._blocks)
-        if keyed != len(self._by_key):
-            raise ValueError(f"{keyed} blocks have a key, {len(self._by_key)} are filed.")
-        if self.num_stored - self.num_removed != len(self._by_key):
+        if keyed != len(filed):
+            raise ValueError(f"{keyed} blocks have a key, {len(filed)} are filed.")
+        if self.num_stored - self.num_removed != len(filed):
             raise ValueError(
                 f"{self.num_stored} blocks were stored and {self.num_removed} removed, "
-                f"{len(self._by_key)} are filed."
+                f"{len(filed)} are filed."
             )

@@ -45,6 +45,7 @@ class BlockTable:
         "keys",
         "num_published",
         "num_reusable_tokens",
+        "rank",
         "spans",
     )
 
@@ -53,6 +54,8 @@ class BlockTable:
     ) -> None:
         self.spans = spans
         """Embedded spans of the prompt."""
+        self.rank = 0
+        """The rank that attends to the request, of several that each have their own; chosen while it has no block."""
         self.groups = [GroupTable() for _ in range(num_groups)]
         self.keys: list[bytes] = [root_key]
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""

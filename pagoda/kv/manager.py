@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.block_table import BlockTable, GroupBlocks, PrefixHit
+from pagoda.kv.block_table import BlockTable, GroupBlocks, GroupTable, PrefixHit
 from pagoda.kv.capacity import resident_tokens, segment_blocks
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
@@ -48,15 +48,20 @@ class KVManager:
         segment_tokens: int = 0,
         num_cold_segments: int = 0,
         shares: SegmentShares = ALL_ON_ONE,
+        num_ranks: int = 1,
     ) -> None:
         """One group keeps all where `groups` is empty. Of several context-parallel ranks (`shares`) one does.
 
         `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
         keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.
-        `num_cold_segments` of so many tokens may lie in storeys below the device.
+        `num_cold_segments` of so many tokens may lie in storeys below the device. Of `num_ranks`, each attends to
+        requests of its own over its part of the blocks.
         """
-        self.pool = BlockPool(num_blocks, recorder, num_ranks=shares.size)
+        pools = max(shares.size, num_ranks)
+        self.pool = BlockPool(num_blocks, recorder, num_ranks=pools, own_keys=num_ranks > 1)
         self.shares = shares
+        self.num_ranks = num_ranks
+        self._rank_blocks = num_blocks // num_ranks
         self.block_size = block_size
         self.layout = KVLayout(block_size, groups)
         self.groups, self._ratios = self.layout.groups, self.layout.ratios
@@ -80,10 +85,10 @@ class KVManager:
         Returns False if there is none.
         """
         most = self.shares.most_tokens(num_tokens)
-        if self.num_blocks_for(most) * self.shares.size <= self.pool.num_blocks:
+        if self.num_blocks_for(most) * self.shares.size <= self._rank_blocks:
             return True
         highest = 1 if self.keeps_all else min(self.run_tokens, num_tokens) // multiple
-        num_blocks = self.pool.num_blocks
+        num_blocks = self._rank_blocks
         fitting = 0
         if not self.keeps_all:
             fitting = bisect_right(
@@ -206,7 +211,7 @@ class KVManager:
         self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
     ) -> Block | None:
         """The cached block `index` of a group."""
-        return self.pool.find(self._group_key(table, token_ids, group, index))
+        return self.pool.find(self._group_key(table, token_ids, group, index), table.rank)
 
     def _group_key(
         self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
@@ -230,7 +235,7 @@ class KVManager:
         blocks: list[Block] = []
         for end in range(first + ratio, most + 1, ratio):
             key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
-            block = find(group_key(key, group))
+            block = find(group_key(key, group), table.rank)
             if block is None or (blocks and block.rank != self._rank(blocks[0], len(blocks))):
                 break
             blocks.append(block)
@@ -365,11 +370,11 @@ class KVManager:
             for group, held in zip(self.groups, table.groups, strict=True)
         ]
         total = sum(missing)
-        if total > self.pool.num_available:
+        if total > self.num_available(table.rank):
             return None
         if self.shares.size > 1:
             return self._grow_on_ranks(table.groups[0], total)
-        new = self.pool.allocate(total) if total else []
+        new = self.pool.allocate(total, table.rank) if total else []
         gained: list[GroupBlocks] = []
         start = 0
         for group, count in enumerate(missing):
@@ -397,6 +402,10 @@ class KVManager:
         new = [next(taken[rank]) for rank in ranks]
         held.blocks.extend(new)
         return [GroupBlocks(0, [block.block_id for block in new])]
+
+    def num_available(self, rank: int) -> int:
+        """Blocks that a request of a rank may take."""
+        return self.pool.available[rank] if self.num_ranks > 1 else self.pool.num_available
 
     def has_room_behind(self, hit: PrefixHit, num_tokens: int) -> bool:
         """True if each rank has blocks for a sequence that starts with a cached prefix.
@@ -572,11 +581,11 @@ class KVManager:
                 raise ValueError(f"Group {group} has not all blocks that are not to be loaded.")
         for blocks in kept:
             self.pool.share(blocks.values())
-        if len(targets) > (num_left := self.pool.num_available):
+        if len(targets) > (num_left := self.pool.available[table.rank]):
             for blocks in kept:
                 self.pool.release(list(blocks.values()))
             raise ValueError(f"{len(targets)} blocks are to be loaded, {num_left} are left.")
-        new = self.pool.allocate(len(targets))
+        new = self.pool.allocate(len(targets), table.rank)
         for (group, index), block in zip(targets, new, strict=True):
             kept[group][index] = block
         for group, held in enumerate(table.groups):

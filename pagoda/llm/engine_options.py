@@ -293,6 +293,22 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
         if role is not Role.NONE:
             self.check_calibrates_alone(f"--role {role.value}")
 
+    def check_keeps_kv(self, handoff: Handoff | None) -> None:
+        """Refuses to move KV off a device where ranks hold that of requests of their own.
+
+        Raises ConfigError if there are tiers, or is a role in handoff.
+        """
+        flag = "--role" if handoff is not None else None
+        if of_tiers := self.given_of(*TIERS.values()):
+            flag = flag_of(of_tiers[0])
+        if self.kv_host_bytes is not None:
+            flag = "--kv-host-bytes"
+        if flag is not None:
+            raise ConfigError(
+                f"{flag} does not go with --enable-dp-attention, by which each rank holds the KV of requests of its "
+                "own and alone could move it; leave out one of them."
+            )
+
     def check_calibrates_alone(self, other: str) -> None:
         """Refuses a calibration where several workers would each make weights of their own.
 
@@ -333,6 +349,9 @@ class ParallelOptions:
     by default the first ones. npu:0+npu:1 are two of one rank, where its backend drives several."""
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
+    enable_dp_attention: bool = False
+    """Give each tensor rank requests of its own, whose KV it alone holds and attends to, instead of some heads of all;
+    MLPs and experts stay shared. For models of few KV heads, or latents, which every rank would hold else."""
 
     def config(self, backend: str = AUTO) -> ParallelConfig:
         """Raises ConfigError if a value is not allowed or the devices do not fit the sizes or the backend."""
@@ -342,6 +361,7 @@ class ParallelOptions:
         return ParallelConfig(
             **shared(options, ParallelConfig) | {"devices": with_kind(devices, backend)},
             expert_parallel=options.enable_expert_parallel,
+            dp_attention=options.enable_dp_attention,
         )
 
     def check_prompts_at_once(self, count: int) -> None:
@@ -439,6 +459,8 @@ class ExecutorOptions:
             find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.
         share = -(-config.worker.kv_host_bytes // topology.num_ranks)
+        if topology.dp_attention:
+            engine.check_keeps_kv(handoff)
         worker = msgspec.structs.replace(config.worker, parallel=topology, kv_host_bytes=share)
         config = msgspec.structs.replace(config, executor=self.executor, worker=worker)
         if self.executor == "sim":

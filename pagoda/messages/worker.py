@@ -182,6 +182,9 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
     cold: list[ColdSegment] = []
     """Leading segments that lie outside of the cache, in ascending order for each KV group."""
+    rank: int = 0
+    """The tensor-parallel rank that attends to the request, where each has its own. Its blocks are numbered from
+    `rank` times the blocks of a rank on; slots of a plan are in the order of their ranks."""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):

@@ -72,6 +72,44 @@ class PlannedBatch(Generic[MetadataT]):
     batch: TokenBatch
     metadata: Mapping[int, MetadataT]
     """Metadata of attention by KV group."""
+    own: OwnTokens | None = None
+    """This rank's part of the tokens, where each attends to its own."""
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """Tokens that a rank attends to, of several that each have their own."""
+
+    batch: TokenBatch
+    rank: int
+    counts: list[int]
+    """Tokens of each rank; those of the step are in order of rank."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch, rank: int, size: int) -> OwnTokens:
+        """This rank's part of a step of all ranks; all of one that names no ranks."""
+        ranks = batch.ranks
+        if ranks is None:
+            return cls(batch, rank, [len(batch.token_ids) * (it == rank) for it in range(size)])
+        counts = torch.zeros(size, dtype=torch.int64).index_add_(0, ranks, batch.query_lens)
+        return cls(batch.of(ranks == rank), rank, counts.tolist())
+
+    @property
+    def rows(self) -> slice:
+        """The rows of these tokens among those of the step."""
+        first = sum(self.counts[: self.rank])
+        return slice(first, first + self.counts[self.rank])
+
+    def inputs(self, rows: Sequence[int] | None) -> dict[str, Tensor]:
+        """Inputs that say how many tokens each rank has, and of `rows` of the step which are this one's."""
+        tensors = {"token_counts": torch.tensor(self.counts)}
+        if rows is not None:
+            ends = torch.tensor(self.counts).cumsum(0)
+            wanted = torch.tensor(sorted(rows), dtype=torch.int64)
+            ranks = torch.bucketize(wanted, ends, right=True)
+            tensors["row_counts"] = torch.bincount(ranks, minlength=len(ends))
+            tensors["rows"] = wanted[ranks == self.rank] - self.rows.start
+        return tensors
 
 
 class Decoder(Generic[LinearT, MetadataT]):
@@ -174,10 +212,14 @@ class Decoder(Generic[LinearT, MetadataT]):
     def plan(self, batch: TokenBatch) -> PlannedBatch[MetadataT]:
         """Prepares a step; this may be done while another one is computed."""
         heads, plan = len(self._shard.heads), self.backend.attention_metadata
+        own = None
+        if self._shard.dp_attention:
+            own = OwnTokens.of(batch, self._shard.tp_rank, self._shard.tp_size)
+        attended = batch if own is None else own.batch
         metadata = {
-            group: plan(batch, heads, cache, group) for group, cache in self._groups.items()
+            group: plan(attended, heads, cache, group) for group, cache in self._groups.items()
         }
-        return PlannedBatch(batch, metadata)
+        return PlannedBatch(batch, metadata, own)
 
     def forward(
         self,
@@ -212,14 +254,28 @@ class Decoder(Generic[LinearT, MetadataT]):
             computed = compiled(step, results)
             if began:
                 tracer.span("forward", began)
-            return computed
+            return self._in_order(planned, rows, computed)
         computed, times = compiled.traced(step, results, tracer)
         if times and compiled is self._compiled:  # whose operations the trace names
             tracer.span("forward", began, {"ops_ns": [ready - began, *times]})
         else:
             tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=ready)
             tracer.span("forward", began)
-        return computed
+        return self._in_order(planned, rows, computed)
+
+    def _in_order(
+        self,
+        planned: PlannedBatch[MetadataT],
+        rows: Sequence[int] | None,
+        computed: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Results in the order of the `rows` that were asked for, which ranks with tokens of their own compute in
+        that of the step."""
+        if planned.own is None or rows is None or not self._shard.is_last:
+            return computed
+        places = {row: place for place, row in enumerate(sorted(rows))}
+        order = torch.tensor([places[row] for row in rows], dtype=torch.int64)
+        return tuple(each[order.to(each.device)] for each in computed)
 
     def profile(self, batch: TokenBatch) -> int:
         """Bytes of memory that `forward` takes at most for a step like this, of which all rows are wanted.
@@ -245,14 +301,15 @@ class Decoder(Generic[LinearT, MetadataT]):
         future_tokens: Sequence[FutureTokens] = (),
     ) -> StepInput[MetadataT]:
         """A step as the graph takes it; arguments are those of `forward`."""
-        batch = planned.batch
-        tensors = {"token_ids": batch.token_ids, "positions": batch.positions}
+        batch, own_tokens = planned.batch, planned.own
+        own_rows = slice(None) if own_tokens is None else own_tokens.rows
+        tensors = {"token_ids": batch.token_ids, "positions": batch.positions[own_rows]}
         if hidden is not None:
-            tensors["hidden"] = hidden
+            tensors["hidden"] = hidden[own_rows]
         if batch.embedded is not None and self._embedding is not None:
             config, (own, vectors) = self._shard.config, batch.embedded
             given = torch.zeros(len(batch.token_ids), config.hidden_size)
-            tensors["embedded"] = given.index_copy_(0, own, vectors)
+            tensors["embedded"] = given.index_copy_(0, own, vectors)[own_rows]
             tensors["token_ids"] = batch.token_ids.index_fill(0, own, config.vocab_size)
         if batch.adapters is not None:
             tensors["adapters"] = batch.adapters
@@ -262,6 +319,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self._shard.is_last:
             wanted = range(len(batch.token_ids)) if rows is None else rows
             tensors["rows"] = torch.tensor(wanted, dtype=torch.int64)
+        if own_tokens is not None:
+            tensors |= own_tokens.inputs(wanted if self._shard.is_last else None)
         return StepInput(tensors, planned.metadata, future_tokens)
 
     @property
@@ -299,7 +358,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self._ahead is not None:
             drained = self._ahead.launch_drain(self._expert_counts)
             return lambda: drained().tolist()
-        taken: list[int] = self._expert_counts.tolist()
+        counts = self._expert_counts
+        if self._shard.dispatches:  # each rank counts its own tokens
+            counts = self.backend.group.all_gather(counts).sum(0)
+        taken: list[int] = counts.tolist()
         self._expert_counts.zero_()
         return lambda: taken
 
@@ -413,15 +475,20 @@ class Decoder(Generic[LinearT, MetadataT]):
             out = _adapted(
                 ops, out, attended, None if maps is None else maps.attention_out, adapters
             )
-            if layer.spec.parallel:
+            if layer.spec.parallel and self._shard.dp_attention:
+                out = ops.add(out, self._whole_mlp(ops, layer, maps, h, adapters))
+            elif layer.spec.parallel:
                 out = ops.add(out, self._mlp(ops, layer, maps, h, adapters))
-            x = self._added(ops, layer, x, ops.all_reduce(out), layer.attention_post_norm)
+            if not self._shard.dp_attention:
+                out = ops.all_reduce(out)
+            x = self._added(ops, layer, x, out, layer.attention_post_norm)
             if layer.spec.parallel:
                 continue
             h = _normed(ops, x, layer.mlp_norm, eps)
-            out = ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
+            out = self._whole_mlp(ops, layer, maps, h, adapters)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
-        h = ops.share_rows(_normed(ops, x, self._norm, eps))
+        h = _normed(ops, x, self._norm, eps)
+        h = ops.gather_rows(h) if self._shard.dp_attention else ops.share_rows(h)
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
@@ -454,7 +521,11 @@ class Decoder(Generic[LinearT, MetadataT]):
             return ops.input("hidden", config.hidden_size)
         given = ops.input("embedded", config.hidden_size) if embeds_spans else None
         ids = self._shard.vocabulary.start, config.vocab_size + embeds_spans
-        x = ops.all_reduce(ops.embedding(ops.input("token_ids"), self._embedding, *ids))
+        if self._shard.dp_attention:
+            tokens = ops.input("token_ids", gathered=True)
+            x = ops.scatter_rows(ops.embedding(tokens, self._embedding, *ids))
+        else:
+            x = ops.all_reduce(ops.embedding(ops.input("token_ids"), self._embedding, *ids))
         if self._tables is not None:
             x = x if given is None else ops.add(x, given)
             for name, table in (
@@ -476,6 +547,21 @@ class Decoder(Generic[LinearT, MetadataT]):
             return _normed(ops, ops.add(x, out), norm, eps)
         return ops.add(x, _scaled(ops, _normed(ops, out, norm, eps), factor))
 
+    def _whole_mlp(
+        self,
+        ops: GraphBuilder,
+        layer: Layer[LinearT],
+        maps: AdaptedLayer | None,
+        h: Value,
+        adapters: Value | None,
+    ) -> Value:
+        """The MLP's output [n, hidden], summed over all ranks, from normed hidden states [n, hidden]."""
+        if not self._shard.dp_attention:
+            return ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
+        if self._shard.dispatches and not isinstance(layer.mlp, DenseMlp):
+            return self._mlp(ops, layer, maps, h, adapters)
+        return ops.scatter_rows(self._mlp(ops, layer, maps, ops.gather_rows(h), adapters))
+
     def _mlp(
         self,
         ops: GraphBuilder,
@@ -488,7 +574,11 @@ class Decoder(Generic[LinearT, MetadataT]):
         mlp = layer.mlp
         if isinstance(mlp, DenseMlp):
             return _dense_mlp(ops, mlp, h, maps, adapters)
-        out = ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
+        scores = ops.linear(h, mlp.router)
+        if self._shard.dispatches:
+            out = ops.dispatched_experts(h, scores, mlp.experts, self._shard.first_experts)
+        else:
+            out = ops.experts(h, scores, mlp.experts)
         if mlp.shared is None:
             return out
         shared = _dense_mlp(ops, mlp.shared, h, None, adapters)
@@ -521,9 +611,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         if not isinstance(cache, KVCache):
             raise TypeError("The cache of plain attention holds keys and values.")
         spec, head_dim, norms = layer.spec.attention, self._shard.config.head_dim, layer.head_norms
-        if norms is not None and spec.qk_norm == "all" and self._shard.tp_size > 1:
+        _, ranks = self._shard.attention_ranks
+        if norms is not None and spec.qk_norm == "all" and ranks > 1:
             # Queries and keys of a token are normed together with those of the other ranks.
-            own, ranks = (len(norms.queries), len(norms.keys)), self._shard.tp_size
+            own = (len(norms.queries), len(norms.keys))
             squares = ops.all_reduce(ops.sum_of_squares(qkv, queries=own[0], keys=own[1]))
             qkv = ops.norm_by_squares(
                 qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,7 +27,7 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
@@ -67,6 +68,8 @@ class Shard:
     tp_size: int = 1
     expert_parallel: bool = False
     """Tensor-parallel ranks share out whole experts, instead of a part of each."""
+    dp_attention: bool = False
+    """Each rank has all of attention, for requests of its own."""
 
     @property
     def is_first(self) -> bool:
@@ -79,14 +82,19 @@ class Shard:
         return self.layers.stop == self.config.num_layers
 
     @property
+    def attention_ranks(self) -> tuple[int, int]:
+        """This rank among those that share the heads of attention and the channels of states, and their number."""
+        return (0, 1) if self.dp_attention else (self.tp_rank, self.tp_size)
+
+    @property
     def heads(self) -> range:
-        return even_share(self.config.num_heads, self.tp_rank, self.tp_size)
+        return even_share(self.config.num_heads, *self.attention_ranks)
 
     @property
     def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
-        heads, size = self.config.num_kv_heads, self.tp_size
-        first = self.tp_rank * heads // size
+        heads, (rank, size) = self.config.num_kv_heads, self.attention_ranks
+        first = rank * heads // size
         return range(first, first + max(1, heads // size))
 
     @property
@@ -113,8 +121,28 @@ class Shard:
     def channels(self, count: int) -> range:
         return channel_share(count, self.tp_rank, self.tp_size)
 
+    @property
+    def dispatches(self) -> bool:
+        """True if each rank sends its tokens to the ranks that hold their experts."""
+        return self.dp_attention and self.expert_parallel
+
+    @property
+    def first_experts(self) -> list[int]:
+        """The first expert of each rank that holds some whole."""
+        count = 0 if self.config.experts is None else self.config.experts.routing.num_experts
+        return [even_share(count, rank, self.tp_size).start for rank in range(self.tp_size)]
+
+    @cached_property
+    def _shared_experts(self) -> frozenset[str]:
+        """Names of linear layers of experts that every token goes through."""
+        specs = ((layer, self.config.layers[layer].mlp) for layer in self.layers)
+        found = [self.config.linears_of(at, it) for at, it in specs if isinstance(it, ExpertsSpec)]
+        return frozenset(linear.name for it in found for linear in it.shared or ())
+
     def part_of(self, linear: LinearSpec) -> LinearShard:
         outputs, inputs = range(linear.outputs), range(linear.inputs)
+        if self.dispatches and linear.name in self._shared_experts:
+            return LinearShard(outputs, inputs)  # each rank computes them for its own tokens
         match linear.role:
             case LinearRole.QUERY | LinearRole.LATENT_HEADS:
                 outputs = _times(self.heads, linear.outputs // self.config.num_heads)
@@ -161,8 +189,8 @@ class Shard:
     def state_share(self, count: int, grain: int) -> range:
         """This rank's channels of a layer with a state, of which `grain` neighbours stay together."""
         if grain == 1:
-            return self.channels(count)
-        return _times(even_share(count // grain, self.tp_rank, self.tp_size), grain)
+            return channel_share(count, *self.attention_ranks)
+        return _times(even_share(count // grain, *self.attention_ranks), grain)
 
     @property
     def experts(self) -> range:
@@ -315,6 +343,7 @@ def shard_of(config: ModelSpec, parallel: ParallelConfig, place: RankPlace) -> S
         tp_rank=place.tp,
         tp_size=parallel.tensor_parallel_size,
         expert_parallel=parallel.expert_parallel,
+        dp_attention=parallel.dp_attention,
     )
 
 
@@ -332,7 +361,14 @@ def check_quantized_parts(
 
     def first_cut(size: int) -> tuple[LinearSpec, GroupedFormat | BlockFormat, range] | None:
         for rank in range(size):
-            shard = Shard(config, range(config.num_layers), rank, size, parallel.expert_parallel)
+            shard = Shard(
+                config,
+                range(config.num_layers),
+                rank,
+                size,
+                parallel.expert_parallel,
+                parallel.dp_attention,
+            )
             for (_, inputs, stored_format), linear in linears.items():
                 part = shard.part_of(linear).inputs
                 if part_format(stored_format, inputs, part) is None:

@@ -8,7 +8,7 @@ collectives, and may let its ranks find each other by messages of the host group
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,6 +40,12 @@ class Collectives(Ranks, Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x, of one shape and dtype, in order of rank: [size, *x.shape]."""
+        ...
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Rows for this rank, of every rank in order: `counts[a][b]` rows go from rank a to b.
+
+        All ranks know all counts. The rows of x [rows, ...] are those for the first rank, then for the next."""
         ...
 
 
@@ -107,6 +113,9 @@ class Alone:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:  # noqa: ARG002
+        return x
 
     def broadcast(self, payload: bytes | None) -> bytes:
         if payload is None:

@@ -96,6 +96,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     first ones. See `devices.num_cpu_devices`."""
     expert_parallel: bool = False
     """True if the tensor-parallel ranks share out whole experts instead of parts of every expert."""
+    dp_attention: bool = False
+    """True if each tensor-parallel rank attends to requests of its own, with all heads."""
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "context"):
@@ -112,6 +114,16 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 "--enable-expert-parallel shares out experts among tensor-parallel ranks; "
                 "give --tensor-parallel-size 2 or more, or leave it out."
+            )
+        if self.dp_attention and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--enable-dp-attention gives each tensor-parallel rank requests of its own; "
+                "give --tensor-parallel-size 2 or more, or leave it out."
+            )
+        if self.dp_attention and self.context_parallel_size > 1:
+            raise ConfigError(
+                "--enable-dp-attention keeps a request's KV on one rank, and --context-parallel-size "
+                f"{self.context_parallel_size} spreads it; leave one of them out."
             )
         check_devices(self.devices)
         if self.devices and len(self.devices) != self.num_ranks:
@@ -139,6 +151,16 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def stage_size(self) -> int:
         """Ranks of one stage."""
         return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks of a stage that each hold the KV of requests of their own."""
+        return self.tensor_parallel_size if self.dp_attention else 1
+
+    @property
+    def num_pools(self) -> int:
+        """Ranks of a stage that each hold other blocks of the KV cache."""
+        return self.context_parallel_size * self.attention_ranks
 
     @property
     def num_ranks(self) -> int:

@@ -7,6 +7,7 @@ No process-wide group is made, so a process can be in several.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -91,6 +92,15 @@ class DistributedCollectives(Broadcasting):
         check_on_host(x)
         out = x.new_empty((self.size, *x.shape))
         self._group._allgather_base(_as_bytes(out), _as_bytes(x.contiguous())).wait()
+        return out
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        check_on_host(x)
+        sent, received = list(counts[self.rank]), [row[self.rank] for row in counts]
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        row_bytes = x[:1].nbytes or x.itemsize * x.shape[1:].numel()
+        parts = [[count * row_bytes for count in side] for side in (received, sent)]
+        self._group.alltoall_base(_as_bytes(out), _as_bytes(x.contiguous()), *parts).wait()
         return out
 
     def exchange(self, data: bytearray) -> bytearray:

@@ -84,31 +84,15 @@ class StepTokens:
 
     def of(self, chosen: Sequence[bool]) -> StepTokens:
         """The part of the slots that are chosen, whose tokens have been read."""
-        batch = self.batch
         kept = torch.tensor(chosen)
-        rows = kept.repeat_interleave(batch.query_lens)
-        query_lens = batch.query_lens[kept]
         segments = None if self.segments is None else self.segments.of(chosen)
         return StepTokens(
             slots=list(compress(self.slots, chosen)),
             counts=list(compress(self.counts, chosen)),
             samples=list(compress(self.samples, chosen)),
             firsts=list(compress(self.firsts, chosen)),
-            batch=TokenBatch(
-                token_ids=batch.token_ids[rows],
-                positions=batch.positions[rows],
-                sequence_ids=torch.arange(len(query_lens)).repeat_interleave(query_lens),
-                query_lens=query_lens,
-                context_lens=batch.context_lens[kept],
-                block_tables=tuple(table[kept] for table in batch.block_tables),
-                adapters=None if batch.adapters is None else batch.adapters[rows],
-                token_types=None if batch.token_types is None else batch.token_types[rows],
-                embedded=None if batch.embedded is None else batch.embedded.of(rows),
-                draft_lens=None if batch.draft_lens is None else batch.draft_lens[kept],
-                segment=batch.segment,
-                cold={} if segments is None else segments.contexts,
-            ),
-            places=self.places[rows],
+            batch=self.batch.of(kept, {} if segments is None else segments.contexts),
+            places=self.places[kept.repeat_interleave(self.batch.query_lens)],
             ends=list(compress(self.ends, chosen)),
             room=list(compress(self.room, chosen)),
             drafts=self.drafts,
@@ -210,9 +194,11 @@ class InputBatch:
         blocks: BlockNumbers = ALL_HERE,
         keeps_states: bool = False,
         segment: int = SEGMENT,
+        rank_blocks: int | None = None,
     ) -> None:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
-        `keeps_states`, states stay behind known tokens: drafts that were right are computed again.
+        `keeps_states`, states stay behind known tokens: drafts that were right are computed again. Where ranks
+        attend to requests of their own, each has `rank_blocks` blocks.
 
         `adapter_number` finds the number of a loaded adapter by its digest; None where there are none. `blocks`
         says which blocks are this rank's.
@@ -226,6 +212,9 @@ class InputBatch:
         self._embeds_spans = embeds_spans
         self._blocks = blocks
         self.keeps_states = keeps_states
+        self._rank_blocks = rank_blocks
+        self._ranks = [0] * max_num_seqs
+        """The rank that attends to each slot."""
         # The last token of a full context is sampled but never computed: one more place for it.
         self._stride = max_model_len + 1
         self._token_ids = torch.empty(max_num_seqs * self._stride, dtype=torch.int32)
@@ -297,6 +286,7 @@ class InputBatch:
             )
         adapter = self._adapter_of(start)
         self._slots.add(slot)
+        self._ranks[slot] = start.rank
         self._num_tokens[slot] = 0
         self._num_computed[slot] = start.num_computed_tokens
         self._adapters[slot] = adapter
@@ -334,6 +324,8 @@ class InputBatch:
     def add_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
         """Appends to a slot's block table of a group."""
         self._check_use(slot)
+        if self._rank_blocks is not None:
+            block_ids = [block_id % self._rank_blocks for block_id in block_ids]
         if not self._tables[group].append(slot, self._blocks.seen(block_ids)):
             raise ValueError(f"Slot {slot} is given too many blocks of group {group}.")
         self._room[slot] = min(table.room[slot] for table in self._tables)
@@ -429,6 +421,11 @@ class InputBatch:
             begins = torch.tensor([self._second_texts[slot] for slot in slots])[batch.sequence_ids]
             types = ((begins > 0) & (batch.positions >= begins)).long()
             batch = replace(batch, token_types=types)
+        if self._rank_blocks is not None:
+            ranks = [self._ranks[slot] for slot in slots]
+            if ranks != sorted(ranks):
+                raise ValueError("The slots of a step are not in the order of their ranks.")
+            batch = replace(batch, ranks=torch.tensor(ranks))
         behind = list(map(add, places, num_tokens))
         if drafted:
             lens = [len(drafts.get(slot, ())) for slot in slots]

@@ -57,6 +57,7 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.context import check_context_parallel
+from pagoda.worker.dp_attention import check_dp_attention
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
 from pagoda.worker.drafting.planning import with_drafter
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
@@ -88,6 +89,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
+    check_dp_attention(config, shape, backend)
     _check_batch_invariant(config, backend)
     dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
     quantization = choose_quantization(config, shape, capabilities)
@@ -219,6 +221,7 @@ def load_runner(
         blocks=BlockNumbers(config.place.cp, num_blocks, config.parallel.context_parallel_size),
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
         segment=config.segment_tokens,
+        rank_blocks=num_blocks if config.parallel.dp_attention else None,
     )
     drafter = None
     if plan.drafter is not None and own is not None:

@@ -296,7 +296,7 @@ def _load(
     def populator(loaded: LoadedWorker) -> KVPopulator:
         block_sizes = [group.block_size for group in loaded.ready.kv_groups]
         with free_threads(cores):
-            return KVPopulator(loaded.kv, block_sizes, config.workers_on_host, rank=config.place.cp)
+            return KVPopulator(loaded.kv, block_sizes, config.workers_on_host)
 
     tracer.span("import torch", began)
     plan = plan_worker(config)

@@ -21,6 +21,7 @@ from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.request import Request
 from pagoda.engine.structured_output.grammars import Grammars
 from pagoda.engine.structured_output.vocabulary import TokenTexts
+from pagoda.executor.agreement import joined
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.engine_config import EngineConfig
@@ -82,10 +83,8 @@ class InProcessExecutor:
                 if plan.config.place.pp == pp
             ]
             self.stages.append([future.result()[0] for future in loaded])
-            ready = loaded[0].result()[1]
+            self._ready = joined([future.result().ready for future in loaded], 0, parallel)
             groups.close()
-        total = ready.num_blocks * parallel.context_parallel_size
-        self._ready = msgspec.structs.replace(ready, num_blocks=total)
         self._events: list[ExecutorEvent] = []
 
     def start(self, num_blocks: int | None = None) -> None:  # noqa: ARG002 - never started again

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,6 +85,15 @@ class SharedMemoryCollectives(Broadcasting):
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
         self.native.all_gather(x.data_ptr(), x.nbytes, out.data_ptr())
+        return out
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        check_on_host(x)
+        x = x.contiguous()
+        row_bytes = x.itemsize * x.shape[1:].numel()
+        out = x.new_empty((sum(row[self.rank] for row in counts), *x.shape[1:]))
+        parts = [count * row_bytes for row in counts for count in row]
+        self.native.all_to_all(x.data_ptr(), parts, out.data_ptr())
         return out
 
     def exchange(self, data: bytearray) -> bytearray:

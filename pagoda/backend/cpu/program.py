@@ -40,7 +40,7 @@ _BEFORE: Mapping[str, Callable[..., Any]] = {
     "position_scale": position_scale,
 }
 """Operations on the step's inputs that are computed before the native call."""
-_ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0}
+_ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0, "counts": 0}
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,7 @@ class CompiledGraph:
         nodes = [graph.nodes[i] for i in self._native_nodes]
         self._program = program(
             backend.kernels,
-            [
-                (value.width, _ITEM_BYTES[value.dtype], value.selected + 2 * value.own)
-                for value in graph.values
-            ],
+            [(value.width, _ITEM_BYTES[value.dtype], value.row_kind) for value in graph.values],
             [*self._inputs, *(value.index for value in graph.metadata.values())],
             [value.index for value in graph.results.values()],
             graph.inputs["rows"].index if "rows" in graph.inputs else -1,
@@ -110,7 +107,7 @@ class CompiledGraph:
         given = step.given(self._graph)
         schedule = self._schedule(results, given)
         rows = schedule.inputs.check(step)
-        read = {"rows", "adapters"}
+        read = {"rows", "adapters", "token_counts", "row_counts"}
         tensors = {
             index: step.tensors[name]
             for name, index in self._tensors
@@ -118,14 +115,14 @@ class CompiledGraph:
         }
         num_bytes = self._program.step_bytes(
             schedule.number,
-            *rows,
+            rows,
             [address(tensors.get(index)) for index in self._inputs],
             [step.metadata[g].native if g in step.metadata else None for g in self._graph.metadata],
         )
         own = [value for _, value, _ in schedule.results]
         own += [self._graph.values[index] for node in schedule.before for index in node.outputs]
         return num_bytes + sum(
-            rows[value.selected] * value.width * _ITEM_BYTES[value.dtype] for value in own
+            rows.of(value) * value.width * _ITEM_BYTES[value.dtype] for value in own
         )
 
     def _run(
@@ -138,11 +135,11 @@ class CompiledGraph:
         graph = self._graph
         given = step.given(graph)
         schedule = self._schedule(results, given)
-        num_tokens, num_rows = schedule.inputs.check(step)
+        rows = schedule.inputs.check(step)
         for group in schedule.inputs.groups:
             planned = step.metadata[group].native.num_tokens
-            if num_tokens != planned:
-                raise ValueError(f"{num_tokens} tokens do not fit metadata of {planned}.")
+            if rows.tokens != planned:
+                raise ValueError(f"{rows.tokens} tokens do not fit metadata of {planned}.")
         values: dict[int, Tensor] = {}
         for name, index in self._tensors:
             tensor = step.tensors.get(name)
@@ -159,8 +156,7 @@ class CompiledGraph:
                 continue
             computed = values.get(value.index)
             if computed is None:
-                rows = num_rows if value.selected else num_tokens
-                computed = torch.empty((rows, value.width), dtype=dtype)
+                computed = torch.empty((rows.of(value), value.width), dtype=dtype)
             known[name] = computed
         native_times = (
             None
@@ -169,8 +165,7 @@ class CompiledGraph:
         )
         self._program.run(
             schedule.number,
-            num_tokens,
-            num_rows,
+            rows,
             [address(values.get(index)) for index in self._inputs],
             [step.metadata[g].native if g in step.metadata else None for g in graph.metadata],
             [address(known.get(name)) for name in graph.results],
@@ -247,12 +242,20 @@ class _GroupMemory:
         gathered = self._group.all_gather(_bytes(x, num_bytes))
         _bytes(out, num_bytes * self.size).copy_(gathered.flatten())
 
+    def all_to_all(self, x: int, num_bytes: list[int], out: int) -> None:
+        """Copies to `out` the bytes that all ranks have for this one: from each to each there are `num_bytes`."""
+        counts = [num_bytes[self.size * rank :][: self.size] for rank in range(self.size)]
+        found = self._group.all_to_all(_bytes(x, sum(counts[self.rank])), counts)
+        _bytes(out, len(found)).copy_(found)
+
 
 def _floats(where: int, count: int) -> Tensor:
     return _bytes(where, 4 * count).view(torch.float32)
 
 
 def _bytes(where: int, count: int) -> Tensor:
+    if not count:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * count).from_address(where), dtype=torch.uint8)
 
 

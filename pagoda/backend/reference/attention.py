@@ -343,7 +343,7 @@ def kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
         return (rows + torch.arange(tiles)[:, None, None]).flatten(1, 2)
     per_tile = KEYS // block_size
     tables = F.pad(tables, (0, -tables.shape[1] % per_tile))
-    blocks = tables.view(tables.shape[0], -1, 1, per_tile)
+    blocks = tables.view(len(tables), tables.shape[1] // per_tile, 1, per_tile)
     return blocks * num_kv_heads + heads
 
 

@@ -65,6 +65,10 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 }
 """Functions of inputs, weights and attributes by the names of `graph.OPERATIONS`."""
 
+_MEETINGS = frozenset({*collectives.OPERATIONS, "dispatched_experts"})
+"""Operations in which ranks meet."""
+_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+
 
 def open_backend(devices: DeviceSet) -> ReferenceBackend:  # noqa: ARG001
     """The backend, which every machine has; the worker is bound to its cores already."""
@@ -129,6 +133,12 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
         self, graph: Graph, names: WeightNames = UNNAMED
     ) -> Compiled[AttentionMetadata | StateMetadata]:
         def compute(node: Node, inputs: Sequence[Any]) -> Any:
+            first = inputs[0]
+            if first is not None and not len(first) and node.op not in _MEETINGS:
+                # A rank of several that have rows of their own may have none.
+                values = [graph.values[value] for value in node.outputs]
+                empty = [torch.empty((0, it.width), dtype=_DTYPES[it.dtype]) for it in values]
+                return tuple(empty) if len(empty) > 1 else empty[0]
             weights = [graph.weights[weight] for weight in node.weights]
             return OPERATIONS[node.op](*inputs, *weights, **node.attributes)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend import host
-from pagoda.parallel.collectives import Collectives
+from pagoda.parallel.collectives import Collectives, sum_in_order
 
 
 def all_reduce(x: Tensor, group: Collectives) -> Tensor:
@@ -21,6 +21,23 @@ def all_gather(x: Tensor, group: Collectives, *, sizes: tuple[int, ...]) -> Tens
     # Ranks hold up to a few columns more or less, and gather rows of one length.
     shares = group.all_gather(F.pad(x, (0, max(sizes) - x.shape[1])))
     return torch.cat([share[:, :n] for share, n in zip(shares, sizes, strict=True)], dim=1)
+
+
+def gather_rows(x: Tensor, counts: Tensor, group: Collectives) -> Tensor:
+    sizes = counts.tolist()
+    if not max(sizes):
+        return x
+    # Ranks gather equally many rows.
+    shares = group.all_gather(F.pad(x, (0, 0, 0, max(sizes) - len(x))))
+    return torch.cat([share[:n] for share, n in zip(shares, sizes, strict=True)])
+
+
+def scatter_rows(x: Tensor, counts: Tensor, group: Collectives) -> Tensor:
+    sizes = counts.tolist()
+    if not max(sizes):
+        return x
+    parts = group.all_to_all(x, [sizes] * group.size)
+    return sum_in_order(parts.view(group.size, sizes[group.rank], x.shape[1]))
 
 
 def all_gather_argmax(found: Tensor, group: Collectives) -> Tensor:
@@ -47,6 +64,14 @@ def share_rows(x: Tensor, positions: Tensor, ranks: Collectives) -> Tensor:
 
 OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     function.__name__: function
-    for function in (all_reduce, all_gather, all_gather_argmax, own_rows, share_rows)
+    for function in (
+        all_reduce,
+        all_gather,
+        gather_rows,
+        scatter_rows,
+        all_gather_argmax,
+        own_rows,
+        share_rows,
+    )
 }
 """Operations by name."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from pagoda.backend.base import ExpertActivation, Experts
 from pagoda.backend.reference.linear import Linear, linear
 from pagoda.backend.reference.rows import sigmoid, silu_and_mul, swiglu_oai
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.parallel.collectives import Collectives
 
 
 def experts(x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
@@ -31,6 +33,33 @@ def experts(x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
         inner = _activated(linear(own, gate), linear(own, up), experts.activation)
         out = linear(inner, down)
         total[tokens] += out if routing.weighs_inputs else out * weight
+    return total
+
+
+def dispatched_experts(
+    x: Tensor,
+    logits: Tensor,
+    counts: Tensor,
+    held: Experts[Linear],
+    group: Collectives,
+    *,
+    first_experts: tuple[int, ...],
+) -> Tensor:
+    if not counts.any():
+        return x
+    routing, total = held.routing, torch.zeros(x.shape)
+    chosen, _ = routed(logits, routing, held.correction)
+    held.counts.add_(torch.bincount(chosen.flatten(), minlength=routing.num_experts))
+    owners = torch.bucketize(chosen, torch.tensor(first_experts), right=True) - 1
+    tokens = [(owners == rank).any(1).nonzero()[:, 0] for rank in range(group.size)]
+    sent = group.all_gather(torch.tensor([len(rows) for rows in tokens])).tolist()
+    rows = torch.cat(tokens)
+    found = group.all_to_all(torch.cat((x[rows], logits[rows]), dim=1), sent)
+    uncounted = replace(held, counts=torch.zeros_like(held.counts))
+    given = experts(*found.split_with_sizes([x.shape[1], logits.shape[1]], dim=1), uncounted)
+    back = group.all_to_all(given, [list(row) for row in zip(*sent, strict=True)])
+    for part, of_rank in zip(back.split_with_sizes(sent[group.rank]), tokens, strict=True):
+        total[of_rank] += part
     return total
 
 
@@ -75,5 +104,8 @@ def _in_chosen_groups(values: Tensor, routing: ExpertRouting) -> Tensor:
     return chosen.repeat_interleave(size, dim=1)
 
 
-OPERATIONS: Mapping[str, Callable[..., Tensor]] = {"experts": experts}
+OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "experts": experts,
+    "dispatched_experts": dispatched_experts,
+}
 """Operations by name."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,13 @@ class ThreadRank:
         if not x.is_cpu:
             raise ValueError(f"A group over the host was given a tensor on {x.device}.")
         return torch.stack(self._group.all_give(self.rank, x.clone()))
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        given = self._group.all_give(self.rank, x.clone())
+        parts = [
+            it.split_with_sizes(list(row))[self.rank] for it, row in zip(given, counts, strict=True)
+        ]
+        return torch.cat(parts)
 
     def broadcast(self, payload: bytes | None) -> bytes:
         first: bytes = self._group.all_give(self.rank, payload)[0]

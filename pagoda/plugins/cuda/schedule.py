@@ -112,7 +112,7 @@ class Schedule:
 
     def rows(self, step: StepInput[SlotMapping]) -> Rows:
         """Rows of a step. Raises ValueError: inputs do not fit; IndexError: an id is of no token."""
-        num_tokens, num_selected = self.inputs.check(step)
+        num_tokens, num_selected, *_ = self.inputs.check(step)
         layouts = {}
         for group in self.inputs.groups:
             places = step.metadata[group]

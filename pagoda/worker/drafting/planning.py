@@ -103,6 +103,11 @@ def _check_target(target: WorkerMemoryPlan, drafter: DrafterConfig) -> None:
     """Raises ConfigError: no drafter goes with the model, or with its backend."""
     capabilities, name = target.backend.capabilities, target.backend.arithmetic
     method = f"--speculative-config: {drafter.method}"
+    if target.config.parallel.dp_attention:
+        raise ConfigError(
+            f"{method} has KV of its own, which --enable-dp-attention does not share out; choose suffix or ngram, "
+            "or leave it out."
+        )
     if capabilities.whole_models or not capabilities.mixed_steps:
         raise ConfigError(
             f"{method} needs a backend that samples several tokens of a request in a step, which {name} does not; "

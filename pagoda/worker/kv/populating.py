@@ -32,14 +32,10 @@ class KVPopulator:
         block_sizes: Sequence[int],
         workers_on_host: int = 1,
         available_bytes: Callable[[], int] = available_memory_bytes,
-        *,
-        rank: int = 0,
     ) -> None:
-        """`block_sizes` are in tokens, by KV group; a token is in a block of each. `rank` is the context-parallel
-        one, behind whose numbers of blocks come those of the next."""
+        """`block_sizes` are in tokens, by KV group; a token is in a block of each."""
         self._store = store  # whose memory is touched as long as this lives
         self._num_blocks = store.num_blocks
-        self._own = range(rank * store.num_blocks, (rank + 1) * store.num_blocks)
         self._block_bytes = store.block_bytes
         self._workers_on_host = workers_on_host
         self._available_bytes = available_bytes
@@ -54,10 +50,8 @@ class KVPopulator:
         """Takes note of the blocks that a step begins to use."""
         starts = chain.from_iterable(start.block_ids for start in plan.starts)
         new = chain(starts, (new.block_ids for new in plan.new_blocks))
-        highest = max(
-            (max(filter(self._own.__contains__, ids), default=-1) for ids in new), default=-1
-        )
-        highest -= self._own.start
+        # Of other ranks' blocks, some count as if they were this one's.
+        highest = max((max(ids) % self._num_blocks for ids in new if ids), default=-1)
         if highest >= self._next_look:
             self.keep_ready_behind(highest)
 
