@@ -49,6 +49,7 @@ def main(
     preset: str = "qwen3-0.6b",
     kv_cache_dtype: str = "int8",
     block_size: int = 32,
+    threads: int | None = None,
 ) -> None:
     """Prints seconds of streaming per step, bytes per second, and the share of the limit, for both storeys."""
     config = WorkerConfig(
@@ -59,7 +60,7 @@ def main(
         block_size=block_size,
         max_model_len=context + 64,
         max_num_seqs=1,
-        num_threads=available_cores(),
+        num_threads=threads or available_cores(),
         kv_host_bytes=1,
         kv_tiers={"disk": KVTierConfig(str(directory), 2**40)},
     )

@@ -28,9 +28,6 @@ AnyCache = KVCache | LatentCache
 ColdPlaces = Mapping[int, Sequence[Sequence[HostSlots | TierBlocks]]]
 """Places of the cold segments of each of a step's sequences, by KV group."""
 
-_WIDEST = 4
-"""Bytes of the widest numbers of K and V, and of their scales."""
-
 
 class BlockPart(NamedTuple):
     """Bytes of a block that are one place's, and where in them its tensors begin."""
@@ -42,11 +39,6 @@ class BlockPart(NamedTuple):
     @property
     def end(self) -> int:
         return self.first + self.num_bytes
-
-
-def can_be_elsewhere(store: KVStore) -> bool:
-    """True if the numbers of all tensors are aligned in blocks whose tensors follow one another."""
-    return all(tensor.block_bytes % _WIDEST == 0 for tensor in store.tensors)
 
 
 def place_parts(store: KVStore) -> list[BlockPart]:

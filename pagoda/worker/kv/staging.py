@@ -17,7 +17,7 @@ import torch
 from pagoda.messages.transfers import TierBlocks
 from pagoda.worker.kv.memory import page_aligned
 
-READERS = 4
+READERS = 8
 """Threads that read a segment: an SSD is quickest with several reads at once."""
 PATIENCE_S = 10.0
 """Seconds without any answer of a tier after which it counts as hanging."""

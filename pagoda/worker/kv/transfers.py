@@ -31,7 +31,7 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.remote import RemoteMemory
-from pagoda.worker.kv.segments import SegmentStreams, can_be_elsewhere
+from pagoda.worker.kv.segments import SegmentStreams
 from pagoda.worker.kv.tier import WorkerTier
 from pagoda.worker.loading import LoadedWorker
 from pagoda.worker.memory_plan import WorkerMemoryPlan
@@ -81,8 +81,8 @@ def stream_segments(
     plan: WorkerMemoryPlan, loaded: LoadedWorker, tiers: KVTiers, ready: WorkerReady
 ) -> WorkerReady:
     """Lets cold segments be streamed from tiers, if that can be; adds to `ready` what the engine needs to know."""
-    groups, segment = plan.streamed_groups, plan.config.segment_tokens
-    if not groups or not can_be_elsewhere(tiers.store):
+    segment = plan.segment_tokens
+    if not segment:
         return ready
     places = [place.place for place in plan.layer_places]
     loaded.runner.batch.streams = SegmentStreams(
@@ -92,7 +92,7 @@ def stream_segments(
         tiers.arena,
         {name: tier.parts for name, tier in tiers.further.items()},
         segment,
-        groups,
+        plan.streamed_groups,
     )
     return msgspec.structs.replace(ready, segment_tokens=segment)
 
