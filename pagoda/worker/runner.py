@@ -34,7 +34,7 @@ from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
-from pagoda.worker.kv.segments import NOTHING_STREAMED, computing
+from pagoda.worker.kv.segments import computing
 from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import BLAMED_FIELDS, NOT_FINITE, Right, Sampled
@@ -237,7 +237,7 @@ class Runner:
         self.failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them, as of the last step that was computed."""
         self._lost: set[int] = set()
-        """Those among them of which a cold segment could not be read."""
+        """Failed slots of which a cold segment could not be read."""
 
     def submit(self, plan: StepPlan) -> Ticket[StepResult]:
         """Prepares a step. Alone, a slot that does not fit its part of the plan fails alone.
@@ -433,13 +433,10 @@ class Runner:
         for slot, problem in launched.pending.lost.items():
             sampled.errors.pop(slot, None)
             sampled.prompts.forget(slot)
-            if slot in launched.freed:
-                continue
-            sentence = f"KV of this request could not be read: {problem}"
-            step = launched.ready.plan.step
-            _log.warning("%s, in step %d", sentence, step, extra=self._log_fields(slot))
-            self.failed[slot] = sentence
-            self._lost.add(slot)
+            if slot not in launched.freed:
+                _log.warning("KV could not be read: %s", problem, extra=self._log_fields(slot))
+                self.failed[slot] = f"KV of this request could not be read: {problem}"
+                self._lost.add(slot)
 
     def _log_fields(self, slot: int) -> dict[str, str]:
         """Extra fields of a log line about a slot's request."""
@@ -495,9 +492,8 @@ class Runner:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
         future = self._future_tokens(tokens, ends)
-        with computing(tokens.segments):
+        with computing(tokens.segments) as streamed:
             hidden, states = self._forward(tokens, planned, hidden, wanted, future)
-        streamed = NOTHING_STREAMED if tokens.segments is None else tokens.segments.streamed
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -509,8 +505,7 @@ class Runner:
         if rows:
             pending = self._sampler.sample(self.model, hidden, rows)
         pending.hidden = states
-        pending.lost = {tokens.slots[at]: problem for at, problem in streamed.lost.items()}
-        pending.streamed_bytes, pending.stream_time_s = streamed.num_bytes, streamed.seconds
+        pending.note(streamed, tokens.slots)
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)
