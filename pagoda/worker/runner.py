@@ -33,13 +33,14 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
-from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
+from pagoda.worker.input_batch import InputBatch, StepTokens
 from pagoda.worker.kv.segments import computing
 from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import BLAMED_FIELDS, NOT_FINITE, Right, Sampled
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock, StepTimes
+from pagoda.worker.steps_under_way import StepsUnderWay
 
 T = TypeVar("T")
 OutputT = TypeVar("OutputT", StepResult, StageState)
@@ -109,39 +110,13 @@ class Ticket(Generic[OutputT]):
         return output
 
 
-class _Steps:
-    """Steps under way: `MAX_STEPS` at most, each computed once and in its turn."""
-
-    def __init__(self) -> None:
-        self._under_way: list[int] = []
-
-    def check_room(self, step: int) -> None:
-        """Raises RuntimeError: too many steps are under way."""
-        if len(self._under_way) >= MAX_STEPS:
-            raise RuntimeError(f"{MAX_STEPS} steps are under way; step {step} came too early.")
-
-    def submitted(self, step: int) -> None:
-        self._under_way.append(step)
-
-    def begin(self, step: int) -> None:
-        if not self._under_way or self._under_way[0] != step:
-            raise RuntimeError(f"Step {step} is not the next one to be computed.")
-
-    def is_next(self, step: int, launched: int) -> bool:
-        """True if a step comes right behind so many that are launched."""
-        return self._under_way[launched : launched + 1] == [step]
-
-    def end(self) -> None:
-        del self._under_way[0]
-
-
 class StageRunner:
     """A stage before the last: tokens or hidden states in, hidden states out."""
 
     def __init__(self, model: Decoder[Any, Any], batch: InputBatch, tracer: Tracer) -> None:
         self.model = model
         self.batch = batch
-        self._steps = _Steps()
+        self._steps = StepsUnderWay()
         self._clock = StepClock(tracer)
         self._tracer = tracer
 
@@ -176,16 +151,18 @@ class StageRunner:
         self._clock.start()
         self.batch.read(tokens)
         self._clock.ended("prepare")
-        computed = self.model.forward(planned, None if before is None else before.hidden).cpu()
+        hidden = None if before is None else before.hidden
+        with computing(tokens.segments) as streamed:
+            computed = self.model.forward(planned, hidden).cpu()
+        lost = {tokens.slots[at]: problem for at, problem in streamed.lost.items()}
         expert_tokens = self.model.take_expert_tokens()()
         self._clock.ended("forward")
         self._steps.end()
         times = self._clock.times.behind(prepared)
         if before is None:
-            return StageState(computed, expert_tokens, times)
-        return StageState(
-            computed, _sum(before.expert_tokens, expert_tokens), times.behind(before.times)
-        )
+            return StageState(computed, expert_tokens, times, lost)
+        counts = _sum(before.expert_tokens, expert_tokens)
+        return StageState(computed, counts, times.behind(before.times), before.lost | lost)
 
 
 def _prepared(tracer: Tracer, began: int) -> StepTimes:
@@ -225,7 +202,7 @@ class Runner:
         self.batch = batch
         self._sampler = sampler
         self._prompts = prompts
-        self._steps = _Steps()
+        self._steps = StepsUnderWay()
         self._clock = StepClock(tracer)
         self._tracer = tracer
         self._alone = alone
@@ -337,6 +314,9 @@ class Runner:
             tokens, planned = tokens.of(chosen), None
         compute = self._compute_isolated if self._alone else self._compute
         pending = compute(tokens, planned, hidden)
+        if ready.tokens.segments is not None:
+            earlier = {} if before is None else before.lost
+            pending.lost = self._sampler.lost_anywhere(plan.slots, earlier | pending.lost)
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         samples = self._prompts.samples
         sampling = [slot for slot in compress(tokens.slots, tokens.samples) if samples(slot)]

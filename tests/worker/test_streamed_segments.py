@@ -22,7 +22,6 @@ from pagoda.messages.segments import ColdSegment
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disk_tier.objects import object_name
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.kv import segments, staging
@@ -337,9 +336,8 @@ def test_staging_and_sums_count_in_the_memory_plan(tmp_path: Path) -> None:
     [
         {"kv_host_bytes": 0, "kv_tiers": {}},
         {"block_size": 384},
-        {"parallel": ParallelConfig(tensor_parallel_size=2)},
     ],
-    ids=["no tiers", "blocks that cut segments", "ranks"],
+    ids=["no tiers", "blocks that cut segments"],
 )
 def test_workers_that_cannot_stream(change: dict[str, Any], tmp_path: Path) -> None:
     save("qwen3", tmp_path)
