@@ -74,9 +74,9 @@ def test_tiers_below_the_cache_hold_the_rest_of_a_sequence() -> None:
     with pytest.raises(ConfigError) as caught:
         choose_num_blocks(small, **sizes, num_cold_segments=10)
     assert str(caught.value) == (
-        "the KV cache would hold 160 tokens (10.0 KiB of 100 KiB free memory), and the tiers below it 640, but one "
-        "sequence may have 1000 (63.0 KiB); raise --kv-host-bytes, --kv-disk-bytes or --num-kv-blocks or lower "
-        "--max-model-len."
+        "the KV cache would hold 160 tokens (10.0 KiB of 100 KiB free memory), and the tiers below it 640, but "
+        "one sequence may have 1000 (63.0 KiB); raise --kv-host-bytes, --kv-disk-bytes or --num-kv-blocks or "
+        "lower --max-model-len."
     )
     with pytest.raises(
         ConfigError, match="would hold 64 tokens"
