@@ -130,7 +130,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierWord(msgspec.Struct, frozen=True, tag="tier_word"):
-    """A message from one half of a plugin's tier to the other, where workers are on other hosts than their engine."""
+    """A message from one half of a plugin's tier to the other, where workers may be on other hosts."""
 
     tier: Name
     body: Annotated[bytes, msgspec.Meta(max_length=2**30)]
