@@ -74,7 +74,6 @@ class GroupExecutor:
     Then each says for how many KV blocks it has room, and all take the fewest.
     Every plan goes to all ranks; the one that samples answers. Every start uses a new socket, and on TCP new keys,
     so nothing of a lost worker can be mistaken for its successor's.
-
     With KV tiers each worker connects a second time, for transfers alone, which begin and end beside the steps.
     """
 
@@ -242,8 +241,7 @@ class GroupExecutor:
             return []
         group.postpone(self._standstill.look(self._clock.now()))
         lost = group.workers.lost()  # before the socket is read: a last message is not overlooked
-        events: list[ExecutorEvent] = []
-        has_heard = False
+        events, has_heard = list[ExecutorEvent](), False
         try:
             received = group.receive()
         except msgspec.DecodeError as error:
@@ -488,10 +486,8 @@ class _Group:
         if now >= self.deadlines.get("parting", math.inf):
             del self.deadlines["parting"]
             # What changes nothing for those that are there.
-            ranks, links = (
-                self._heard.intersection(self.ranks),
-                self._heard.intersection(self.links),
-            )
+            ranks = self._heard.intersection(self.ranks)
+            links = self._heard.intersection(self.links)
             self.send(sorted(ranks), msgspec.msgpack.encode(ClockPong(0, "", 0)), now)
             self.send(sorted(links), msgspec.msgpack.encode(Transfers()), now)
 
@@ -584,9 +580,8 @@ class _Group:
 
     def _others(self, ranks: Container[int]) -> str:
         """Names of the workers that are not in `ranks`."""
-        return ", ".join(
-            worker_name(c) for rank, c in enumerate(self._configs) if rank not in ranks
-        )
+        others = (config for rank, config in enumerate(self._configs) if rank not in ranks)
+        return ", ".join(map(worker_name, others))
 
     def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
         if len(self._configs) == 1:

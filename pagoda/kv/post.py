@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two halves of plugins' tiers tell each other, where workers are on other hosts than their engine."""
+"""Messages between the two halves of plugins' tiers, where workers are on other hosts than their engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TierPost:
             self._listeners[word.tier].take(word.body)
 
     def drain(self) -> list[TierWord]:
-        """What was told since the last call."""
+        """Returns the words since the last call."""
         words, self._outbox = self._outbox, []
         return words
 

@@ -183,7 +183,7 @@ class TieredKVConnector:
             connector.on_dequeued(request_id)
 
     def worth_loading(self, match: TierMatch, block_s: float) -> TierMatch:
-        """What of a match takes less time to load, behind what is queued, than to compute.
+        """The part of a match that takes less time to load, behind what is queued, than to compute.
 
         Computing a block of the prefix takes `block_s`; 0 if that is not known. What other engines have computed
         for the request is always loaded.

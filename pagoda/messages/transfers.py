@@ -130,7 +130,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierWord(msgspec.Struct, frozen=True, tag="tier_word"):
-    """What one half of a plugin's tier tells the other, where workers are on other hosts than their engine."""
+    """A message from one half of a plugin's tier to the other, where workers may be on other hosts."""
 
     tier: Name
     body: Annotated[bytes, msgspec.Meta(max_length=2**30)]
@@ -146,7 +146,7 @@ class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"
     removed_peers: list[str] = []
     """Ids of peers that no transfer names any more; those under way may fail."""
     words: list[TierWord] = []
-    """For all ranks, in order."""
+    """Words to all ranks, in order."""
 
 
 class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):

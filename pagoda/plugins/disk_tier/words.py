@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine asks of the scanners of disks on other hosts, and how these tell their news."""
+"""Messages between an engine and the scanners of disks on other hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Which keys are there? A `ProbeAnswer` to the probe of this number follows."""
+    """Question which keys are there. A `ProbeAnswer` to the probe of this number follows."""
 
     number: int
     keys: list[bytes]
