@@ -87,7 +87,7 @@ class StagedSegment(NamedTuple):
     cache: KVCache | LatentCache
     """Blocks of the layer in other memory of the host, in a backend's own layout; they may lie apart."""
     block_ids: Sequence[int]
-    """Those of the segment, in order."""
+    """Numbers of the segment's blocks, in order."""
 
 
 class SegmentSource(Protocol):

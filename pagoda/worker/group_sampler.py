@@ -9,12 +9,12 @@ tokens: so ranks agree by construction, and only the first keeps the state of sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from torch import Tensor, zeros
+from torch import Tensor, tensor, zeros
 
 from pagoda.backend.kv_store import DONE, DeviceEvent
 from pagoda.backend.overlap import OverlapBackend, PendingOutput
@@ -38,6 +38,7 @@ _DRAWN = msgspec.msgpack.Decoder(tuple[dict[int, int], dict[int, str]])
 """Made once: to look into the types takes longer than to decode."""
 
 _NO_MASKS = TokenMasks(-1)
+_ELSEWHERE = "another rank could not read its part"
 
 _log = logging.getLogger(__name__)
 
@@ -270,6 +271,19 @@ class GroupSampler:
             if self._device is not None:
                 self._device.launched().wait()
             self._group.all_gather(zeros(1))
+
+    def lost_anywhere(self, slots: Sequence[int], lost: dict[int, str]) -> dict[int, str]:
+        """Slots of a step of which any rank has lost a segment, and why; `lost` are those of this rank."""
+        if self._group.size == 1:
+            return lost
+        own = tensor([float(slot in lost) for slot in slots])
+        found = self._group.all_gather(own).amax(0).tolist()
+        reasons = ((slot, lost.get(slot, _ELSEWHERE)) for slot in slots)
+        return {
+            slot: reason
+            for (slot, reason), any_rank in zip(reasons, found, strict=True)
+            if any_rank
+        }
 
     def append(self, token_ids: Mapping[int, int]) -> None:
         """Remembers a token of each of some slots."""

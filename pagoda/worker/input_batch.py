@@ -25,7 +25,7 @@ from torch import Tensor
 from pagoda.backend.base import EmbeddedRows, TokenBatch
 from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
-from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
+from pagoda.messages.transfers import HostSlots, TierBlocks
 from pagoda.messages.worker import SlotStart, StepPlan, most_sampled
 from pagoda.parallel.segments import ALL_HERE, BlockNumbers
 from pagoda.worker.block_table import SlotBlockTables
@@ -220,7 +220,7 @@ class InputBatch:
         self._adapter_number = adapter_number
         self.segment = segment
         self.streams: SegmentStreams | None = None
-        """Where cold segments are found; None where slots have none."""
+        """Source of cold segments; None where slots have none."""
         self._cold: dict[int, dict[int, list[HostSlots | TierBlocks]]] = {}
         """Places of cold segments by slot and KV group."""
         self._embeds_spans = embeds_spans
@@ -316,13 +316,10 @@ class InputBatch:
     def add_cold(self, cold: ColdSegment) -> None:
         """Notes where the next segment of a slot lies from now on, instead of in its blocks."""
         self._check_use(cold.slot)
-        streams, group = self.streams, cold.group
-        if streams is None or streams.num_blocks.get(group) != num_places(cold.place):
-            raise ValueError(
-                f"A segment of slot {cold.slot} in {num_places(cold.place)} blocks of group {group} "
-                "cannot be streamed here."
-            )
-        places = self._cold.setdefault(cold.slot, {}).setdefault(group, [])
+        if self.streams is None:
+            raise ValueError(f"Slot {cold.slot} has a cold segment, which cannot be streamed here.")
+        self.streams.check(cold)
+        places = self._cold.setdefault(cold.slot, {}).setdefault(cold.group, [])
         if (len(places) + 1) * self.segment > self._num_computed[cold.slot]:
             raise ValueError(f"A segment of slot {cold.slot} is cold that is not computed.")
         places.append(cold.place)

@@ -21,7 +21,7 @@ from pagoda.model.decoder import LayerCache
 from pagoda.model.sharding import Shard
 from pagoda.worker.drafting.drafter import MOST_BEHIND
 from pagoda.worker.input_batch import input_batch_bytes
-from pagoda.worker.kv.segments import part_room
+from pagoda.worker.kv.staging import part_room
 from pagoda.worker.memory import sampling_bytes
 from pagoda.worker.number_formats import torch_dtype
 
@@ -87,17 +87,20 @@ class WorkerMemoryPlan:
     def streamed_groups(self) -> dict[int, int]:
         """Tokens of a block of each KV group whose cold segments may be streamed; empty where none can be.
 
-        Drafters and other ranks have parts of blocks, which nobody streams.
+        Drafters have parts of blocks, which nobody streams. Tensors of a block follow one another
+        outside of the cache, and their numbers have to be aligned there.
         """
         config, kinds = self.config, (KVKind.FULL, KVKind.LATENT)
+        numbers, ranks = self.block_size * self.shard.kv_vectors[1], config.parallel.replica_size
         groups = enumerate(self.kv_groups)
         found = {i: group.block_size for i, group in groups if group.kind in kinds}
         if (
             not self.backend.capabilities.streams_segments
             or self.drafter is not None
-            or config.parallel.replica_size > 1
+            or ranks > config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
             or not (config.kv_host_bytes or config.kv_tiers)
             or any(config.segment_tokens % size for size in found.values())
+            or numbers * KV_FORMATS[self.kv_dtype_name].element_bytes % torch.float32.itemsize
         ):
             return {}
         return found
@@ -158,6 +161,12 @@ class WorkerMemoryPlan:
     def block_sizes(self) -> list[int]:
         """Tokens of a block of each KV group."""
         return [group.block_size for group in self.kv_groups]
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens of a segment of KV that steps can read below the device; 0 if they cannot."""
+        may_stream = self.streamed_groups and self.config.kv_handoff is None
+        return self.config.segment_tokens if may_stream else 0
 
     @property
     def block_size(self) -> int:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from pagoda.backend.base import FutureTokens
+from pagoda.worker.kv.segments import Streamed
 from pagoda.worker.sampler import Sampled, merged
 
 
@@ -50,6 +51,11 @@ class PendingSample:
         """Adds what `read` gives once the device has computed it; `token_ids` [slots] lie there."""
         self.parts.append(read)
         self.on_device.append(_OnDevice({slot: at for at, slot in enumerate(slots)}, token_ids))
+
+    def note(self, streamed: Streamed, slots: Sequence[int]) -> None:
+        """Notes what became of cold segments of the step's `slots`."""
+        self.lost = {slots[at]: problem for at, problem in streamed.lost.items()}
+        self.streamed_bytes, self.stream_time_s = streamed.num_bytes, streamed.seconds
 
     def read(self) -> Sampled:
         """The results, which may have to be waited for. Raises DeviceLostError: the device has failed."""

@@ -33,13 +33,14 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
-from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
-from pagoda.worker.kv.segments import NOTHING_STREAMED, computing
+from pagoda.worker.input_batch import InputBatch, StepTokens
+from pagoda.worker.kv.segments import computing
 from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import BLAMED_FIELDS, NOT_FINITE, Right, Sampled
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock, StepTimes
+from pagoda.worker.steps_under_way import StepsUnderWay
 
 T = TypeVar("T")
 OutputT = TypeVar("OutputT", StepResult, StageState)
@@ -109,39 +110,13 @@ class Ticket(Generic[OutputT]):
         return output
 
 
-class _Steps:
-    """Steps under way: `MAX_STEPS` at most, each computed once and in its turn."""
-
-    def __init__(self) -> None:
-        self._under_way: list[int] = []
-
-    def check_room(self, step: int) -> None:
-        """Raises RuntimeError: too many steps are under way."""
-        if len(self._under_way) >= MAX_STEPS:
-            raise RuntimeError(f"{MAX_STEPS} steps are under way; step {step} came too early.")
-
-    def submitted(self, step: int) -> None:
-        self._under_way.append(step)
-
-    def begin(self, step: int) -> None:
-        if not self._under_way or self._under_way[0] != step:
-            raise RuntimeError(f"Step {step} is not the next one to be computed.")
-
-    def is_next(self, step: int, launched: int) -> bool:
-        """True if a step comes right behind so many that are launched."""
-        return self._under_way[launched : launched + 1] == [step]
-
-    def end(self) -> None:
-        del self._under_way[0]
-
-
 class StageRunner:
     """A stage before the last: tokens or hidden states in, hidden states out."""
 
     def __init__(self, model: Decoder[Any, Any], batch: InputBatch, tracer: Tracer) -> None:
         self.model = model
         self.batch = batch
-        self._steps = _Steps()
+        self._steps = StepsUnderWay()
         self._clock = StepClock(tracer)
         self._tracer = tracer
 
@@ -176,16 +151,18 @@ class StageRunner:
         self._clock.start()
         self.batch.read(tokens)
         self._clock.ended("prepare")
-        computed = self.model.forward(planned, None if before is None else before.hidden).cpu()
+        hidden = None if before is None else before.hidden
+        with computing(tokens.segments) as streamed:
+            computed = self.model.forward(planned, hidden).cpu()
+        lost = {tokens.slots[at]: problem for at, problem in streamed.lost.items()}
         expert_tokens = self.model.take_expert_tokens()()
         self._clock.ended("forward")
         self._steps.end()
         times = self._clock.times.behind(prepared)
         if before is None:
-            return StageState(computed, expert_tokens, times)
-        return StageState(
-            computed, _sum(before.expert_tokens, expert_tokens), times.behind(before.times)
-        )
+            return StageState(computed, expert_tokens, times, lost)
+        counts = _sum(before.expert_tokens, expert_tokens)
+        return StageState(computed, counts, times.behind(before.times), before.lost | lost)
 
 
 def _prepared(tracer: Tracer, began: int) -> StepTimes:
@@ -225,7 +202,7 @@ class Runner:
         self.batch = batch
         self._sampler = sampler
         self._prompts = prompts
-        self._steps = _Steps()
+        self._steps = StepsUnderWay()
         self._clock = StepClock(tracer)
         self._tracer = tracer
         self._alone = alone
@@ -237,7 +214,7 @@ class Runner:
         self.failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them, as of the last step that was computed."""
         self._lost: set[int] = set()
-        """Those among them of which a cold segment could not be read."""
+        """Failed slots of which a cold segment could not be read."""
 
     def submit(self, plan: StepPlan) -> Ticket[StepResult]:
         """Prepares a step. Alone, a slot that does not fit its part of the plan fails alone.
@@ -337,6 +314,9 @@ class Runner:
             tokens, planned = tokens.of(chosen), None
         compute = self._compute_isolated if self._alone else self._compute
         pending = compute(tokens, planned, hidden)
+        if ready.tokens.segments is not None:
+            earlier = {} if before is None else before.lost
+            pending.lost = self._sampler.lost_anywhere(plan.slots, earlier | pending.lost)
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         samples = self._prompts.samples
         sampling = [slot for slot in compress(tokens.slots, tokens.samples) if samples(slot)]
@@ -433,13 +413,10 @@ class Runner:
         for slot, problem in launched.pending.lost.items():
             sampled.errors.pop(slot, None)
             sampled.prompts.forget(slot)
-            if slot in launched.freed:
-                continue
-            sentence = f"KV of this request could not be read: {problem}"
-            step = launched.ready.plan.step
-            _log.warning("%s, in step %d", sentence, step, extra=self._log_fields(slot))
-            self.failed[slot] = sentence
-            self._lost.add(slot)
+            if slot not in launched.freed:
+                _log.warning("KV could not be read: %s", problem, extra=self._log_fields(slot))
+                self.failed[slot] = f"KV of this request could not be read: {problem}"
+                self._lost.add(slot)
 
     def _log_fields(self, slot: int) -> dict[str, str]:
         """Extra fields of a log line about a slot's request."""
@@ -495,9 +472,8 @@ class Runner:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
         future = self._future_tokens(tokens, ends)
-        with computing(tokens.segments):
+        with computing(tokens.segments) as streamed:
             hidden, states = self._forward(tokens, planned, hidden, wanted, future)
-        streamed = NOTHING_STREAMED if tokens.segments is None else tokens.segments.streamed
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -509,8 +485,7 @@ class Runner:
         if rows:
             pending = self._sampler.sample(self.model, hidden, rows)
         pending.hidden = states
-        pending.lost = {tokens.slots[at]: problem for at, problem in streamed.lost.items()}
-        pending.streamed_bytes, pending.stream_time_s = streamed.num_bytes, streamed.seconds
+        pending.note(streamed, tokens.slots)
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)

@@ -8,7 +8,7 @@ msgpack; both sides know the width from the model.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -35,6 +35,8 @@ class StageState:
     """Tokens given to each expert, in all layers so far; empty without experts."""
     times: StepTimes
     """Times of this stage and all before it, without the ways between them."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Slots of which a cold segment could not be read, and why."""
 
 
 class StageInput:
@@ -75,8 +77,8 @@ class StageInput:
             raise ValueError(
                 f"{hidden.numel()} elements came for the {sum(plan.num_tokens)} tokens of step {plan.step}."
             )
-        expert_tokens, times = msgspec.msgpack.decode(rest.buffer, type=tuple[list[int], StepTimes])
-        return StageState(hidden.view(-1, self._hidden_size), expert_tokens, times)
+        told = msgspec.msgpack.decode(rest.buffer, type=tuple[list[int], StepTimes, dict[int, str]])
+        return StageState(hidden.view(-1, self._hidden_size), *told)
 
 
 class StageOutput:
@@ -97,6 +99,6 @@ class StageOutput:
         """Copies the hidden states to the host: the next step may overwrite them before they are on the wire."""
         contiguous = state.hidden.cpu().contiguous()
         elements = (ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())
-        rest = msgspec.msgpack.encode((state.expert_tokens, state.times))
+        rest = msgspec.msgpack.encode((state.expert_tokens, state.times, state.lost))
         parts = pieces(memoryview(elements).cast("B")) if self._is_between_hosts else [elements]
         self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), *parts, rest])

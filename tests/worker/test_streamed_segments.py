@@ -18,13 +18,13 @@ from tiny_models import FAMILIES, save_model
 
 from pagoda.errors import ConfigError
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.segments import ColdSegment
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disk_tier.objects import object_name
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.kv import segments
+from pagoda.worker.kv import segments, staging
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.transfers import TransferWorker, open_tiers, stream_segments
 from pagoda.worker.loading import load_runner, plan_worker
@@ -270,12 +270,12 @@ def test_a_segment_that_cannot_be_read_harms_its_request_alone(
 class Hanging:
     """Parts of a tier that does not answer until it may."""
 
-    def __init__(self, parts: segments.TierParts) -> None:
+    def __init__(self, parts: staging.TierParts) -> None:
         self._parts = parts
         self.begins = parts.begins
         self.may_answer = threading.Event()
 
-    def open_reader(self) -> segments.PartReader:
+    def open_reader(self) -> staging.PartReader:
         reader = self._parts.open_reader()
         gate = self.may_answer
 
@@ -299,8 +299,8 @@ def test_a_tier_that_hangs_is_not_asked_until_it_answers(
     tiers = runner.batch.streams.tiers
     assert isinstance(tiers, dict)
     hanging = tiers["disk"] = Hanging(tiers["disk"])
-    monkeypatch.setattr(segments, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(segments, "_FAREWELL_S", 0.05)
+    monkeypatch.setattr(staging, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(staging, "_FAREWELL_S", 0.05)
     assert_slot_0_is_lost(rig, "not answered", beside)
     monkeypatch.undo()
     hanging.may_answer.set()
@@ -325,9 +325,9 @@ def test_staging_and_sums_count_in_the_memory_plan(tmp_path: Path) -> None:
         msgspec.structs.replace(config, kv_host_bytes=2**20, kv_tiers=disk_under(tmp_path))
     )
     blocks, layer = SEGMENT // 16, both.kv_bytes_per_token * 16 // len(both.shard.layers)
-    staging = 2 * blocks * segments.part_room(layer)
+    halves = 2 * blocks * staging.part_room(layer)
     of_tokens = both.step_tokens * 4 * (32 + 2) * 4
-    assert both.streaming_bytes == staging + of_tokens
+    assert both.streaming_bytes == halves + of_tokens
     assert both.step_bytes - none.step_bytes == both.streaming_bytes
 
 
@@ -336,9 +336,8 @@ def test_staging_and_sums_count_in_the_memory_plan(tmp_path: Path) -> None:
     [
         {"kv_host_bytes": 0, "kv_tiers": {}},
         {"block_size": 384},
-        {"parallel": ParallelConfig(tensor_parallel_size=2)},
     ],
-    ids=["no tiers", "blocks that cut segments", "ranks"],
+    ids=["no tiers", "blocks that cut segments"],
 )
 def test_workers_that_cannot_stream(change: dict[str, Any], tmp_path: Path) -> None:
     save("qwen3", tmp_path)
@@ -354,3 +353,19 @@ def test_segments_are_powers_of_two(tmp_path: Path) -> None:
     for wrong in (64, 192):
         with pytest.raises(ConfigError, match=f"power of two of 128 or more, got {wrong}"):
             plan_worker(WorkerConfig(model=str(tmp_path / "model"), segment_tokens=wrong))
+
+
+def test_places_that_a_worker_lacks(tmp_path: Path, rigs: list[Rig]) -> None:
+    save("qwen3", tmp_path)
+    rig = cooled(rigs, tmp_path, kv_tiers={})
+    runner = rig.driver.runner
+    assert isinstance(runner, Runner)
+    for place in (TierBlocks("disk", [bytes(32)] * 8), HostSlots([0] * 7)):
+        with pytest.raises(
+            ValueError, match=r"slot 0 in . blocks of group 0 .* cannot be streamed"
+        ):
+            runner.batch.add_cold(ColdSegment(0, 0, place))
+    for _ in range(300 // SEGMENT):
+        runner.batch.add_cold(ColdSegment(0, 0, HostSlots([0] * 8)))
+    with pytest.raises(ValueError, match="is cold that is not computed"):
+        runner.batch.add_cold(ColdSegment(0, 0, HostSlots([0] * 8)))

@@ -350,7 +350,7 @@ def kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
 def _attend_cold(
     tiles: Tensor, cache: KVCache, cold: _Cold, segment: int, softcap: float | None
 ) -> Softmax:
-    """What query tiles [tiles, kv_heads, rows, d] find in cold segments, of which they see everything."""
+    """Softmax of query tiles [tiles, kv_heads, rows, d] over cold segments, of which they see everything."""
     num_tiles, num_heads, num_rows, head_dim = tiles.shape
     width = max(LEAST_COLUMNS, head_dim)
     whole = Softmax.empty(num_tiles * num_heads, num_rows, width)

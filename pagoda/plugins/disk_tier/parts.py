@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from crc32c import crc32c
 
 from pagoda.plugins.disk_tier.objects import ALIGNMENT, HEADER_BYTES, ObjectError, ObjectFiles
-from pagoda.worker.kv.segments import BlockPart, SegmentUnreadableError
+from pagoda.worker.kv.segments import BlockPart
+from pagoda.worker.kv.staging import SegmentUnreadableError
 
 MOST_KNOWN = 2**16
 """Objects whose sums are kept: those of a context of a million tokens in blocks of 16."""

@@ -1,69 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cold segments of a step: where attention of each layer finds them.
+"""Cold segments of a step, as attention of each layer finds them.
 
-Those in host memory are read where they lie. Those of a tier come through a staging memory of two halves, each for
-one layer's part of a segment: while attention reads one, threads fill the other with what the step needs next.
+Segments in host memory are read where they lie; those of tiers come through a staging memory (`staging`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagoda.backend.base import ColdContexts, KVCache, LatentCache, StagedSegment
 from pagoda.backend.kv_store import KVStore
-from pagoda.messages.transfers import HostSlots, TierBlocks
+from pagoda.messages.segments import ColdSegment
+from pagoda.messages.transfers import HostSlots, TierBlocks, num_places, tier_name
 from pagoda.model.decoder import LayerCache
-from pagoda.worker.kv.memory import HostArena, page_aligned
+from pagoda.worker.kv.memory import HostArena
+from pagoda.worker.kv.staging import ALIGNMENT, Filling, Item, Staging, TierParts, part_room
 
 AnyCache = KVCache | LatentCache
 ColdPlaces = Mapping[int, Sequence[Sequence[HostSlots | TierBlocks]]]
 """Places of the cold segments of each of a step's sequences, by KV group."""
-
-READERS = 4
-"""Threads that read a segment from a tier: an SSD is quickest with several reads at once."""
-PATIENCE_S = 10.0
-"""Seconds without any answer of a tier after which it counts as hanging."""
-_FAREWELL_S = 1.0
-_HANGS = f"its disk has not answered for {PATIENCE_S:g} s"
-ALIGNMENT = 4096
-
-
-class SegmentUnreadableError(Exception):
-    """A block of a segment cannot be read. The text is a clause that says why."""
-
-
-class PartReader(Protocol):
-    """What one thread reads of a tier's blocks."""
-
-    def read(self, key: bytes, place: int, into: memoryview) -> None:
-        """Reads one place's part of a block to `into[begin:]`, as `TierParts.begins` says.
-
-        Raises SegmentUnreadableError.
-        """
-
-
-class TierParts(Protocol):
-    """A tier of which the parts of blocks can be read that are of single places."""
-
-    @property
-    def begins(self) -> Sequence[int]:
-        """Where the part of each place begins in the memory that it is read to, which has `part_room` bytes."""
-
-    def open_reader(self) -> PartReader: ...
-
-
-def part_room(num_bytes: int) -> int:
-    """Bytes of aligned memory that a part of a block is read to."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
 class BlockPart(NamedTuple):
@@ -115,18 +78,15 @@ class _Layer(NamedTuple):
     """Address of its values, or latents."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Streamed:
-    """What became of a step's cold segments."""
+    """Outcome of a step's cold segments so far."""
 
-    lost: dict[int, str]
+    lost: dict[int, str] = field(default_factory=dict)
     """Sequences of which a segment could not be read, and why."""
-    num_bytes: int
-    seconds: float
+    num_bytes: int = 0
+    seconds: float = 0.0
     """Seconds from the first segment that a layer asks for to its last, of all layers."""
-
-
-NOTHING_STREAMED = Streamed({}, 0, 0.0)
 
 
 class SegmentStreams:
@@ -157,17 +117,10 @@ class SegmentStreams:
         self._host: dict[int, AnyCache] = {}
         if arena is not None:
             memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-            self._host = {
-                place: _elsewhere(
-                    cache,
-                    part := self._parts[place],
-                    memory,
-                    part.first,
-                    arena.stride,
-                    arena.num_slots,
-                )
-                for place, cache in self._caches.items()
-            }
+            sizes = arena.stride, arena.num_slots
+            for place, cache in self._caches.items():
+                part = self._parts[place]
+                self._host[place] = _elsewhere(cache, part, memory, part.first, *sizes)
         nothing = torch.zeros(-(-largest // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
         self._zeros = {
             place: _elsewhere(cache, self._parts[place], nothing, 0, len(nothing), 1)
@@ -175,15 +128,27 @@ class SegmentStreams:
         }
         """One block of each place, for segments that cannot be read."""
         self.tiers = tiers
-        self._staging: _Staging | None = None
+        self._staging: Staging | None = None
         if tiers:
-            most = max(self.num_blocks.values())
-            self._staging = _Staging(most, part_room(largest))
-        self._hanging: _Filling | None = None
+            self._staging = Staging(max(self.num_blocks.values()), part_room(largest))
+        self._staged: dict[tuple[int, int, str], AnyCache] = {}
+        """Halves of the staging memory as places read them, by half, place and tier."""
+        self._last: Filling | None = None
+        """The filling of the last step that had one, whose threads a tier may still keep waiting."""
 
     def open(self, cold: ColdPlaces) -> StepSegments:
         """Segments of a step that is prepared."""
         return StepSegments(self, cold)
+
+    def check(self, cold: ColdSegment) -> None:
+        """Raises ValueError: a segment is not in places that this worker has."""
+        place, count = cold.place, num_places(cold.place)
+        known = place.tier in self.tiers if isinstance(place, TierBlocks) else bool(self._host)
+        if not known or self.num_blocks.get(cold.group) != count:
+            raise ValueError(
+                f"A segment of slot {cold.slot} in {count} blocks of group {cold.group} ({tier_name(place)}) "
+                "cannot be streamed here."
+            )
 
     # ---- for a step
 
@@ -191,7 +156,7 @@ class SegmentStreams:
         return self._host[place]
 
     def lost(self, place: int, group: int) -> StagedSegment:
-        """What stands for a segment that cannot be read."""
+        """Zeros in place of a segment that cannot be read."""
         return StagedSegment(self._zeros[place], [0] * self.num_blocks[group])
 
     def segment_bytes(self, place: int, group: int) -> int:
@@ -202,37 +167,29 @@ class SegmentStreams:
         staging, count = self._staging, self.num_blocks[group]
         if staging is None:
             raise RuntimeError("Segments of tiers are taken where there are none.")
-        cache = staging.known.get((half, place, tier))
+        cache = self._staged.get((half, place, tier))
         if cache is None:
+            part, sizes = self._parts[place], (staging.room, staging.num_blocks)
             first = half * staging.half_bytes + self.tiers[tier].begins[place]
-            cache = _elsewhere(
-                self._caches[place],
-                self._parts[place],
-                staging.tensor,
-                first,
-                staging.room,
-                staging.num_blocks,
-            )
-            staging.known[half, place, tier] = cache
+            cache = _elsewhere(self._caches[place], part, staging.tensor, first, *sizes)
+            self._staged[half, place, tier] = cache
         return StagedSegment(cache, range(count))
 
-    def fill(self, cold: ColdPlaces) -> _Filling | None:
+    def fill(self, cold: ColdPlaces) -> Filling | None:
         """Begins to read a step's segments of tiers, in the order in which layers take them."""
         if self._staging is None:
             return None
         items = [
-            _Item(layer.group, layer.place, index, sequence, found)
+            Item(layer.group, layer.place, index, sequence, found)
             for layer in self._layers
             for index, (sequence, found) in enumerate(_in_order(cold.get(layer.group, ())))
             if isinstance(found, TierBlocks)
         ]
         if not items:
             return None
-        if self._hanging is not None and self._hanging.is_running:
-            return self._hanging  # which is closed, so that all are lost
-        filling = _Filling(self._staging, self.tiers, items)
-        self._hanging = filling
-        return filling
+        if self._last is None or not self._last.is_running:
+            self._last = Filling(self._staging, self.tiers, items)
+        return self._last  # one that is running still is closed, so that all is lost
 
 
 def _address(cache: AnyCache) -> int:
@@ -259,14 +216,12 @@ class StepSegments:
             for group, places in cold.items()
         }
         """Segments by KV group, as backends take them."""
-        self._filling: _Filling | None = None
-        self._lost: dict[int, str] = {}
-        self._num_bytes = 0
-        self._seconds = 0.0
+        self._filling: Filling | None = None
+        self.streamed = Streamed()
         self._began: float | None = None
 
     def of(self, chosen: Sequence[bool]) -> StepSegments | None:
-        """Those of the sequences that are chosen; None where they have none."""
+        """Segments of the sequences that are chosen; None where they have none."""
         cold = {group: list(compress(places, chosen)) for group, places in self._cold.items()}
         cold = {group: places for group, places in cold.items() if any(places)}
         return StepSegments(self._streams, cold) if cold else None
@@ -279,17 +234,13 @@ class StepSegments:
             self._filling.close()
             self._filling = None
 
-    @property
-    def streamed(self) -> Streamed:
-        return Streamed(self._lost, self._num_bytes, self._seconds)
-
     def take(
         self, group: int, values: int, index: int, sequence: int, found: HostSlots | TierBlocks
     ) -> StagedSegment:
         streams, place = self._streams, self._streams.place_of[values]
         if self._began is None:
             self._began = time.perf_counter()
-        if sequence in self._lost:
+        if sequence in self.streamed.lost:
             return streams.lost(place, group)
         if isinstance(found, HostSlots):
             staged = StagedSegment(streams.in_host(place), found.slots)
@@ -298,29 +249,29 @@ class StepSegments:
                 raise RuntimeError("Segments are taken of a step that has not begun.")
             half, problem = self._filling.take((group, place, index))
             if problem:
-                self._lost[sequence] = problem
+                self.streamed.lost[sequence] = problem
                 return streams.lost(place, group)
             staged = streams.staged(place, found.tier, half, group)
-        self._num_bytes += streams.segment_bytes(place, group)
+        self.streamed.num_bytes += streams.segment_bytes(place, group)
         return staged
 
     def release(self) -> None:
         if self._began is not None:
-            self._seconds += time.perf_counter() - self._began
+            self.streamed.seconds += time.perf_counter() - self._began
             self._began = None
         if self._filling is not None:
             self._filling.release()
 
 
 @contextlib.contextmanager
-def computing(segments: StepSegments | None) -> Iterator[None]:
-    """A context in which a step with cold segments is computed, or one without."""
+def computing(segments: StepSegments | None) -> Iterator[Streamed]:
+    """A context in which a step is computed, with cold segments or without; gives what becomes of them."""
     if segments is None:
-        yield
+        yield Streamed()
         return
     segments.begin()
     try:
-        yield
+        yield segments.streamed
     finally:
         segments.end()
 
@@ -338,125 +289,3 @@ class _GroupSegments:
 
     def release(self, values: int) -> None:  # noqa: ARG002
         self._step.release()
-
-
-class _Staging:
-    """Memory for two segments, each of so many blocks of which one place's part is there."""
-
-    def __init__(self, num_blocks: int, room: int) -> None:
-        self.num_blocks, self.room = num_blocks, room
-        self.half_bytes = num_blocks * room
-        self.memory = page_aligned(2 * self.half_bytes)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.known: dict[tuple[int, int, str], AnyCache] = {}
-
-    def block(self, half: int, index: int) -> memoryview:
-        first = half * self.half_bytes + index * self.room
-        return self.memory[first : first + self.room]
-
-
-class _Item(NamedTuple):
-    """A layer's part of a segment."""
-
-    group: int
-    place: int
-    number: int
-    """Number of the segment, as layers take them."""
-    sequence: int
-    found: TierBlocks
-
-
-class _Filling:
-    """Threads that fill the halves in turn with items, one item ahead of attention."""
-
-    def __init__(
-        self, staging: _Staging, tiers: Mapping[str, TierParts], items: Sequence[_Item]
-    ) -> None:
-        self._staging, self._tiers, self._items = staging, tiers, items
-        self._numbers = {(item.group, item.place, item.number): i for i, item in enumerate(items)}
-        self._changed = threading.Condition()
-        """Guards all that follows."""
-        self._parts_done = [0] * len(items)
-        self._num_free = 2
-        """Items that may be read: those before them but one are not needed any more."""
-        self._taken = -1
-        self._problems: dict[int, str] = {}
-        """Reasons by sequence."""
-        self._heard_at = time.monotonic()
-        self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._run, args=(i,), name=f"kv-segment-{i}", daemon=True)
-            for i in range(READERS)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
-
-    def take(self, item: tuple[int, int, int]) -> tuple[int, str]:
-        """The half that has an item, and the reason why it lacks something, once it is read; gives others back."""
-        number = self._numbers.get(item, 0)
-        with self._changed:
-            self._free_before(number)
-            while not self._is_closed and self._parts_done[number] < READERS:
-                left_s = self._heard_at + PATIENCE_S - time.monotonic()
-                self._is_closed = left_s <= 0
-                self._changed.wait(max(0.0, left_s))
-            if self._is_closed:
-                return 0, _HANGS
-            self._taken = number
-            return number % 2, self._problems.get(self._items[number].sequence, "")
-
-    def release(self) -> None:
-        """Nothing reads the item that was taken any more."""
-        with self._changed:
-            self._free_before(self._taken + 1)
-
-    def _free_before(self, number: int) -> None:
-        if number + 2 > self._num_free:
-            self._num_free = number + 2
-            self._heard_at = time.monotonic()
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the threads; one that a disk keeps waiting goes on until that answers."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        deadline = time.monotonic() + _FAREWELL_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _run(self, part: int) -> None:
-        """Reads every so manieth block of each item."""
-        readers = {name: tier.open_reader() for name, tier in self._tiers.items()}
-        for number, item in enumerate(self._items):
-            with self._changed:
-                while number >= self._num_free and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                is_wanted = item.sequence not in self._problems
-            problem = ""
-            if is_wanted:
-                problem = self._read(readers[item.found.tier], item, number % 2, part)
-            with self._changed:
-                if problem:
-                    self._problems.setdefault(item.sequence, problem)
-                self._parts_done[number] += 1
-                self._heard_at = time.monotonic()
-                self._changed.notify_all()
-
-    def _read(self, reader: PartReader, item: _Item, half: int, part: int) -> str:
-        keys = item.found.keys
-        try:
-            for index in range(part, len(keys), READERS):
-                if self._is_closed:
-                    break
-                reader.read(keys[index], item.place, self._staging.block(half, index))
-                self._heard_at = time.monotonic()
-        except SegmentUnreadableError as error:
-            return str(error)
-        return ""

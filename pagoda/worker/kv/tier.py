@@ -11,7 +11,7 @@ from pagoda.backend.kv_store import KVStore
 from pagoda.messages.transfers import TierPlace, Transfer
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena
-from pagoda.worker.kv.segments import TierParts
+from pagoda.worker.kv.staging import TierParts
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def stream_segments(
     plan: WorkerMemoryPlan, loaded: LoadedWorker, tiers: KVTiers, ready: WorkerReady
 ) -> WorkerReady:
     """Lets cold segments be streamed from tiers, if that can be; adds to `ready` what the engine needs to know."""
-    groups, segment = plan.streamed_groups, plan.config.segment_tokens
-    if not groups:
+    segment = plan.segment_tokens
+    if not segment:
         return ready
     places = [place.place for place in plan.layer_places]
     loaded.runner.batch.streams = SegmentStreams(
@@ -92,7 +92,7 @@ def stream_segments(
         tiers.arena,
         {name: tier.parts for name, tier in tiers.further.items()},
         segment,
-        groups,
+        plan.streamed_groups,
     )
     return msgspec.structs.replace(ready, segment_tokens=segment)
 
