@@ -62,7 +62,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupOffer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where ranks of a group can meet its first one."""
+    """Meeting points of a group that its first rank offers."""
 
     address: Name = ""
     """`host:port` of a meeting point that it serves."""
@@ -79,7 +79,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello")
     stage_address: Name = ""
     """Address that receives the output of the stage before; empty on the first stage."""
     offers: dict[Name, GroupOffer] = {}
-    """By name, the groups that this rank is the first of."""
+    """Offers of the groups that this rank is the first of, by name."""
 
 
 class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers"):

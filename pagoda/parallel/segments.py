@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank holds which segment of a context (context parallelism).
+"""Ranks of the segments of a context (context parallelism).
 
 A request's segments go round the ranks: segment i + 1 lies on the rank behind that of segment i. The first lies
 where a cached prefix does, or else where the most blocks are free, so that short requests fill all ranks alike.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What context parallelism (`--cp`) asks of a model, of a backend, and of a worker's options."""
+"""Demands of context parallelism (`--cp`) on a model, a backend, and a worker's options."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Rendezvous:
 
 
 class _Offer:
-    """What the first rank of a group has ready for the others."""
+    """Memory and a meeting point that the first rank of a group has ready for the others."""
 
     def __init__(self, size: int, bind_host: str) -> None:
         """`bind_host` is empty where all ranks are on this host."""

@@ -134,7 +134,7 @@ def _traced(subject: Subject) -> str:
     return f"{len(operations)} operations with times of their own"
 
 
-def _on_ranks(subject: Subject, work: Callable[[Backend[Any, Any], int], Any]) -> list[Any]:
+def on_ranks(subject: Subject, work: Callable[[Backend[Any, Any], int], Any]) -> list[Any]:
     """Results of some work on the backends of several ranks.
 
     Raises LackingError: the machine has no device for a second rank.
@@ -178,7 +178,7 @@ def _all_reduce(subject: Subject) -> str:
 
         return [outputs(backend, record, {"x": parts[rank][:rows]})[0] for rows in (_ROWS, 1, 0)]
 
-    found = _on_ranks(subject, work)
+    found = on_ranks(subject, work)
     for own, others in zip(found[0], found[1], strict=True):
         ensure_same(own, others, "all_reduce of the other rank")
         ensure_close(own, sum(each[: len(own)] for each in parts), 1e-6, "all_reduce")  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def _all_gather(subject: Subject) -> str:
 
         return outputs(backend, record, {"x": x})
 
-    found = _on_ranks(subject, work)
+    found = on_ranks(subject, work)
     for own, others, what in zip(found[0], found[1], ("all_gather", "argmax"), strict=True):
         ensure_same(own.float(), others.float(), f"{what} of the other rank")
     logits, best = found[0]

@@ -16,6 +16,7 @@ from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, HostGroup
 from pagoda.plugins.backend_check import (
     attention,
+    contexts,
     graphs,
     kv_store,
     latents,
@@ -35,6 +36,7 @@ _EXPLICIT = {
     **latents.EXPLICIT,
     **states.EXPLICIT,
     **graphs.EXPLICIT,
+    **contexts.EXPLICIT,
 }
 
 
