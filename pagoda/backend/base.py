@@ -75,7 +75,7 @@ class TokenBatch:
     """[s] int64, how many of each sequence's last tokens are drafts; None where none is. No state is kept behind
     them: that behind the token before them stays the newest."""
     ranks: Tensor | None = None
-    """[s] int64, ascending: the rank that attends to each sequence, and alone has its blocks; None where all do."""
+    """[s] int64, ascending: the rank that attends to each sequence and has its blocks; None where all do."""
 
     def of(self, chosen: Tensor) -> TokenBatch:
         """The part of the sequences that are chosen [s] bool, whose token ids have been written."""
@@ -361,7 +361,9 @@ class NeededInputs:
             if elements != width:
                 raise ValueError(f"Rows of {name} are of {elements}, not {width}.")
             if counts[kind] not in (-1, shape[0]):
-                raise ValueError(f"{name} of {shape[0]} rows does not fit inputs of {counts[kind]}.")
+                raise ValueError(
+                    f"{name} of {shape[0]} rows does not fit inputs of {counts[kind]}."
+                )
             counts[kind] = shape[0]
         for group in self.groups:
             if group not in step.metadata:

@@ -57,9 +57,7 @@ class InterpretedGraph(Generic[MetadataT]):
         graph, given = self._graph, step.given(self._graph)
         schedule = self._schedule(tuple(results), tuple(given))
         rows = schedule.inputs.check(step)
-        sizes = [
-            rows.of(value) * value.width * _ITEM_BYTES[value.dtype] for value in graph.values
-        ]
+        sizes = [rows.of(value) * value.width * _ITEM_BYTES[value.dtype] for value in graph.values]
         known: set[int] = set()
         most = 0
         for node, ends in schedule.nodes:

@@ -268,8 +268,8 @@ class GraphBuilder:
     ) -> Value:
         """The same of the experts of all ranks, for this rank's x [n, hidden]: [n, hidden].
 
-        `first_experts` has the first expert of each rank; a token goes to those ranks that hold one of its experts.
-        What these give is summed in order of rank. Tokens are counted where they come from.
+        `first_experts` has the first expert of each rank; a token goes to those ranks that hold one of its
+        experts. What these give is summed in order of rank. Tokens are counted where they come from.
         """
         _expect(x, experts.gate[0].inputs)
         _expect(logits, experts.routing.num_experts)

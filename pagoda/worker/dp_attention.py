@@ -28,6 +28,6 @@ def check_dp_attention(config: WorkerConfig, spec: ModelSpec, backend: Backend[A
         )
     if set(_OPERATIONS) & set(backend.capabilities.lacks_operations):
         raise UnsupportedError(
-            f"{_FLAG} needs a backend whose ranks exchange rows, which {backend.arithmetic} does not; choose another "
-            "--backend, or leave it out."
+            f"{_FLAG} needs a backend whose ranks exchange rows, which {backend.arithmetic} does not; choose "
+            "another --backend, or leave it out."
         )

@@ -53,8 +53,7 @@ class ThreadRank:
     def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
         given = self._group.all_give(self.rank, x.clone())
         parts = [
-            it.split_with_sizes(list(row))[self.rank]
-            for it, row in zip(given, counts, strict=True)
+            it.split_with_sizes(list(row))[self.rank] for it, row in zip(given, counts, strict=True)
         ]
         return torch.cat(parts)
 
