@@ -308,7 +308,7 @@ class StepRows(NamedTuple):
     tokens: int
     selected: int
     all_tokens: int
-    """Of all ranks, where each has its own."""
+    """Tokens of all ranks, where each has its own."""
     all_selected: int
 
     def of(self, value: Value) -> int:

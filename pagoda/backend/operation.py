@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,3 +54,42 @@ class OperationNamer:
             return f"{self._layer}{kind}"
         self._layer = name[: name.rfind(".") + 1]
         return name
+
+
+@dataclass(frozen=True)
+class OperationSpec:
+    """Arity of an operation; names with a question mark at their end are optional, and come last."""
+
+    kind: Kind
+    """Kind of the operation in traces."""
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("out",)
+    any_rows: bool = False
+    """True where rows of the first input may be of any dtype; others are of the dtype of their name."""
+
+    def check(self, op: str, counts: Mapping[str, int]) -> None:
+        """Raises ValueError: a node has too few or too many inputs or weights; `counts` has both by field name."""
+        for field, count in counts.items():
+            names: tuple[str, ...] = getattr(self, field)
+            least = sum(not name.endswith("?") for name in names)
+            if not least <= count <= len(names):
+                raise ValueError(f"{op} takes {field} {', '.join(names)}, not {count} of them.")
+
+    def check_dtypes(self, op: str, dtypes: Sequence[str]) -> None:
+        """Raises ValueError: an input of a node is of a dtype that the operation does not compute with."""
+        for name, dtype in zip(self.inputs, dtypes, strict=False):
+            wanted = _DTYPES.get(name, "float32")
+            if self.any_rows and name == self.inputs[0] and dtype != "metadata":
+                continue
+            if dtype != wanted:
+                raise ValueError(f"{op} takes {name.removesuffix('?')} of {wanted}, not {dtype}.")
+
+
+_DTYPES = {
+    **dict.fromkeys(("token_ids", "positions", "adapters", "rows", "found"), "int64"),
+    "metadata": "metadata",
+    "counts": "counts",
+}
+"""Dtypes of inputs of operations by name; all others are float32."""

@@ -4,55 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagoda.backend.graph import Attribute, Dtype, Graph, LinearShape, Node, RotaryTable, Value
-from pagoda.backend.operation import Kind
+from pagoda.backend.operation import OperationSpec
 
 if TYPE_CHECKING:
     from pagoda.backend.base import Experts, HeadNorms, KVCache
     from pagoda.backend.low_rank import LowRankMaps
     from pagoda.parallel.collectives import Collectives
-
-
-@dataclass(frozen=True)
-class OperationSpec:
-    """Arity of an operation; names with a question mark at their end are optional, and come last."""
-
-    kind: Kind
-    """Kind of the operation in traces."""
-    inputs: tuple[str, ...]
-    weights: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ("out",)
-    any_rows: bool = False
-    """True where rows of the first input may be of any dtype; others are of the dtype of their name."""
-
-    def check(self, op: str, counts: Mapping[str, int]) -> None:
-        """Raises ValueError: a node has too few or too many inputs or weights; `counts` has both by field name."""
-        for field, count in counts.items():
-            names: tuple[str, ...] = getattr(self, field)
-            least = sum(not name.endswith("?") for name in names)
-            if not least <= count <= len(names):
-                raise ValueError(f"{op} takes {field} {', '.join(names)}, not {count} of them.")
-
-    def check_dtypes(self, op: str, dtypes: Sequence[str]) -> None:
-        """Raises ValueError: an input of a node is of a dtype that the operation does not compute with."""
-        for name, dtype in zip(self.inputs, dtypes, strict=False):
-            wanted = _DTYPES.get(name, "float32")
-            if self.any_rows and name == self.inputs[0] and dtype != "metadata":
-                continue
-            if dtype != wanted:
-                raise ValueError(f"{op} takes {name.removesuffix('?')} of {wanted}, not {dtype}.")
-
-
-_DTYPES = {
-    **dict.fromkeys(("token_ids", "positions", "adapters", "rows", "found"), "int64"),
-    "metadata": "metadata",
-    "counts": "counts",
-}
-"""Dtypes of inputs of operations by name; all others are float32."""
 
 
 OPERATIONS: Mapping[str, OperationSpec] = {
@@ -140,7 +100,7 @@ class GraphBuilder:
 
     def __init__(self, group: Collectives, *, batch_invariant: bool = True) -> None:
         """`group` has the ranks that results are added up or gathered over; see `Graph.batch_invariant`."""
-        self._group = group
+        self.group = group
         self._batch_invariant = batch_invariant
         self._values: list[Value] = []
         self._nodes: list[Node] = []
@@ -259,69 +219,34 @@ class GraphBuilder:
             )
         return self.record("experts", [x, logits], [experts], {}, x.width)
 
-    def dispatched_experts(
-        self,
-        x: Value,
-        logits: Value,
-        experts: Experts[LinearShape],
-        first_experts: Sequence[int],
-    ) -> Value:
-        """The same of the experts of all ranks, for this rank's x [n, hidden]: [n, hidden].
-
-        `first_experts` has the first expert of each rank; a token goes to those ranks that hold one of its
-        experts. What these give is summed in order of rank. Tokens are counted where they come from.
-        """
-        _expect(x, experts.gate[0].inputs)
-        _expect(logits, experts.routing.num_experts)
-        attributes: dict[str, Attribute] = {"first_experts": tuple(first_experts)}
-        inputs, weights = [x, logits, self._counts(x)], [experts, self._group]
-        return self.record("dispatched_experts", inputs, weights, attributes, x.width)
-
     # ---- several ranks
 
     def all_reduce(self, x: Value) -> Value:
         """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return x
-        return self.record("all_reduce", [x], [self._group], {}, x.width)
+        return self.record("all_reduce", [x], [self.group], {}, x.width)
 
     def all_gather(self, x: Value, sizes: Sequence[int]) -> Value:
         """The columns of all ranks side by side, `sizes[rank]` of each: [n, sum(sizes)]."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return x
-        if len(sizes) != self._group.size or sizes[self._group.rank] != x.width:
+        if len(sizes) != self.group.size or sizes[self.group.rank] != x.width:
             raise ValueError(f"A share of {x.width} is not that of a rank of {list(sizes)}.")
         attributes: dict[str, Attribute] = {"sizes": tuple(sizes)}
-        return self.record("all_gather", [x], [self._group], attributes, sum(sizes))
+        return self.record("all_gather", [x], [self.group], attributes, sum(sizes))
 
     def all_gather_argmax(self, found: Value) -> Value:
         """The highest of all ranks' `linear_argmax` [n, 3], of equal ones that of the lowest rank."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return found
         (out,) = self._node(
-            "all_gather_argmax", [found], [self._group], {}, [found.width], dtype="int64"
+            "all_gather_argmax", [found], [self.group], {}, [found.width], dtype="int64"
         )
         return out
 
-    # ---- ranks with rows of their own
-
-    def gather_rows(self, x: Value) -> Value:
-        """The rows of all ranks, in order of rank, from those x [n, d] that this one has: [all n, d]."""
-        return self._exchange("gather_rows", x, gathered=True)
-
-    def scatter_rows(self, x: Value) -> Value:
-        """The sum over all ranks of x [all n, d], of which each rank has its own rows: [n, d]."""
-        return self._exchange("scatter_rows", x, gathered=False)
-
-    def _exchange(self, op: str, x: Value, *, gathered: bool) -> Value:
-        if x.gathered == gathered:
-            raise ValueError(f"{op} takes rows of {'one rank' if gathered else 'all ranks'}.")
-        weights = [self._group]
-        (out,) = self._node(op, [x, self._counts(x)], weights, {}, [x.width], gathered=gathered)
-        return out
-
-    def _counts(self, x: Value) -> Value:
-        """Numbers of rows like those of x that each rank has."""
+    def counts(self, x: Value) -> Value:
+        """Numbers of rows like those of x that each rank has (`pagoda.backend.own_rows`)."""
         name = f"{'row' if x.selected else 'token'}_counts"
         if name not in self._inputs:
             self._inputs[name] = self._value(0, dtype="counts")
@@ -572,9 +497,11 @@ class GraphBuilder:
         weights: Sequence[object],
         attributes: Mapping[str, Attribute],
         width: int,
+        *,
+        gathered: bool | None = None,
     ) -> Value:
         """An operation that another module checks (`pagoda.backend.state_layers`): its output, [n, width]."""
-        (out,) = self._node(op, inputs, weights, attributes, [width])
+        (out,) = self._node(op, inputs, weights, attributes, [width], gathered=gathered)
         return out
 
     def _value(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go with ranks that attend to requests of their own."""
+"""Refusal of models, backends and flags that do not go with ranks which attend to requests of their own."""
 
 from __future__ import annotations
 

@@ -360,7 +360,8 @@ def _description(
 
 def _summary(plan: WorkerMemoryPlan, num_blocks: int) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
-    num_cached = tokens_held(plan.kv_groups, num_blocks)
+    ranks = plan.config.parallel.attention_ranks
+    num_cached = ranks * tokens_held(plan.kv_groups, num_blocks)
     return (
         f"{plan.backend_summary}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
         f"{format_bytes(num_blocks * plan.bytes_per_block)} {plan.kv_dtype_name} KV cache "
