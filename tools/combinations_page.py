@@ -27,6 +27,8 @@ _DRAFT_MODELS = "tests/worker/test_draft_models.py"
 _HEADS = "tests/worker/test_draft_heads.py"
 _DRAFTER = "pagoda/worker/drafting/planning.py"
 _FLAG = "pagoda/llm/speculative_config.py"
+_OWN_REQUESTS = "attention of each rank's own requests"
+_RANKS = "tests/worker/test_dp_attention.py"
 
 
 class Pair(NamedTuple):
@@ -46,6 +48,28 @@ def _with_speculation(proof: str, *others: str) -> list[Pair]:
 
 PAIRS: list[Pair] = [
     *_with_speculation(_ROWS, "greedy and sampled", "penalties", "`min_tokens`"),
+    *(
+        Pair(_OWN_REQUESTS, other, f"{_RANKS}::{test}")
+        for test, others in (
+            ("test_greedy", ("tensor and pipeline parallelism", "expert parallelism", "MLA")),
+            ("test_preempted_and_cached", ("preemption", "prefix cache", "windows")),
+            ("test_sampled_with_log_probabilities_and_drafts", ("log-probabilities", "ngram")),
+        )
+        for other in others
+    ),
+    *(
+        Pair(_OWN_REQUESTS, other, module, sentence)
+        for other, module, sentence in (
+            ("adapters", "pagoda/worker/dp_attention.py", "does not go with adapters"),
+            ("encoders", "pagoda/worker/dp_attention.py", "and an encoder keeps none"),
+            ("cuda, pypto", "pagoda/worker/dp_attention.py", "needs a backend whose ranks"),
+            ("draft model, MTP, EAGLE-3", _DRAFTER, "which --enable-dp-attention does not share"),
+            *(
+                (it, "pagoda/llm/engine_options.py", "does not go with --enable-dp-attention")
+                for it in ("tiers", "handoff")
+            ),
+        )
+    ),
     *_with_speculation(_ROWS, "`allowed_token_ids`", "log-probabilities"),
     *_with_speculation(
         "tests/worker/test_masked_answers.py::test_drafts_change_no_answer_in_a_grammar",

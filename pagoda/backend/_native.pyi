@@ -345,8 +345,8 @@ class Program:
         inputs: list[int],
         metadata: list[AttentionMetadata | None],
     ) -> int:
-        """Bytes that a step of so many `rows` (`StepRows`) takes between its inputs and its results; takes none and
-        computes nothing.
+        """Bytes that a step of so many `rows` (`StepRows`) takes between its inputs and its results; takes none
+        and computes nothing.
 
         Of the inputs only `metadata`, numbers of adapters, counts of ranks and selected rows are read."""
 

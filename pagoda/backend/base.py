@@ -80,10 +80,10 @@ class TokenBatch:
     cold: Mapping[int, ColdContexts] = field(default_factory=dict)
     """Segments that lie outside of the cache, by KV group; block tables have any valid ids for their blocks."""
     ranks: Tensor | None = None
-    """[s] int64, ascending: the rank that attends to each sequence, and alone has its blocks; None where all do."""
+    """[s] int64, ascending: the rank that attends to each sequence and has its blocks; None where all do."""
 
     def of(self, chosen: Tensor, cold: Mapping[int, ColdContexts] | None = None) -> TokenBatch:
-        """The part of the sequences that are chosen [s] bool, whose token ids have been written; `cold` is theirs."""
+        """The part of the sequences that are chosen [s] bool, whose token ids are written; `cold` is theirs."""
         rows = chosen.repeat_interleave(self.query_lens)
         query_lens = self.query_lens[chosen]
         return TokenBatch(
@@ -350,7 +350,7 @@ class StepRows(NamedTuple):
     tokens: int
     selected: int
     all_tokens: int
-    """Of all ranks, where each has its own."""
+    """Tokens of all ranks, where each has its own."""
     all_selected: int
 
     def of(self, value: Value) -> int:

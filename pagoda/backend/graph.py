@@ -26,7 +26,7 @@ Attribute = float | tuple[int, ...] | None
 
 
 Dtype = Literal["float32", "int64", "metadata", "counts"]
-"""Of `counts`, each rank's number of rows, there are [ranks] int64."""
+"""Dtype of rows; `counts` are [ranks] int64, each rank's number of rows."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class GraphBuilder:
     ) -> None:
         """`group` has the ranks that results are added up or gathered over, `context` those that share contexts;
         see `Graph.batch_invariant`."""
-        self._group = group
+        self.group = group
         self.context: Sequence[Collectives] = () if context is None else (context,)
         self._batch_invariant = batch_invariant
         self._values: list[Value] = []
@@ -231,69 +231,34 @@ class GraphBuilder:
             )
         return self.record("experts", [x, logits], [experts], {}, x.width)
 
-    def dispatched_experts(
-        self,
-        x: Value,
-        logits: Value,
-        experts: Experts[LinearShape],
-        first_experts: Sequence[int],
-    ) -> Value:
-        """The same of the experts of all ranks, for this rank's x [n, hidden]: [n, hidden].
-
-        `first_experts` has the first expert of each rank; a token goes to those ranks that hold one of its experts.
-        What these give is summed in order of rank. Tokens are counted where they come from.
-        """
-        _expect(x, experts.gate[0].inputs)
-        _expect(logits, experts.routing.num_experts)
-        attributes: dict[str, Attribute] = {"first_experts": tuple(first_experts)}
-        inputs, weights = [x, logits, self._counts(x)], [experts, self._group]
-        return self.record("dispatched_experts", inputs, weights, attributes, x.width)
-
     # ---- several ranks
 
     def all_reduce(self, x: Value) -> Value:
         """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return x
-        return self.record("all_reduce", [x], [self._group], {}, x.width)
+        return self.record("all_reduce", [x], [self.group], {}, x.width)
 
     def all_gather(self, x: Value, sizes: Sequence[int]) -> Value:
         """The columns of all ranks side by side, `sizes[rank]` of each: [n, sum(sizes)]."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return x
-        if len(sizes) != self._group.size or sizes[self._group.rank] != x.width:
+        if len(sizes) != self.group.size or sizes[self.group.rank] != x.width:
             raise ValueError(f"A share of {x.width} is not that of a rank of {list(sizes)}.")
         attributes: dict[str, Attribute] = {"sizes": tuple(sizes)}
-        return self.record("all_gather", [x], [self._group], attributes, sum(sizes))
+        return self.record("all_gather", [x], [self.group], attributes, sum(sizes))
 
     def all_gather_argmax(self, found: Value) -> Value:
         """The highest of all ranks' `linear_argmax` [n, 3], of equal ones that of the lowest rank."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return found
         (out,) = self._node(
-            "all_gather_argmax", [found], [self._group], {}, [found.width], dtype="int64"
+            "all_gather_argmax", [found], [self.group], {}, [found.width], dtype="int64"
         )
         return out
 
-    # ---- ranks with rows of their own
-
-    def gather_rows(self, x: Value) -> Value:
-        """The rows of all ranks, in order of rank, from those x [n, d] that this one has: [all n, d]."""
-        return self._exchange("gather_rows", x, gathered=True)
-
-    def scatter_rows(self, x: Value) -> Value:
-        """The sum over all ranks of x [all n, d], of which each rank has its own rows: [n, d]."""
-        return self._exchange("scatter_rows", x, gathered=False)
-
-    def _exchange(self, op: str, x: Value, *, gathered: bool) -> Value:
-        if x.gathered == gathered:
-            raise ValueError(f"{op} takes rows of {'one rank' if gathered else 'all ranks'}.")
-        weights = [self._group]
-        (out,) = self._node(op, [x, self._counts(x)], weights, {}, [x.width], gathered=gathered)
-        return out
-
-    def _counts(self, x: Value) -> Value:
-        """Numbers of rows like those of x that each rank has."""
+    def counts(self, x: Value) -> Value:
+        """Numbers of rows like those of x that each rank has (`pagoda.backend.own_rows`)."""
         name = f"{'row' if x.selected else 'token'}_counts"
         if name not in self._inputs:
             self._inputs[name] = self._value(0, dtype="counts")
@@ -557,9 +522,11 @@ class GraphBuilder:
         weights: Sequence[object],
         attributes: Mapping[str, Attribute],
         width: int,
+        *,
+        gathered: bool | None = None,
     ) -> Value:
         """An operation that another module checks (`pagoda.backend.state_layers`): its output, [n, width]."""
-        (out,) = self._node(op, inputs, weights, attributes, [width])
+        (out,) = self._node(op, inputs, weights, attributes, [width], gathered=gathered)
         return out
 
     def _value(

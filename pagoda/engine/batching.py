@@ -393,7 +393,19 @@ class Batcher:
         run_tokens = self._kv.run_tokens
         left = run_tokens - (request.num_scheduled_tokens - request.num_computed_tokens)
         most = min(left, max(self._limits.batch_multiple, run_tokens // 2))
-        return min(most, self.streams.room(request))
+        most = min(most, self.streams.room(request))
+        return most if self._kv.num_ranks == 1 else min(most, self._even_share(request))
+
+    def _even_share(self, request: Request) -> int:
+        """The most tokens of the request's prompt in a step, so that all ranks have equally many where others
+        could have some: prompts of other ranks, or those in line."""
+        rank, is_waiting = request.table.rank, request.state is RequestState.WAITING
+        if len(self._queue.waiting) > is_waiting or any(
+            other.table.rank != rank and other.num_schedulable_tokens > 1 for other in self._running
+        ):
+            share = self._limits.max_num_batched_tokens // self._kv.num_ranks
+            return max(self._limits.batch_multiple, share)
+        return UNLIMITED_RUN
 
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""

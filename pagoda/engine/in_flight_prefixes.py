@@ -22,7 +22,7 @@ class InFlightPrefixes:
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
         self._by_key: dict[tuple[int, bytes], Request] = {}
-        """By rank, as one does not see blocks of another, and key."""
+        """Requests by rank, as one does not see blocks of another, and key."""
         self._keys: dict[Request, tuple[int, bytes]] = {}
         self._num_left = _MAX_WAITING
         """Requests that the step may still pass over."""

@@ -14,8 +14,8 @@ released longest ago. The links are in the blocks themselves: taking, returning 
 the middle are all O(1).
 
 Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`). Of several
-context-parallel ranks each holds equally many of the blocks, which follow each other, and has rings of its own. Ranks
-that attend to requests of their own (`own_keys`) each find their own blocks alone, and several may hold the same prefix.
+ranks each holds equally many of the blocks, which follow each other, and has rings of its own. Ranks that attend
+to requests of their own (`own_keys`) find their own blocks alone, and several may hold the same prefix.
 """
 
 from __future__ import annotations

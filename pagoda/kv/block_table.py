@@ -55,7 +55,7 @@ class BlockTable:
         self.spans = spans
         """Embedded spans of the prompt."""
         self.rank = 0
-        """The rank that attends to the request, of several that each have their own; chosen while it has no block."""
+        """The rank that attends to the request, where each has its own; chosen while the table is empty."""
         self.groups = [GroupTable() for _ in range(num_groups)]
         self.keys: list[bytes] = [root_key]
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""

@@ -305,8 +305,8 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             flag = "--kv-host-bytes"
         if flag is not None:
             raise ConfigError(
-                f"{flag} does not go with --enable-dp-attention, by which each rank holds the KV of requests of its "
-                "own and alone could move it; leave out one of them."
+                f"{flag} does not go with --enable-dp-attention, by which each rank holds the KV of requests of "
+                "its own and alone could move it; leave out one of them."
             )
 
     def check_calibrates_alone(self, other: str) -> None:
@@ -350,7 +350,7 @@ class ParallelOptions:
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
     enable_dp_attention: bool = False
-    """Give each tensor rank requests of its own, whose KV it alone holds and attends to, instead of some heads of all;
+    """Give each tensor rank requests of its own, whose KV it alone holds and attends to, instead of heads of all;
     MLPs and experts stay shared. For models of few KV heads, or latents, which every rank would hold else."""
 
     def config(self, backend: str = AUTO) -> ParallelConfig:

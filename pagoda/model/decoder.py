@@ -28,15 +28,17 @@ from pagoda.backend.base import (
     check_operations,
 )
 from pagoda.backend.graph import Graph, RotaryTable, Value
-from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
+from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
+from pagoda.model.own_tokens import OwnTokens
+from pagoda.model.recording import dense_mlp, normed, scaled, with_adapters
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -74,42 +76,6 @@ class PlannedBatch(Generic[MetadataT]):
     """Metadata of attention by KV group."""
     own: OwnTokens | None = None
     """This rank's part of the tokens, where each attends to its own."""
-
-
-@dataclass(frozen=True)
-class OwnTokens:
-    """Tokens that a rank attends to, of several that each have their own."""
-
-    batch: TokenBatch
-    rank: int
-    counts: list[int]
-    """Tokens of each rank; those of the step are in order of rank."""
-
-    @classmethod
-    def of(cls, batch: TokenBatch, rank: int, size: int) -> OwnTokens:
-        """This rank's part of a step of all ranks; all of one that names no ranks."""
-        ranks = batch.ranks
-        if ranks is None:
-            return cls(batch, rank, [len(batch.token_ids) * (it == rank) for it in range(size)])
-        counts = torch.zeros(size, dtype=torch.int64).index_add_(0, ranks, batch.query_lens)
-        return cls(batch.of(ranks == rank), rank, counts.tolist())
-
-    @property
-    def rows(self) -> slice:
-        """The rows of these tokens among those of the step."""
-        first = sum(self.counts[: self.rank])
-        return slice(first, first + self.counts[self.rank])
-
-    def inputs(self, rows: Sequence[int] | None) -> dict[str, Tensor]:
-        """Inputs that say how many tokens each rank has, and of `rows` of the step which are this one's."""
-        tensors = {"token_counts": torch.tensor(self.counts)}
-        if rows is not None:
-            ends = torch.tensor(self.counts).cumsum(0)
-            wanted = torch.tensor(sorted(rows), dtype=torch.int64)
-            ranks = torch.bucketize(wanted, ends, right=True)
-            tensors["row_counts"] = torch.bincount(ranks, minlength=len(ends))
-            tensors["rows"] = wanted[ranks == self.rank] - self.rows.start
-        return tensors
 
 
 class Decoder(Generic[LinearT, MetadataT]):
@@ -254,28 +220,22 @@ class Decoder(Generic[LinearT, MetadataT]):
             computed = compiled(step, results)
             if began:
                 tracer.span("forward", began)
-            return self._in_order(planned, rows, computed)
+            return self._in_order(planned.own, rows, computed)
         computed, times = compiled.traced(step, results, tracer)
         if times and compiled is self._compiled:  # whose operations the trace names
             tracer.span("forward", began, {"ops_ns": [ready - began, *times]})
         else:
             tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=ready)
             tracer.span("forward", began)
-        return self._in_order(planned, rows, computed)
+        return self._in_order(planned.own, rows, computed)
 
     def _in_order(
-        self,
-        planned: PlannedBatch[MetadataT],
-        rows: Sequence[int] | None,
-        computed: tuple[Tensor, ...],
+        self, own: OwnTokens | None, rows: Sequence[int] | None, computed: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Results in the order of the `rows` that were asked for, which ranks with tokens of their own compute in
-        that of the step."""
-        if planned.own is None or rows is None or not self._shard.is_last:
+        """Results in the order of the `rows` that were asked for, if these are rows of the last stage."""
+        if own is None or rows is None or not self._shard.is_last:
             return computed
-        places = {row: place for place, row in enumerate(sorted(rows))}
-        order = torch.tensor([places[row] for row in rows], dtype=torch.int64)
-        return tuple(each[order.to(each.device)] for each in computed)
+        return own.in_order(rows, computed)
 
     def profile(self, batch: TokenBatch) -> int:
         """Bytes of memory that `forward` takes at most for a step like this, of which all rows are wanted.
@@ -457,7 +417,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         ):
             if index in self._captured:
                 ops.result(layer_input(index), ops.share_rows(x))
-            h = attention_input or _normed(ops, x, layer.attention_norm, eps)
+            h = attention_input or normed(ops, x, layer.attention_norm, eps)
             table = tables.get(layer.spec.attention.rotary)
             attended = self._attention(
                 ops, layer, maps, (cache, states), table, h, adapters, beside
@@ -472,23 +432,22 @@ class Decoder(Generic[LinearT, MetadataT]):
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
             out = ops.linear(attended, layer.attention_out)
-            out = _adapted(
+            out = with_adapters(
                 ops, out, attended, None if maps is None else maps.attention_out, adapters
             )
-            if layer.spec.parallel and self._shard.dp_attention:
-                out = ops.add(out, self._whole_mlp(ops, layer, maps, h, adapters))
-            elif layer.spec.parallel:
-                out = ops.add(out, self._mlp(ops, layer, maps, h, adapters))
+            if layer.spec.parallel:
+                mlp = self._whole_mlp if self._shard.dp_attention else self._mlp
+                out = ops.add(out, mlp(ops, layer, maps, h, adapters))
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
             if layer.spec.parallel:
                 continue
-            h = _normed(ops, x, layer.mlp_norm, eps)
+            h = normed(ops, x, layer.mlp_norm, eps)
             out = self._whole_mlp(ops, layer, maps, h, adapters)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
-        h = _normed(ops, x, self._norm, eps)
-        h = ops.gather_rows(h) if self._shard.dp_attention else ops.share_rows(h)
+        h = normed(ops, x, self._norm, eps)
+        h = gather_rows(ops, h) if self._shard.dp_attention else ops.share_rows(h)
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
@@ -499,7 +458,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             ops.result("scores", ops.linear(h, out_layer))
         if self.head is None:
             return ops.build()
-        logits = _scaled(ops, ops.linear(h, self.head), multipliers.logits)
+        logits = scaled(ops, ops.linear(h, self.head), multipliers.logits)
         if multipliers.logits_softcap is not None:
             logits = ops.softcap(logits, multipliers.logits_softcap)
         ops.result("logits", ops.all_gather(logits, self._shard.vocabulary_shares))
@@ -521,11 +480,9 @@ class Decoder(Generic[LinearT, MetadataT]):
             return ops.input("hidden", config.hidden_size)
         given = ops.input("embedded", config.hidden_size) if embeds_spans else None
         ids = self._shard.vocabulary.start, config.vocab_size + embeds_spans
-        if self._shard.dp_attention:
-            tokens = ops.input("token_ids", gathered=True)
-            x = ops.scatter_rows(ops.embedding(tokens, self._embedding, *ids))
-        else:
-            x = ops.all_reduce(ops.embedding(ops.input("token_ids"), self._embedding, *ids))
+        tokens = ops.input("token_ids", gathered=self._shard.dp_attention)
+        x = ops.embedding(tokens, self._embedding, *ids)
+        x = scatter_rows(ops, x) if self._shard.dp_attention else ops.all_reduce(x)
         if self._tables is not None:
             x = x if given is None else ops.add(x, given)
             for name, table in (
@@ -533,8 +490,8 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ("positions", self._tables.positions),
             ):
                 x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
-            return _normed(ops, x, self._tables.norm, config.norm.eps)
-        x = _scaled(ops, x, self._embedding_multiplier)
+            return normed(ops, x, self._tables.norm, config.norm.eps)
+        x = scaled(ops, x, self._embedding_multiplier)
         return x if given is None else ops.add(x, given)
 
     def _added(
@@ -544,8 +501,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         config = self._shard.config
         eps, factor = config.norm.eps, config.multipliers.residual
         if layer.spec.norms_sums:
-            return _normed(ops, ops.add(x, out), norm, eps)
-        return ops.add(x, _scaled(ops, _normed(ops, out, norm, eps), factor))
+            return normed(ops, ops.add(x, out), norm, eps)
+        return ops.add(x, scaled(ops, normed(ops, out, norm, eps), factor))
 
     def _whole_mlp(
         self,
@@ -560,7 +517,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             return ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
         if self._shard.dispatches and not isinstance(layer.mlp, DenseMlp):
             return self._mlp(ops, layer, maps, h, adapters)
-        return ops.scatter_rows(self._mlp(ops, layer, maps, ops.gather_rows(h), adapters))
+        return scatter_rows(ops, self._mlp(ops, layer, maps, gather_rows(ops, h), adapters))
 
     def _mlp(
         self,
@@ -573,15 +530,15 @@ class Decoder(Generic[LinearT, MetadataT]):
         """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
         mlp = layer.mlp
         if isinstance(mlp, DenseMlp):
-            return _dense_mlp(ops, mlp, h, maps, adapters)
+            return dense_mlp(ops, mlp, h, maps, adapters)
         scores = ops.linear(h, mlp.router)
         if self._shard.dispatches:
-            out = ops.dispatched_experts(h, scores, mlp.experts, self._shard.first_experts)
+            out = dispatched_experts(ops, h, scores, mlp.experts, self._shard.first_experts)
         else:
             out = ops.experts(h, scores, mlp.experts)
         if mlp.shared is None:
             return out
-        shared = _dense_mlp(ops, mlp.shared, h, None, adapters)
+        shared = dense_mlp(ops, mlp.shared, h, None, adapters)
         if mlp.shared_router is not None:
             score = ops.sigmoid(ops.linear(h, mlp.shared_router))
             shared = ops.scale_rows(shared, score)
@@ -601,7 +558,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
         held, states = caches
         cache, metadata = held.cache, ops.metadata(held.group)
-        qkv = _adapted(
+        qkv = with_adapters(
             ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
         )
         if beside is not None:
@@ -650,41 +607,3 @@ class Decoder(Generic[LinearT, MetadataT]):
         if layer.gate is None:
             return out
         return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))
-
-
-def _dense_mlp(
-    ops: GraphBuilder,
-    mlp: DenseMlp[LinearT],
-    h: Value,
-    maps: AdaptedLayer | None,
-    adapters: Value | None,
-) -> Value:
-    both = ops.linear(h, mlp.gate_up)
-    both = _adapted(ops, both, h, None if maps is None else maps.gate_up, adapters)
-    activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul, "gelu": ops.gelu}
-    inner = activations[mlp.activation](both)
-    out = ops.linear(inner, mlp.down)
-    return _adapted(ops, out, inner, None if maps is None else maps.down, adapters)
-
-
-def _normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
-    """x [n, hidden] behind its norm, if there is one."""
-    if norm is None:
-        return x
-    if norm.bias is None:
-        return ops.rms_norm(x, norm.weight, eps)
-    return ops.layer_norm(x, norm.weight, norm.bias, eps)
-
-
-def _scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
-    """x [n, d] times a factor, if it is not one."""
-    return x if factor == 1 else ops.scale(x, factor)
-
-
-def _adapted(
-    ops: GraphBuilder, out: Value, x: Value, maps: LowRankMaps | None, adapters: Value | None
-) -> Value:
-    """`out` [n, out] of a layer with what adapters make of its inputs x."""
-    if maps is None or adapters is None:
-        return out
-    return ops.add_low_rank(out, x, adapters, maps)

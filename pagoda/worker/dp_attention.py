@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go with ranks that attend to requests of their own."""
+"""Refusal of models, backends and flags that do not go with ranks which attend to requests of their own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def check_dp_attention(config: WorkerConfig, spec: ModelSpec, backend: Backend[A
         )
     if set(_OPERATIONS) & set(backend.capabilities.lacks_operations):
         raise UnsupportedError(
-            f"{_FLAG} needs a backend whose ranks exchange rows, which {backend.arithmetic} does not; choose another "
-            "--backend, or leave it out."
+            f"{_FLAG} needs a backend whose ranks exchange rows, which {backend.arithmetic} does not; choose "
+            "another --backend, or leave it out."
         )

@@ -373,7 +373,7 @@ def _description(
 
 def _summary(plan: WorkerMemoryPlan, num_blocks: int) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
-    num_cached = plan.config.segment_shares.size * tokens_held(plan.kv_groups, num_blocks)
+    num_cached = plan.config.parallel.num_pools * tokens_held(plan.kv_groups, num_blocks)
     return (
         f"{plan.backend_summary}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
         f"{format_bytes(num_blocks * plan.bytes_per_block)} {plan.kv_dtype_name} KV cache "

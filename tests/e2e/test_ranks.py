@@ -25,6 +25,7 @@ from pagoda.parallel.config import ParallelConfig
 
 EMBEDDED = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+OWN_REQUESTS = ParallelConfig(tensor_parallel_size=2, dp_attention=True)
 MAX_TOKENS = 48
 REQUESTS = [
     GenerateRequest(
@@ -120,21 +121,24 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int
 
 
 @pytest.mark.parametrize(
-    ("launcher", "address", "victim"),
+    ("parallel", "launcher", "address", "victim"),
     [
-        (LocalLauncher(), None, "worker pp0 tp1"),
-        (TwoHosts(), "tcp://127.0.0.1", "worker pp1 tp0"),
+        (SQUARE, LocalLauncher(), None, "worker pp0 tp1"),
+        (SQUARE, TwoHosts(), "tcp://127.0.0.1", "worker pp1 tp0"),
+        (OWN_REQUESTS, LocalLauncher(), None, "worker pp0 tp1"),
+        (OWN_REQUESTS, TwoHosts(), "tcp://127.0.0.1", "worker pp0 tp0"),
     ],
-    ids=["one host", "two hosts"],
+    ids=["one host", "two hosts", "requests of its own", "requests of its own, two hosts"],
 )
 def test_a_rank_is_killed(
+    parallel: ParallelConfig,
     launcher: Launcher,
     address: str | None,
     victim: str,
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    replica = Replica(SQUARE, launcher, address or f"ipc://{tmp_path / 'w'}")
+    replica = Replica(parallel, launcher, address or f"ipc://{tmp_path / 'w'}")
     try:
         assert replica.answer([victim]) == expected
     finally:

@@ -135,6 +135,8 @@ class SchedulerRules(RuleBasedStateMachine):
         assert len(plan.slots) == len(set(plan.slots)) <= limits.max_num_seqs
         assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
         assert min(plan.num_tokens) >= 1
+        scheduled = [part.request.table.rank for part in self.scheduler.in_flight[-1].scheduled]
+        assert scheduled == sorted(scheduled), "slots are in the order of their ranks"
 
     @precondition(lambda self: self.results)
     @rule()
@@ -199,6 +201,8 @@ class SchedulerRules(RuleBasedStateMachine):
         assert set(self.scheduler.requests) == set(self.requests)
         for request in self.scheduler.requests.values():
             assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
+            table = request.table
+            assert all(block.rank == table.rank for block in table.blocks)
 
     @property
     def is_busy(self) -> bool:

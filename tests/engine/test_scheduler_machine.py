@@ -33,6 +33,7 @@ class SchedulerMachine(SchedulerRules):
         mixed=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2, 3]),
         model=st.sampled_from(["full", *EVERY]),
+        num_ranks=st.sampled_from([1, 1, 2, 3]),
     )
     def build(
         self,
@@ -43,10 +44,11 @@ class SchedulerMachine(SchedulerRules):
         mixed: bool,
         num_stages: int,
         model: str,
+        num_ranks: int,
     ) -> None:
         groups = grouped(model, BLOCK_SIZE)
         least = sum(group.most_blocks(0, MAX_MODEL_LEN, multiple) for group in groups)
-        num_blocks = least + extra_blocks
+        num_blocks = (least + extra_blocks) * num_ranks
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -58,7 +60,12 @@ class SchedulerMachine(SchedulerRules):
         self.events = CacheRecorder()
         self.cached = CacheView()
         kv = KVManager(
-            num_blocks, BLOCK_SIZE, groups=groups, run_tokens=2 * budget, recorder=self.events
+            num_blocks,
+            BLOCK_SIZE,
+            groups=groups,
+            run_tokens=2 * budget,
+            recorder=self.events,
+            num_ranks=num_ranks,
         )
         self.begin(Scheduler(limits, kv, VirtualClock()))
 

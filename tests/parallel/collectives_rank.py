@@ -59,6 +59,19 @@ def check_exchanges(group: Collectives) -> None:
             parts = [input_of(rank, count, torch.float32, count) for rank in range(group.size)]
             typed = [(part * 10).to(dtype) for part in parts]
             expect(group.all_gather(typed[group.rank]), torch.stack(typed))
+            # To rank b go b + 1 of a rank's rows, to the last none; rows of rank a are those of all from a on.
+            rows = torch.cat(typed)[:, None].expand(-1, 3).contiguous()
+            counts = [
+                [(to + 1) * (to + 1 < group.size) * count // 777 for to in range(group.size)]
+                for _ in range(group.size)
+            ]
+            sent = rows[group.rank :][: sum(counts[group.rank])]
+            first = sum(counts[0][: group.rank])
+            own = slice(first, first + counts[0][group.rank])
+            expect(
+                group.all_to_all(sent, counts),
+                torch.cat([rows[rank:][: sum(counts[rank])][own] for rank in range(group.size)]),
+            )
     for length in (0, 1, 5000, 4 * LARGE):
         payload = bytes(range(256)) * (length // 256) + bytes(length % 256)
         if group.broadcast(payload if group.rank == 0 else None) != payload:

@@ -99,6 +99,7 @@ def test_a_group_of_one() -> None:
     group, x = Alone(), torch.ones(3)
     assert group.all_reduce(x) is x
     assert torch.equal(group.all_gather(x), x[None])
+    assert group.all_to_all(x, [[3]]) is x
     assert group.broadcast(b"x") == b"x"
     with pytest.raises(ValueError, match="Rank 0 gives"):
         group.broadcast(None)

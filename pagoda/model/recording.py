@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of layers, as they are recorded."""
+
+from __future__ import annotations
+
+from pagoda.backend.base import LinearT
+from pagoda.backend.graph import Value
+from pagoda.backend.low_rank import LowRankMaps
+from pagoda.backend.operations import GraphBuilder
+from pagoda.model.adapters import AdaptedLayer
+from pagoda.model.loader import DenseMlp, Norm
+
+
+def dense_mlp(
+    ops: GraphBuilder,
+    mlp: DenseMlp[LinearT],
+    h: Value,
+    maps: AdaptedLayer | None,
+    adapters: Value | None,
+) -> Value:
+    both = ops.linear(h, mlp.gate_up)
+    both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
+    activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul, "gelu": ops.gelu}
+    inner = activations[mlp.activation](both)
+    out = ops.linear(inner, mlp.down)
+    return with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+
+
+def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
+    """x [n, hidden] behind its norm, if there is one."""
+    if norm is None:
+        return x
+    if norm.bias is None:
+        return ops.rms_norm(x, norm.weight, eps)
+    return ops.layer_norm(x, norm.weight, norm.bias, eps)
+
+
+def scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
+    """x [n, d] times a factor, if it is not one."""
+    return x if factor == 1 else ops.scale(x, factor)
+
+
+def with_adapters(
+    ops: GraphBuilder, out: Value, x: Value, maps: LowRankMaps | None, adapters: Value | None
+) -> Value:
+    """`out` [n, out] of a layer with what adapters make of its inputs x."""
+    if maps is None or adapters is None:
+        return out
+    return ops.add_low_rank(out, x, adapters, maps)
