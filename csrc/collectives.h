@@ -31,8 +31,6 @@ class Collectives {
     int rank() const { return rank_; }
     int size() const { return size_; }
 
-    int rank() const { return rank_; }
-
     // Makes x the sum of the x of all ranks, added up as floats in order of rank. Called by all threads of a team.
     void all_reduce(const KernelTable& table, Dtype dtype, void* x, int64_t count);
 

@@ -104,7 +104,7 @@ class Program {
     // Throws std::out_of_range if selected rows are none of the step's.
     void check_rows(const Step& step) const;
     const AdaptedRows& adapted_rows(Value value) const {
-        return shape(value).rows == selected ? adapted_selected_ : adapted_tokens_;
+        return shape(value).rows == kSelected ? adapted_selected_ : adapted_tokens_;
     }
 
     // ---- once they are recorded

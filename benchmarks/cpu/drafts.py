@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 from cyclopts import App
@@ -211,7 +212,8 @@ class _Engine:
     def _run(self, is_done: Callable[[], bool]) -> None:
         """Takes turns of the engine's loop."""
         while not is_done():
-            zmq.zmq_poll([(source, zmq.POLLIN) for source in self._core.pollables()], 100)
+            sources: list[Any] = self._core.pollables()
+            zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], 100)
             if self._core.parts is None:
                 self._core.step()
 

@@ -318,7 +318,7 @@ class Program:
     def __init__(
         self,
         kernels: Kernels,
-        values: list[tuple[int, int, bool, bool]],
+        values: list[tuple[int, int, int]],
         inputs: list[int],
         results: list[int],
         rows: int,
