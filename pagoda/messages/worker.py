@@ -15,7 +15,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
