@@ -33,10 +33,14 @@ def bind(
     """A few operations on some tensors, compiled; each call computes them once more.
 
     `record` takes a builder and, by name, a value for each tensor [n, ...], and `metadata` where there is some.
-    Integers are inputs of such names as `token_ids` only.
+    Integers are inputs of such names as `token_ids` only; `token_counts` are those of `pagoda.backend.own_rows`.
     """
     builder = GraphBuilder(backend.group)
-    values = {name: builder.input(name, _width(tensor)) for name, tensor in tensors.items()}
+    values = {
+        name: builder.input(name, _width(tensor))
+        for name, tensor in tensors.items()
+        if not name.endswith("_counts")
+    }
     if metadata is not None:
         values["metadata"] = builder.metadata()
     outputs = record(builder, **values)

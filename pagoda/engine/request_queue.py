@@ -165,9 +165,9 @@ class RequestQueue:
     def has_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def reserved(self, rank: int) -> Reserved:
-        """Sequences of all ranks, and blocks of one, that requests which run or load keep or will need."""
-        return Reserved(len(self.running) + self._num_loading, self._reserved_blocks[rank])
+    @property
+    def reserved(self) -> Reserved:
+        return Reserved(len(self.running) + self._num_loading, sum(self._reserved_blocks))
 
     @property
     def is_full(self) -> bool:
@@ -286,7 +286,7 @@ class RequestQueue:
         With `in_turn` also besides what the requests in line before it need.
         """
         rank = request.table.rank
-        num_seqs, num_blocks = self.reserved(rank)
+        num_seqs, num_blocks = self.reserved.num_seqs, self._reserved_blocks[rank]
         if in_turn:
             ahead = self.waiting.ahead_of(request.order_key)
             num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks

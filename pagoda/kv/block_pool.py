@@ -65,7 +65,8 @@ class BlockPool:
         """`recorder` is told of the blocks of `medium` that are stored and removed. Ranks hold equally many; with
         `own_keys` each finds its own."""
         if num_blocks < 1 or num_blocks % num_ranks:
-            raise ValueError(f"num_blocks must be a multiple of {num_ranks}, got {num_blocks}.")
+            least = f"at least 1, a multiple of {num_ranks}"
+            raise ValueError(f"num_blocks must be {least}, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_stored = 0
         """Blocks that became findable since the start."""

@@ -442,8 +442,10 @@ class ExecutorOptions:
         cannot be split as `parallel` says.
         """
         self._check(engine, parallel)
-        config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
         topology = parallel.config(engine.backend)
+        if topology.dp_attention:
+            engine.check_keeps_kv(handoff)
+        config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
         if topology.context_parallel_size > 1:
             flag = f"--context-parallel-size {topology.context_parallel_size}"
             if config.kv_tiers is not None:
@@ -459,8 +461,6 @@ class ExecutorOptions:
             find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.
         share = -(-config.worker.kv_host_bytes // topology.num_ranks)
-        if topology.dp_attention:
-            engine.check_keeps_kv(handoff)
         worker = msgspec.structs.replace(config.worker, parallel=topology, kv_host_bytes=share)
         config = msgspec.structs.replace(config, executor=self.executor, worker=worker)
         if self.executor == "sim":

@@ -94,8 +94,8 @@ def test_preempted_and_cached(directory: Path, backend: str) -> None:
     scarce = {"block_size": 4, "num_blocks": 26, "enable_prefix_caching": True}
     shared = split(directory, backend, 2, **scarce)
     asked = [
-        msgspec.structs.replace(request, prompt_token_ids=[*range(20), *request.prompt_token_ids])
-        for request in requests(6)
+        msgspec.structs.replace(request, prompt_token_ids=[*range(20), number])
+        for number, request in enumerate(requests(6, max_tokens=34))
     ]
     expected = one.answer(asked)
     assert shared.answer(asked) == expected
@@ -216,7 +216,9 @@ def test_one_rank_is_refused() -> None:
         ParallelConfig(dp_attention=True)
 
 
-@pytest.mark.parametrize("options", [{"kv_host_bytes": "1G"}, {"kv_disk_path": "/nowhere"}])
+@pytest.mark.parametrize(
+    "options", [{"kv_host_bytes": "1G"}, {"kv_disk_path": "/nowhere", "kv_disk_bytes": "1GiB"}]
+)
 def test_tiers_are_refused(options: dict[str, Any]) -> None:
     parallel = ParallelOptions(tensor_parallel_size=2, enable_dp_attention=True)
     with pytest.raises(ConfigError, match="does not go with --enable-dp-attention"):

@@ -56,7 +56,8 @@ def dispatched_experts(
     rows = torch.cat(tokens)
     found = group.all_to_all(torch.cat((x[rows], logits[rows]), dim=1), sent)
     uncounted = replace(held, counts=torch.zeros_like(held.counts))
-    given = experts(*found.split_with_sizes([x.shape[1], logits.shape[1]], dim=1), uncounted)
+    rows_here, logits_here = found.split_with_sizes([x.shape[1], logits.shape[1]], dim=1)
+    given = experts(rows_here, logits_here, uncounted)
     back = group.all_to_all(given, [list(row) for row in zip(*sent, strict=True)])
     for part, of_rank in zip(back.split_with_sizes(sent[group.rank]), tokens, strict=True):
         total[of_rank] += part

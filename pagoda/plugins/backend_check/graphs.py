@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, StepInput, UnsupportedError
+from pagoda.backend import own_rows
+from pagoda.backend.base import Backend, Experts, StepInput, UnsupportedError
 from pagoda.backend.graph import Graph, Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.devices import BackendUnavailableError
 from pagoda.parallel.collectives import HostGroup
 from pagoda.plugins.backend_check.products import TOLERANCE
@@ -218,8 +220,54 @@ def _all_gather(subject: Subject) -> str:
     return f"shares of {' and '.join(map(str, sizes))} columns, equal logits"
 
 
+def _own_rows(subject: Subject) -> str:
+    subject.needs("gather_rows", "scatter_rows", "experts", "dispatched_experts")
+    routing, first = ExpertRouting(4, 2, renormalize=True), (0, 1)
+    x, logits = random_tensor(_ROWS, 64), random_tensor(_ROWS, 4, seed=1)
+
+    def held(backend: Backend[Any, Any], own: range) -> Experts[Any]:
+        def maps(outputs: int, inputs: int, seed: int) -> tuple[Any, ...]:
+            weights = (random_tensor(outputs, inputs, seed=seed + it) / 8 for it in own)
+            dense = (DenseWeight(weight.to(subject.dense)) for weight in weights)
+            return tuple(backend.prepare_linear([it], None, subject.dense) for it in dense)
+
+        counts = torch.zeros(4, dtype=torch.int64, device=backend.device)
+        parts = maps(48, 64, 10), maps(48, 64, 20), maps(64, 48, 30)
+        return Experts(routing, own.start, *parts, counts)
+
+    def work(backend: Backend[Any, Any], rank: int) -> list[list[Tensor]]:
+        experts = held(backend, range(first[rank], (*first, 4)[rank + 1]))
+
+        def record(ops: GraphBuilder, x: Value, logits: Value) -> list[Value]:
+            summed = own_rows.scatter_rows(ops, ops.scale(own_rows.gather_rows(ops, x), 1.0))
+            return [summed, own_rows.dispatched_experts(ops, x, logits, experts, first)]
+
+        found = []
+        for split in (_ROWS // 2, _ROWS, 0):
+            own = slice(0, split) if rank == 0 else slice(split, _ROWS)
+            counts = torch.tensor([split, _ROWS - split])
+            given = {"x": x[own], "logits": logits[own], "token_counts": counts}
+            found.append(outputs(backend, record, given))
+        return found
+
+    one = subject.backend
+    whole = held(one, range(4))
+    (expected,) = outputs(
+        one, lambda ops, x, logits: ops.experts(x, logits, whole), {"x": x, "logits": logits}
+    )
+    for ours, theirs in zip(*_on_ranks(subject, work), strict=True):
+        sums, given = (torch.cat(parts) for parts in zip(ours, theirs, strict=True))
+        ensure_close(sums, RANKS * x, 1e-6, "scatter_rows of gather_rows")
+        ensure_close(given, expected, TOLERANCE[subject.dense], "dispatched_experts")
+    return "rows of both ranks, and of one alone"
+
+
 _REDUCE, _GATHER = Check("all_reduce", _all_reduce), Check("all_gather, argmax", _all_gather)
-EXPLICIT = {"all_reduce": _REDUCE, "all_gather": _GATHER, "all_gather_argmax": _GATHER}
+_OWN = Check("gather_rows, scatter_rows, dispatched_experts", _own_rows)
+EXPLICIT = {
+    **{"all_reduce": _REDUCE, "all_gather": _GATHER, "all_gather_argmax": _GATHER},
+    **dict.fromkeys(("gather_rows", "scatter_rows", "dispatched_experts"), _OWN),
+}
 """Checks of operations of several ranks."""
 FURTHER = (
     Check("parts of models", _parts),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ class DeviceGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size, *x.shape))
         self._ranks._allgather_base(out, x.contiguous()).wait()
+        return out
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        received = [row[self.rank] for row in counts]
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        self._ranks.alltoall_base(out, x.contiguous(), received, list(counts[self.rank])).wait()
         return out
 
 

@@ -289,3 +289,11 @@ class EmulatedGroup:
             _interpreter.acquire()
         whole = bytearray().join(parts)
         return torch.frombuffer(whole, dtype=x.dtype).view(self.size, *x.shape)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        most = max(map(sum, counts))
+        padded = x.new_zeros((most, *x.shape[1:]))
+        padded[: len(x)] = x
+        parts = zip(self.all_gather(padded), counts, strict=True)
+        ends = [(part, sum(row[: self.rank]), row[self.rank]) for part, row in parts]
+        return torch.cat([part[first : first + count] for part, first, count in ends])
