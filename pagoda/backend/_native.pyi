@@ -317,7 +317,7 @@ class Program:
     def __init__(
         self,
         kernels: Kernels,
-        values: list[tuple[int, int, bool]],
+        values: list[tuple[int, int, int]],
         inputs: list[int],
         results: list[int],
         rows: int,
