@@ -274,17 +274,41 @@ class Hanging:
         self._parts = parts
         self.begins = parts.begins
         self.may_answer = threading.Event()
+        self.asked = threading.Event()
 
     def open_reader(self) -> staging.PartReader:
         reader = self._parts.open_reader()
-        gate = self.may_answer
+        gate, asked = self.may_answer, self.asked
 
         class Reader:
             def read(self, key: bytes, place: int, into: memoryview) -> None:
+                asked.set()
                 assert gate.wait(60)
                 reader.read(key, place, into)
 
         return Reader()
+
+
+def hang(rig: Rig) -> Hanging:
+    """Lets the disk hang until it may answer."""
+    runner = rig.driver.runner
+    assert isinstance(runner, Runner)
+    assert runner.batch.streams is not None
+    tiers = runner.batch.streams.tiers
+    assert isinstance(tiers, dict)
+    hanging = tiers["disk"] = Hanging(tiers["disk"])
+    return hanging
+
+
+def test_a_slow_tier_takes_its_time_and_harms_nobody(tmp_path: Path, rigs: list[Rig]) -> None:
+    save("qwen3", tmp_path)
+    alone, _ = answers_alone(rigs, tmp_path)
+    rig = cooled(rigs, tmp_path, "disk", "host")
+    slow = hang(rig)
+    answering = threading.Thread(target=lambda: slow.asked.wait(60) and slow.may_answer.set())
+    answering.start()
+    assert told(rig.say([0], 4), 0) == alone
+    answering.join()
 
 
 def test_a_tier_that_hangs_is_not_asked_until_it_answers(
@@ -293,12 +317,7 @@ def test_a_tier_that_hangs_is_not_asked_until_it_answers(
     save("qwen3", tmp_path)
     alone, beside = answers_alone(rigs, tmp_path)
     rig = cooled(rigs, tmp_path, "disk", "host")
-    runner = rig.driver.runner
-    assert isinstance(runner, Runner)
-    assert runner.batch.streams is not None
-    tiers = runner.batch.streams.tiers
-    assert isinstance(tiers, dict)
-    hanging = tiers["disk"] = Hanging(tiers["disk"])
+    hanging = hang(rig)
     monkeypatch.setattr(staging, "PATIENCE_S", 0.05)
     monkeypatch.setattr(staging, "_FAREWELL_S", 0.05)
     assert_slot_0_is_lost(rig, "not answered", beside)
