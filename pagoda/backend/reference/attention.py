@@ -290,11 +290,8 @@ def attention(
     if not causal:
         metadata = metadata.both_ways
     num_kv_heads = cache.keys.shape[1]
-    shape = (metadata.num_tiles, num_kv_heads, metadata.rows_per_tile, head_dim)
-    tiles = torch.zeros(shape, dtype=torch.float32)
-    scaled = queries.reshape(-1, head_dim) * scale
-    tiles.view(-1, head_dim).index_copy_(0, metadata.rows, scaled)
-    of_rows = torch.full(shape[:3], -torch.inf)
+    tiles = query_tiles(queries, metadata, num_kv_heads, head_dim, scale)
+    of_rows = torch.full(tiles.shape[:3], -torch.inf)
     if sinks is not None:
         of_rows.view(-1).index_copy_(0, metadata.rows, sinks.repeat(len(queries)))
     found = None
@@ -311,6 +308,17 @@ def attention(
         )
     out = tiles.view(-1, head_dim).index_select(0, metadata.rows)
     return out.view_as(queries)
+
+
+def query_tiles(
+    queries: Tensor, metadata: AttentionMetadata, num_kv_heads: int, head_dim: int, scale: float
+) -> Tensor:
+    """Queries [n, heads d], scaled, in the tiles of a step: [tiles, kv_heads, rows, d] float32."""
+    shape = (metadata.num_tiles, num_kv_heads, metadata.rows_per_tile, head_dim)
+    tiles = torch.zeros(shape, dtype=torch.float32)
+    scaled = queries.reshape(-1, head_dim) * scale
+    tiles.view(-1, head_dim).index_copy_(0, metadata.rows, scaled)
+    return tiles
 
 
 def _plan_pass(

@@ -25,6 +25,7 @@ from pagoda.backend.reference.attention import (
     Tiles,
     attend_keys,
     kv_rows,
+    query_tiles,
 )
 from pagoda.parallel.collectives import Collectives
 
@@ -61,10 +62,7 @@ def context_attention(
     causal: bool,  # noqa: ARG001 - encoders have no context
 ) -> Tensor:
     tiles, num_tokens, segment_tokens = metadata.tiles, len(queries), metadata.segment
-    num_kv_heads = cache.keys.shape[1]
-    shape = (metadata.num_tiles, num_kv_heads, metadata.rows_per_tile, head_dim)
-    packed = torch.zeros(shape, dtype=torch.float32)
-    packed.view(-1, head_dim).index_copy_(0, metadata.rows, queries.reshape(-1, head_dim) * scale)
+    packed = query_tiles(queries, metadata, cache.keys.shape[1], head_dim, scale)
     # A block of another rank is -1 less its number; the first segment's rank is that of the first block.
     first_ranks = torch.where(metadata.first_blocks < 0, -1 - metadata.first_blocks, ranks.rank)
     num_segments = -(-metadata.longest_context // segment_tokens)
@@ -73,7 +71,7 @@ def context_attention(
     order = (first_ranks + torch.arange(ranks.size)[:, None]) % ranks.size
     for number in range(-(-num_segments // ranks.size)):
         turns = number * ranks.size + (ranks.rank - first_ranks) % ranks.size
-        found = torch.zeros((*shape[:3], head_dim + 2))
+        found = torch.zeros((*packed.shape[:3], head_dim + 2))
         found[..., 0] = -torch.inf
         starts = turns[tiles.first_tokens] * segment_tokens
         for part in _plan_round(tiles, starts, segment_tokens, cache):
