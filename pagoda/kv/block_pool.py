@@ -128,6 +128,11 @@ class BlockPool:
                         yield block
                     block = block.next
 
+    @property
+    def num_known(self) -> int:
+        """Different keys of blocks that can be found, of which several ranks may have some."""
+        return len(set().union(*self._indices))
+
     def keys(self) -> Collection[bytes]:
         """Keys of cached blocks of group 0."""
         if not self._num_grouped:

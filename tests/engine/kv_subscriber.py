@@ -84,8 +84,8 @@ class CacheView:
 
 def assert_knows(keys: set[bytes | int], pool: BlockPool) -> None:
     """A subscriber takes to be cached what a tier's pool has, of all KV groups."""
-    assert len(keys) == pool.num_cached
-    assert all(isinstance(key, bytes) and pool.find(key) is not None for key in keys)
+    assert len(keys) == pool.num_known
+    assert all(isinstance(key, bytes) and pool.holds(key) for key in keys)
 
 
 class Subscriber:

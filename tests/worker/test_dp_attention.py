@@ -117,6 +117,15 @@ def test_sampled_with_log_probabilities_and_drafts(directory: Path, backend: str
     assert shared.answer(greedy) == one.answer(greedy)
 
 
+@pytest.mark.parametrize("model", ["lfm2", "qwen3-next"])
+def test_states(model: str, backend: str, tmp_path: Path) -> None:
+    """Each rank has the whole states of its own requests."""
+    family_models.make_model(model).save_pretrained(tmp_path)
+    one = engine(tmp_path, backend, dtype="float32", block_size=64)
+    shared = split(tmp_path, backend, 2, block_size=64, max_num_batched_tokens=37)
+    assert shared.answer(requests(4)) == one.answer(requests(4))
+
+
 @pytest.mark.parametrize("model", ["deepseek-v2", "deepseek-v3", "mistral"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_kv_that_fits(model: str, tp: int, tmp_path: Path) -> None:
