@@ -255,7 +255,7 @@ def _own_rows(subject: Subject) -> str:
     (expected,) = outputs(
         one, lambda ops, x, logits: ops.experts(x, logits, whole), {"x": x, "logits": logits}
     )
-    for ours, theirs in zip(*_on_ranks(subject, work), strict=True):
+    for ours, theirs in zip(*on_ranks(subject, work), strict=True):
         sums, given = (torch.cat(parts) for parts in zip(ours, theirs, strict=True))
         ensure_close(sums, RANKS * x, 1e-6, "scatter_rows of gather_rows")
         ensure_close(given, expected, TOLERANCE[subject.dense], "dispatched_experts")
