@@ -44,7 +44,7 @@ _SOURCES = (
     "benchmarks/constrained.py",
 )
 _ANSWERS_PER_STREAM = 3
-"""In a turn, of several streams."""
+"""Answers to each of several streams in a turn."""
 _QUESTIONS = (
     "Tell me a story about a lighthouse keeper.",
     "What should I cook for four people on a rainy evening?",
@@ -144,7 +144,7 @@ class _Turn:
         self._session, self._url, self._kind = session, url, kind
         self._num_tokens, self._drafts, self._salt = num_tokens, drafts, salt
         self._counts: list[tuple[float, int]] = []
-        """When how many further tokens of any answer came."""
+        """Times at which further tokens came, and how many."""
         self.answers: dict[int, str] = {}
 
     async def run(self, prompts: Sequence[str], streams: int) -> float:

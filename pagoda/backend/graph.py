@@ -46,7 +46,7 @@ class Value:
 
     @property
     def row_kind(self) -> int:
-        """Which rows these are, as a native program counts them (`Rows` in csrc/program.h)."""
+        """Number of the kind of rows (`Rows` in csrc/program.h)."""
         if self.own:
             return 2
         return self.selected + 3 * self.gathered

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagoda.parallel.collectives import Collectives
 
 
-_SCORING = ("head_dim", "scale", "window", "softcap", "chunk", "causal")
+_SCORES = ("head_dim", "scale", "window", "softcap", "chunk", "causal")
 OPERATIONS: Mapping[str, OperationSpec] = {
     "embedding": OperationSpec("embedding", ("token_ids",), ("table",), ("first_id", "vocab_size")),
     "linear": OperationSpec("linear", ("x",), ("weight",)),
@@ -62,9 +62,9 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "query_norm?", "key_norm?"),
         ("head_dim", "eps", "norms_all_heads"),
     ),
-    "attention": OperationSpec("attention", ("queries", "metadata"), ("cache", "sinks?"), _SCORING),
+    "attention": OperationSpec("attention", ("queries", "metadata"), ("cache", "sinks?"), _SCORES),
     "context_attention": OperationSpec(
-        "attention", ("queries", "metadata"), ("cache", "ranks", "sinks?"), _SCORING
+        "attention", ("queries", "metadata"), ("cache", "ranks", "sinks?"), _SCORES
     ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
@@ -109,8 +109,7 @@ class GraphBuilder:
         batch_invariant: bool = True,
         context: Collectives | None = None,
     ) -> None:
-        """`group` has the ranks that results are added up or gathered over, `context` those that share contexts;
-        see `Graph.batch_invariant`."""
+        """`group` adds up and gathers results, `context` shares contexts; see `Graph.batch_invariant`."""
         self.group = group
         self.context: Sequence[Collectives] = () if context is None else (context,)
         self._batch_invariant = batch_invariant
@@ -578,15 +577,9 @@ class GraphBuilder:
             )
             for width in widths
         ]
-        self._nodes.append(
-            Node(
-                op,
-                tuple(value.index for value in inputs),
-                tuple(value.index for value in outputs),
-                tuple(map(self._weight, weights)),
-                dict(attributes),
-            )
-        )
+        read, written = (tuple(value.index for value in part) for part in (inputs, outputs))
+        used = tuple(map(self._weight, weights))
+        self._nodes.append(Node(op, read, written, used, dict(attributes)))
         if op in IN_PLACE:
             self._used_up.add(inputs[0].index)
         return outputs

@@ -205,8 +205,7 @@ class GroupExecutor:
                 self._tell(LoadAdapter(adapter))
 
     def _tell(self, order: WorkerOrder) -> None:
-        group = self._group
-        if group is not None and group.is_ready:
+        if (group := self._group) is not None and group.is_ready:
             group.send(group.ranks, self._encode_order(order), self._clock.now())
 
     def start_trace(self, session: TraceSession) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from pagoda.messages.kv_groups import KVGroup, full_group
@@ -43,6 +44,24 @@ def resident_tokens(
     half = (fitting // 2 // unit - 2) * unit  # so that two find room
     behind = max(unit, segment_tokens // _BEHIND_SHARE // unit * unit)
     return min(fitting, max(segment_tokens + behind, half))
+
+
+def streamed_from(
+    groups: Sequence[KVGroup],
+    num_blocks: int,
+    num_tokens: int,
+    run_tokens: int,
+    segment_tokens: int,
+) -> int:
+    """Tokens from which on a sequence, of at most `num_tokens`, has no room for a further segment on a device of
+    `num_blocks`."""
+    return bisect_right(
+        range(num_tokens),
+        num_blocks,
+        key=lambda count: sum(
+            group.most_blocks(0, count + segment_tokens, run_tokens) for group in groups
+        ),
+    )
 
 
 def num_cold_segments(

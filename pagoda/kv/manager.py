@@ -13,16 +13,16 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from operator import gt
 from typing import TYPE_CHECKING
 
 from pagoda.kv.block_keys import block_key, extend_keys, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.block_table import BlockTable, GroupBlocks, GroupTable, PrefixHit
-from pagoda.kv.capacity import resident_tokens, segment_blocks
+from pagoda.kv.block_table import BlockTable, GroupBlocks, PrefixHit
+from pagoda.kv.capacity import resident_tokens, segment_blocks, streamed_from
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.layout import KVLayout
+from pagoda.kv.spread import SpreadBlocks
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.parallel.segments import ALL_ON_ONE, SegmentShares
@@ -63,6 +63,7 @@ class KVManager:
         self.num_ranks = num_ranks
         self._rank_blocks = num_blocks // num_ranks
         self.block_size = block_size
+        self._spread = SpreadBlocks(self.pool, shares, block_size) if shares.size > 1 else None
         self.layout = KVLayout(block_size, groups)
         self.groups, self._ratios = self.layout.groups, self.layout.ratios
         self.keeps_all = self.layout.keeps_all
@@ -104,8 +105,8 @@ class KVManager:
     def _fit_streamed(self, num_tokens: int, multiple: int, highest: int) -> bool:
         """Chooses how much of a sequence that is streamed lies on the device; False if all storeys together do not
         hold so many tokens."""
-        num_blocks, size = self.pool.num_blocks, self.segment_tokens
-        resident = resident_tokens(self.groups, num_blocks, num_tokens, self.run_tokens, size)
+        num_blocks, size, groups = self.pool.num_blocks, self.segment_tokens, self.groups
+        resident = resident_tokens(groups, num_blocks, num_tokens, self.run_tokens, size)
         if not (resident or self.keeps_all):
             fitting = bisect_left(
                 range(1, highest + 1),
@@ -121,13 +122,7 @@ class KVManager:
         if not resident or num_tokens > resident + self._num_cold_segments * size:
             return False
         self.resident_tokens = resident
-        self._streamed_from = bisect_right(
-            range(num_tokens),
-            num_blocks,
-            key=lambda count: sum(
-                group.most_blocks(0, count + size, self.run_tokens) for group in self.groups
-            ),
-        )
+        self._streamed_from = streamed_from(groups, num_blocks, num_tokens, self.run_tokens, size)
         return True
 
     def is_streamed(self, num_tokens: int) -> bool:
@@ -236,14 +231,12 @@ class KVManager:
         for end in range(first + ratio, most + 1, ratio):
             key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
             block = find(group_key(key, group), table.rank)
-            if block is None or (blocks and block.rank != self._rank(blocks[0], len(blocks))):
+            if block is None or (
+                blocks and self._spread is not None and not self._spread.may_follow(blocks, block)
+            ):
                 break
             blocks.append(block)
         return blocks
-
-    def _rank(self, first: Block, index: int) -> int:
-        """The rank of block `index` of a table that begins with a block."""
-        return self.shares.rank_of(first.rank, index * self.block_size)
 
     def prefix_keys(
         self, table: BlockTable, token_ids: Sequence[int], *, whole: bool = False
@@ -372,8 +365,8 @@ class KVManager:
         total = sum(missing)
         if total > self.num_available(table.rank):
             return None
-        if self.shares.size > 1:
-            return self._grow_on_ranks(table.groups[0], total)
+        if self._spread is not None:
+            return self._spread.grow(table.groups[0], total)
         new = self.pool.allocate(total, table.rank) if total else []
         gained: list[GroupBlocks] = []
         start = 0
@@ -385,42 +378,17 @@ class KVManager:
                 gained.append(GroupBlocks(group, [block.block_id for block in blocks]))
         return gained
 
-    def _grow_on_ranks(self, held: GroupTable, count: int) -> list[GroupBlocks] | None:
-        """Extends a table by blocks of the ranks that they belong to; None if one of these has too few."""
-        if not count:
-            return []
-        available, size = self.pool.available, self.shares.size
-        first = held.blocks[0].rank if held.blocks else available.index(max(available))
-        ranks = [
-            self.shares.rank_of(first, index * self.block_size)
-            for index in range(held.end, held.end + count)
-        ]
-        wanted = [ranks.count(rank) for rank in range(size)]
-        if any(map(gt, wanted, available)):
-            return None
-        taken = [iter(self.pool.allocate(wanted[rank], rank)) for rank in range(size)]
-        new = [next(taken[rank]) for rank in ranks]
-        held.blocks.extend(new)
-        return [GroupBlocks(0, [block.block_id for block in new])]
-
     def num_available(self, rank: int) -> int:
         """Blocks that a request of a rank may take."""
         return self.pool.available[rank] if self.num_ranks > 1 else self.pool.num_available
 
     def has_room_behind(self, hit: PrefixHit, num_tokens: int) -> bool:
-        """True if each rank has blocks for a sequence that starts with a cached prefix.
+        """True if each context-parallel rank has blocks for a sequence that starts with a cached prefix.
 
         Where there is one rank only, that is said by `num_blocks_behind` alone."""
-        if self.shares.size == 1:
+        if self._spread is None:
             return True
-        available = list(self.pool.available)
-        (held,) = hit.groups
-        for block in held:
-            available[block.rank] -= block.ref_count == 0
-        first = held[0].rank if held else available.index(max(available))
-        for index in range(len(held), self.groups[0].num_blocks_for(num_tokens)):
-            available[self.shares.rank_of(first, index * self.block_size)] -= 1
-        return min(available) >= 0
+        return self._spread.has_room(hit, self.groups[0].num_blocks_for(num_tokens))
 
     def drop_behind(self, table: BlockTable, num_computed_tokens: int, last_step: int) -> bool:
         """Releases blocks that no token behind `num_computed_tokens` needs; returns whether there were any.

@@ -31,14 +31,15 @@ from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
-from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
+from pagoda.backend.own_rows import gather_rows, scatter_rows
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
-from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
+from pagoda.model.loader import Layer, Norm, WeightLoader
+from pagoda.model.mlp import own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import dense_mlp, normed, scaled, with_adapters
+from pagoda.model.recording import normed, scaled, with_adapters
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -436,15 +437,15 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops, out, attended, None if maps is None else maps.attention_out, adapters
             )
             if layer.spec.parallel:
-                mlp = self._whole_mlp if self._shard.dp_attention else self._mlp
-                out = ops.add(out, mlp(ops, layer, maps, h, adapters))
+                mlp = whole_mlp if self._shard.dp_attention else own_part
+                out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
             if layer.spec.parallel:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
-            out = self._whole_mlp(ops, layer, maps, h, adapters)
+            out = whole_mlp(ops, self._shard, layer, maps, h, adapters)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
         h = normed(ops, x, self._norm, eps)
         h = gather_rows(ops, h) if self._shard.dp_attention else ops.share_rows(h)
@@ -503,46 +504,6 @@ class Decoder(Generic[LinearT, MetadataT]):
         if layer.spec.norms_sums:
             return normed(ops, ops.add(x, out), norm, eps)
         return ops.add(x, scaled(ops, normed(ops, out, norm, eps), factor))
-
-    def _whole_mlp(
-        self,
-        ops: GraphBuilder,
-        layer: Layer[LinearT],
-        maps: AdaptedLayer | None,
-        h: Value,
-        adapters: Value | None,
-    ) -> Value:
-        """The MLP's output [n, hidden], summed over all ranks, from normed hidden states [n, hidden]."""
-        if not self._shard.dp_attention:
-            return ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
-        if self._shard.dispatches and not isinstance(layer.mlp, DenseMlp):
-            return self._mlp(ops, layer, maps, h, adapters)
-        return scatter_rows(ops, self._mlp(ops, layer, maps, gather_rows(ops, h), adapters))
-
-    def _mlp(
-        self,
-        ops: GraphBuilder,
-        layer: Layer[LinearT],
-        maps: AdaptedLayer | None,
-        h: Value,
-        adapters: Value | None,
-    ) -> Value:
-        """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
-        mlp = layer.mlp
-        if isinstance(mlp, DenseMlp):
-            return dense_mlp(ops, mlp, h, maps, adapters)
-        scores = ops.linear(h, mlp.router)
-        if self._shard.dispatches:
-            out = dispatched_experts(ops, h, scores, mlp.experts, self._shard.first_experts)
-        else:
-            out = ops.experts(h, scores, mlp.experts)
-        if mlp.shared is None:
-            return out
-        shared = dense_mlp(ops, mlp.shared, h, None, adapters)
-        if mlp.shared_router is not None:
-            score = ops.sigmoid(ops.linear(h, mlp.shared_router))
-            shared = ops.scale_rows(shared, score)
-        return ops.add(out, shared)
 
     def _attention(
         self,

@@ -3,27 +3,10 @@
 
 from __future__ import annotations
 
-from pagoda.backend.base import LinearT
 from pagoda.backend.graph import Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operations import GraphBuilder
-from pagoda.model.adapters import AdaptedLayer
-from pagoda.model.loader import DenseMlp, Norm
-
-
-def dense_mlp(
-    ops: GraphBuilder,
-    mlp: DenseMlp[LinearT],
-    h: Value,
-    maps: AdaptedLayer | None,
-    adapters: Value | None,
-) -> Value:
-    both = ops.linear(h, mlp.gate_up)
-    both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
-    activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul, "gelu": ops.gelu}
-    inner = activations[mlp.activation](both)
-    out = ops.linear(inner, mlp.down)
-    return with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+from pagoda.model.loader import Norm
 
 
 def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
