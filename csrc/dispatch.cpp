@@ -72,6 +72,8 @@ void Dispatch::send(const float* x, const float* logits, int64_t n, const Memory
             ++own[static_cast<size_t>(rank)];
         }
     }
+    // Of an exchange that fails nothing is left: as if nobody had sent anything.
+    std::fill(sent_.begin(), sent_.end(), 0);
     group_.all_gather(own.data(), ranks * static_cast<int64_t>(sizeof(int64_t)), sent_.data());
     received_ = 0;
     std::vector<int64_t> bytes;

@@ -191,6 +191,7 @@ class PythonGroup final : public Group {
    private:
     template <class Exchange>
     void call(Exchange exchange) {
+        if (error_) return;  // what comes behind an exchange that failed is never read
         const nb::gil_scoped_acquire acquired;
         try {
             exchange();

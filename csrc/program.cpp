@@ -189,7 +189,7 @@ void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, c
     int64_t work = 0;
     for (const size_t i : schedule.operations) {
         const Operation& operation = operations_[i];
-        if (runs(operation, step)) work += operation.work * num_rows(operation.uses[0], step);
+        if (runs(operation, step)) work += operation.work * num_met(operation, step);
     }
     void* scratch = scratch_.take(scratch_bytes(schedule, step));
     stopped_at_ = schedule.operations.size();

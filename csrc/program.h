@@ -159,8 +159,12 @@ class Program {
     }
     bool runs(const Operation& operation, const Step& step) const {
         if (operation.when != When::always && (operation.when == When::adapted) != step.adapted) return false;
+        return num_met(operation, step) > 0;
+    }
+    // Rows that are a reason to compute an operation.
+    int64_t num_met(const Operation& operation, const Step& step) const {
         const Rows rows = shape(operation.uses[0]).rows;
-        return step.count(operation.meets ? of_all_ranks(rows) : rows) > 0;
+        return step.count(operation.meets ? of_all_ranks(rows) : rows);
     }
 
     const KernelTable& table_;

@@ -107,6 +107,12 @@ def test_preempted_and_cached(directory: Path, backend: str) -> None:
     assert load.num_blocks == 2 * 26
 
 
+def test_a_rank_without_tokens(directory: Path, backend: str) -> None:
+    """One request leaves the other rank nothing of its own to do."""
+    one, shared = engine(directory, backend, dtype="float32"), split(directory, backend, 2)
+    assert shared.answer(requests(1)) == one.answer(requests(1))
+
+
 def test_sampled_with_log_probabilities_and_drafts(directory: Path, backend: str) -> None:
     """Rows of all ranks are sampled together, in the order of the step."""
     asked = requests(temperature=0.8, logprobs=2)

@@ -210,7 +210,7 @@ def plan_attention(
             (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile],
         ),
         first_blocks=block_table[batch.sequence_ids, 0],
-        longest_context=int(batch.context_lens.max()),
+        longest_context=max(batch.context_lens.tolist(), default=0),
         plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
     )
 

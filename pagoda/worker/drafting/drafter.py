@@ -228,6 +228,7 @@ class Drafter:
             query_lens=lens,
             context_lens=torch.tensor([part.positions.stop for part in parts]) - self._shift,
             block_tables=(tables[[part.text.place for part in parts]],),
+            segment=self._batch.segment,
         )
         results = [LAST_HIDDEN] if hidden is None else [LAST_HIDDEN, self.model.passed_hidden]
         last, *passed = self.model.compute(

@@ -70,6 +70,7 @@ def _planned(target: WorkerMemoryPlan, drafter: DrafterConfig) -> WorkerMemoryPl
         loads_adapters=False,
         calibration_windows=[],
         kv_host_bytes=0,
+        kv_tiers={},
         parallel=parallel,
         place=place,
     )
