@@ -185,7 +185,7 @@ class CountedGroup:
 @pytest.mark.parametrize("model", ["qwen3-moe", "deepseek-v3"])
 def test_bytes_exchanged(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against summing the outputs of attention and experts over all ranks, of one layer more."""
-    monkeypatch.setattr("in_process.ThreadGroup", CountedGroup)
+    monkeypatch.setattr("thread_group.ThreadGroup", CountedGroup)
     totals: dict[tuple[str, int], list[float]] = {}
     for num_layers in (2, 3):
         path = tmp_path / str(num_layers)
