@@ -148,6 +148,9 @@ def test_metadata_of_another_shape_is_refused(
         compiled(StepInput({"queries": queries}, {0: metadata}), ["out"])
     fits = cpu.attention_metadata(batch, HEADS, _cache(cpu, num_blocks=3))
     compiled(StepInput({"qkv": qkv}, {0: fits}), ["out"])
+    elsewhere = cpu.attention_metadata(_with_blocks(batch, [-1]), HEADS, _cache(cpu))
+    with pytest.raises(IndexError, match="Blocks of other ranks do not fit a graph of one"):
+        compiled(StepInput({"queries": queries}, {0: elsewhere}), ["out"])
 
 
 def _with_blocks(batch: TokenBatch, blocks: list[int]) -> TokenBatch:
@@ -160,7 +163,7 @@ def test_blocks_that_a_cache_lacks_are_refused_when_metadata_is_made(cpu: CpuBac
     states = StateCache(_cache(cpu), 16, 8, 3)
     for each in (cache, states):
         heads = HEADS if each is cache else 1
-        for block in (BLOCKS, 99, -1, 2**32):
+        for block in (BLOCKS, 99, -5000, 2**32):
             with pytest.raises(IndexError, match=f"Block {block} is not one of the cache's 4"):
                 cpu.attention_metadata(_with_blocks(batch, [0, block]), heads, each)
         long = batch_of_spans([(0, 40, [0])])

@@ -101,6 +101,8 @@ async def figures(base_url: str) -> Counter[tuple[str, str]]:
         while not sums:
             async with session.get("/metrics") as response:
                 text = await response.text()
+            for labels, value in series(text, "pagoda_kv_tier_blocks"):
+                sums[labels["tier"], "held"] += int(value)
             for figure in ("stored", "removed", "loaded", "failed"):
                 for labels, value in series(text, f"pagoda_kv_tier_blocks_{figure}_total"):
                     sums[labels["tier"], figure] += int(value)

@@ -123,10 +123,10 @@ class SegmentStreams:
                 self._host[place] = _elsewhere(cache, part, memory, part.first, *sizes)
         nothing = torch.zeros(-(-largest // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
         self._zeros = {
-            place: _elsewhere(cache, self._parts[place], nothing, 0, len(nothing), 1)
-            for place, cache in self._caches.items()
+            place: _elsewhere(self._caches[place], self._parts[place], nothing, 0, len(nothing), 1)
+            for place in self.place_of.values()
         }
-        """One block of each place, for segments that cannot be read."""
+        """One block of each place that streams, for segments that cannot be read."""
         self.tiers = tiers
         self._staging: Staging | None = None
         if tiers:
