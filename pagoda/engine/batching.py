@@ -364,7 +364,10 @@ class Batcher:
             return True
         victim = self.streams.victim_for(request)
         if victim is None:
-            self.streams.stuck.append(request)
+            if self.streams.awaits_room:
+                plan.turns.gave_way = True
+            else:
+                self.streams.stuck.append(request)
             return False
         self.preempt(victim)
         plan.first = plan.demand = None
@@ -399,6 +402,8 @@ class Batcher:
     def _even_share(self, request: Request) -> int:
         """The most tokens of the request's prompt in a step, so that all ranks have equally many where others
         could have some: prompts of other ranks, or those in line."""
+        if request.num_schedulable_tokens <= 1:
+            return UNLIMITED_RUN
         rank, is_waiting = request.table.rank, request.state is RequestState.WAITING
         if len(self._queue.waiting) > is_waiting or any(
             other.table.rank != rank and other.num_schedulable_tokens > 1 for other in self._running

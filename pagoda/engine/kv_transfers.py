@@ -149,11 +149,12 @@ class KVTransferHooks(KVHooks):
         self._save_tails(request)
         self.peers.on_preempted(request)
         num_blocks = request.table.num_published
+        num_cold = len(request.table.cold) * self._kv.segment_tokens // self._kv.block_size
         self._on_queued(request, num_blocks)
         self.tiers.swap.preempted(
             request.request_id,
             self._kv.needed_blocks(request.table, request.token_ids, num_blocks),
-            self._prompts.seconds(num_blocks * self._kv.block_size),
+            self._prompts.seconds((num_blocks - num_cold) * self._kv.block_size),
         )
 
     def on_computed(self, scheduled: Sequence[Scheduled], seconds: float) -> None:
@@ -210,13 +211,18 @@ class KVTransferHooks(KVHooks):
             self._queue.enter(request, RequestState.AWAITING_KV)
         elif found.num_blocks == 0:
             return LoadStart.READY
-        elif not (worth := self.tiers.worth_loading(found, self._block_s)).num_blocks:
+        elif not (worth := self._worth_loading(found, hit)).num_blocks:
             request.load_tried = True
             return LoadStart.READY
         else:  # there is room for it: going on from a longer prefix takes no more blocks
             self._load(request, worth, hit.num_cold)
             self._queue.enter(request, RequestState.LOADING)
         return LoadStart.LEFT_LINE
+
+    def _worth_loading(self, found: TierMatch, hit: PrefixHit) -> TierMatch:
+        """The part of a match that takes less time to load than to compute; all of it where steps behind cold segments
+        would read these."""
+        return found if hit.num_cold else self.tiers.worth_loading(found, self._block_s)
 
     @property
     def _block_s(self) -> float:

@@ -260,8 +260,14 @@ class RequestQueue:
 
     @property
     def num_unreserved(self) -> int:
-        """Available blocks that no running or loading request will need; below 0 where these need too many."""
-        return self._kv.pool.num_available - sum(self._reserved_blocks)
+        """Available blocks that no running or loading request will need, of ranks with requests of their own those
+        of the one that has most; below 0 where these need too many."""
+        ranks = enumerate(self._reserved_blocks)
+        return max(self._kv.num_available(rank) - kept for rank, kept in ranks)
+
+    @property
+    def num_loading(self) -> int:
+        return self._num_loading
 
     def update(self, request: Request) -> None:
         """Reserves anew: tokens or blocks of the request have changed."""

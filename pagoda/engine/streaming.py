@@ -130,11 +130,22 @@ class Streams:
     def victim_for(self, request: Request) -> Request | None:
         """The request that makes room in the storeys for a segment of `request`: the last one behind it that has
         some there, or `request` itself where others in front of it have; None if nobody has."""
-        holders = [it for it in self._queue.running if it.table.cold and it is not request]
+        holders = [
+            it
+            for it in self._queue.running
+            if (it.table.cold or it.table.cooling) and it is not request
+        ]
         if not holders:
             return None
         last = holders[-1]
         return last if last.order_key > request.order_key else request
+
+    @property
+    def awaits_room(self) -> bool:
+        """True if room below comes without anybody making way: steps in flight still read segments that were given
+        back, or loads of others are under way."""
+        cold = self._kv.cold
+        return cold is not None and (not cold.is_idle or self._queue.num_loading > 0)
 
     def has_room_below(self, request: Request, step: int) -> bool:
         """True if the storeys have room for what a waiting request will have to give them of its known tokens."""

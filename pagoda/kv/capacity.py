@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pagoda.messages.kv_groups import KVGroup, full_group
@@ -74,7 +75,10 @@ def num_cold_segments(
         return 0
     total = ready.kv_host_slots // each
     for name, tier in tiers.items():
-        block_bytes = sum(place.block_bytes for place in ready.places_of(name))
+        by_host = Counter[str]()  # each of which has a disk of its own
+        for place in ready.places_of(name):
+            by_host[place.host] += place.block_bytes
+        block_bytes = max(by_host.values(), default=0)
         if block_bytes:
             total += usable_blocks(tier, block_bytes) // each
     return total

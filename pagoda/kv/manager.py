@@ -479,8 +479,8 @@ class KVManager:
             if any(self._find(table, token_ids, group, index) is None for index in indices):
                 return []
         blocks: list[CachedBlock] = []
-        step = max(self._ratios)
-        for first in range(0, end, step):
+        step, cold = max(self._ratios), len(table.cold) * self.segment_tokens // self.block_size
+        for first in range(cold // step * step, end, step):
             blocks += self.cached_blocks(table, token_ids, first, min(end, first + step))
         if not self.keeps_all:
             blocks = [*self.cached_tails(table, token_ids, 0, end), *reversed(blocks)]

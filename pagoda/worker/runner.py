@@ -415,7 +415,7 @@ class Runner:
             sampled.prompts.forget(slot)
             if slot not in launched.freed:
                 _log.warning("KV could not be read: %s", problem, extra=self._log_fields(slot))
-                self.failed[slot] = f"KV of this request could not be read: {problem}"
+                self.failed[slot] = problem
                 self._lost.add(slot)
 
     def _log_fields(self, slot: int) -> dict[str, str]:

@@ -113,7 +113,8 @@ def cold_segments(plan: WorkerMemoryPlan) -> int:
     config, each = plan.config, segment_blocks(plan.kv_groups, plan.segment_tokens)
     if not each:
         return 0
-    in_tier = config.parallel.replica_size * (plan.bytes_per_block + _OBJECT_BYTES)
+    ranks_on_host = min(config.parallel.replica_size, config.workers_on_host)
+    in_tier = ranks_on_host * (plan.bytes_per_block + _OBJECT_BYTES)
     below = sum(usable_blocks(tier, in_tier) // each for tier in config.kv_tiers.values())
     return config.kv_host_bytes // slot_bytes(plan.bytes_per_block) // each + below
 
