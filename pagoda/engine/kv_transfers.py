@@ -220,8 +220,8 @@ class KVTransferHooks(KVHooks):
         return LoadStart.LEFT_LINE
 
     def _worth_loading(self, found: TierMatch, hit: PrefixHit) -> TierMatch:
-        """The part of a match that takes less time to load than to compute; all of it where steps behind cold segments
-        would read these."""
+        """The part of a match that takes less time to load than to compute; all of it behind cold segments, which
+        each step would read."""
         return found if hit.num_cold else self.tiers.worth_loading(found, self._block_s)
 
     @property

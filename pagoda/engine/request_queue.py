@@ -300,7 +300,7 @@ class RequestQueue:
             return False
         wanted = self._kv.num_blocks_behind(hit, request.num_tokens)
         has_blocks = wanted + num_blocks <= self._kv.num_available(rank)
-        return has_blocks and self._kv.has_room_behind(hit, request.num_tokens, num_blocks)
+        return has_blocks and self._kv.has_room_behind(hit, request.num_tokens)
 
 
 class Quarantine:

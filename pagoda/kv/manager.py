@@ -382,13 +382,13 @@ class KVManager:
         """Blocks that a request of a rank may take."""
         return self.pool.available[rank] if self.num_ranks > 1 else self.pool.num_available
 
-    def has_room_behind(self, hit: PrefixHit, num_tokens: int, num_kept: int) -> bool:
-        """True if each context-parallel rank has blocks behind a cached prefix besides its part of `num_kept`.
+    def has_room_behind(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """True if each context-parallel rank has blocks for a sequence that starts with a cached prefix.
 
         Where there is one rank only, that is said by `num_blocks_behind` alone."""
         if self._spread is None:
             return True
-        return self._spread.has_room(hit, self.groups[0].num_blocks_for(num_tokens), num_kept)
+        return self._spread.has_room(hit, self.groups[0].num_blocks_for(num_tokens))
 
     def drop_behind(self, table: BlockTable, num_computed_tokens: int, last_step: int) -> bool:
         """Releases blocks that no token behind `num_computed_tokens` needs; returns whether there were any.

@@ -36,11 +36,9 @@ class SpreadBlocks:
         held.blocks.extend(new)
         return [GroupBlocks(0, [block.block_id for block in new])]
 
-    def has_room(self, hit: PrefixHit, num_blocks: int, num_kept: int) -> bool:
-        """True if each rank has blocks for a sequence of `num_blocks` that starts with a cached prefix, besides an
-        even part of those that others keep."""
-        kept = -(-num_kept // self._shares.size)
-        available = [count - kept for count in self._pool.available]
+    def has_room(self, hit: PrefixHit, num_blocks: int) -> bool:
+        """True if each rank has blocks for a sequence of `num_blocks` that starts with a cached prefix."""
+        available = list(self._pool.available)
         (held,) = hit.groups
         for block in held:
             available[block.rank] -= block.ref_count == 0

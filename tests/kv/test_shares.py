@@ -51,7 +51,7 @@ def test_segments_go_round_the_ranks(
     for shared, own, length, stays, freed in steps:
         tokens, table = _tokens(shared, own, length), kv.new_table()
         hit = kv.find_prefix(table, tokens)
-        had_room = kv.has_room_behind(hit, length, 0)
+        had_room = kv.has_room_behind(hit, length)
         kv.adopt(table, hit)
         gained = kv.grow(table, length)
         assert (gained is not None) == had_room
