@@ -14,26 +14,25 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 from cyclopts import App
 
+from benchmarks.drafters import AlwaysPays, FunctionDrafter
 from pagoda.cli import output
 from pagoda.engine.core import EngineCore
-from pagoda.engine.drafting.drafter import Proposal
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
-from pagoda.engine.request import Request
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.machine import available_cores
 from pagoda.ipc.rundir import WORKER_SOCKET, socket_address
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.messages.frontend import GenerateRequest, Work
+from pagoda.messages.frontend import GenerateRequest, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 
@@ -81,10 +80,10 @@ def _measure(engine: _Engine, acceptance: float, most: int, rounds: int) -> None
     for _ in range(rounds):
         plain.append(engine.answer(None)[1])
         for k, times in fixed.items():
-            costs = _Always()
-            engine.answer(Speculator(_Known(proposed, k), max(1, k), costs))
+            costs = _Timed()
+            engine.answer(Speculator(_known(proposed, k), max(1, k), costs))
             times.append(statistics.median(costs.times[_SKIPPED:]))
-        speculator = Speculator(_Known(proposed, most), most, StepCosts())
+        speculator = Speculator(_known(proposed, most), most, StepCosts())
         found, rate = engine.answer(speculator)
         if found != answer:
             raise SystemExit("Drafts changed the answer.")
@@ -120,8 +119,8 @@ def _num_steps(right: Sequence[bool], most: int) -> int:
     return count
 
 
-class _Always(StepCosts):
-    """Every draft is worth its time; times of steps are kept."""
+class _Timed(AlwaysPays):
+    """Keeps the times of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,32 +130,12 @@ class _Always(StepCosts):
         super().observe(num_tokens, seconds)
         self.times.append(seconds)
 
-    def most_worthwhile(self, num_tokens: int, num_requests: int, gains: Sequence[float]) -> int:  # noqa: ARG002
-        return len(gains)
 
-
-class _Known:
+def _known(answer: list[int], most: int) -> FunctionDrafter:
     """Proposes at most `most` tokens of an answer, as far as it is known."""
-
-    num_asked = num_bytes = 0
-    prior: Sequence[float] = (0.5,) * 7
-
-    def __init__(self, answer: list[int], most: int) -> None:
-        self._answer, self._most = answer, most
-
-    def take(self, request: Request, token_ids: list[int]) -> None:
-        raise AssertionError(f"Nobody has asked for {token_ids} behind {request}.")
-
-    def begin_step(self, requests: Sequence[Request]) -> None:
-        pass
-
-    def propose(self, request: Request, most: int) -> Proposal:
-        begin = request.num_output_tokens
-        token_ids = self._answer[begin : begin + min(most, self._most)]
-        return Proposal(token_ids, 64, [1.0] * len(token_ids))
-
-    def finished(self, request: Request) -> None:
-        pass
+    return FunctionDrafter(
+        lambda request: answer[request.num_output_tokens : request.num_output_tokens + most]
+    )
 
 
 class _Engine:
@@ -181,7 +160,8 @@ class _Engine:
         )
         self._core = EngineCore(config, executor, clock)
         self._num_tokens, self._num_asked = tokens, 0
-        self._run(lambda: self._core.parts is not None)
+        while self._core.parts is None:
+            self._turn()
 
     def answer(self, speculator: Speculator | None) -> tuple[list[int], float]:
         """The answer to the one request, and its tokens a second."""
@@ -197,25 +177,19 @@ class _Engine:
             work=Work(sampling),
         )
         answer, stamps = list[int](), list[float]()
-
-        def take() -> bool:
-            for chunk in self._core.step():
+        self._core.add(request)
+        while len(answer) < self._num_tokens:
+            for chunk in self._turn():
                 answer.extend(chunk.token_ids)
                 stamps.extend([time.perf_counter()] * len(chunk.token_ids))
-            return len(answer) == self._num_tokens
-
-        self._core.add(request)
-        self._run(take)
         rate = (len(answer) - 1 - _SKIPPED) / (stamps[-1] - stamps[_SKIPPED])
         return answer, rate
 
-    def _run(self, is_done: Callable[[], bool]) -> None:
-        """Takes turns of the engine's loop."""
-        while not is_done():
-            sources: list[Any] = self._core.pollables()
-            zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], 100)
-            if self._core.parts is None:
-                self._core.step()
+    def _turn(self) -> list[TokenChunk]:
+        """One turn of the engine's loop."""
+        sources: list[Any] = self._core.pollables()
+        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], 100)
+        return self._core.step()
 
     def close(self) -> None:
         self._core.close()

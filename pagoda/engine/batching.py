@@ -193,7 +193,8 @@ class Batcher:
                 self._fill(plan)
                 self._slow_masks_s = turns.slow_masks_s
             if plan.scheduled:
-                plan.scheduled.sort(key=lambda part: part.request.table.rank)
+                if self._kv.num_ranks > 1:
+                    plan.scheduled.sort(key=lambda part: part.request.table.rank)
                 self._last_was_decodes = bool(decodes)
                 self.candidates.step += 1
                 if self.speculator is not None:
@@ -272,9 +273,9 @@ class Batcher:
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
         one computes its blocks. False if it does not fit, so that nobody behind it is admitted."""
-        if self.in_flight_prefixes.is_awaiting(first) or not self.streams.has_room_below(
-            first, plan.step
-        ):
+        if self.in_flight_prefixes.is_awaiting(first) or self.streams.awaits_turn(first, plan):
+            return True
+        if not self.streams.has_room_below(first, plan.step):
             return True
         hit = self.candidates.fitting_prefix(first)
         if hit is None:

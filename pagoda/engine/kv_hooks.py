@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from pagoda.engine.plans import Scheduled
 from pagoda.engine.request import Request
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.block_table import PrefixHit
@@ -83,9 +82,6 @@ class KVHooks:
         """The request is about to lose its blocks."""
 
     def on_finished(self, request: Request) -> None: ...
-
-    def on_computed(self, scheduled: Sequence[Scheduled], seconds: float) -> None:
-        """A step has computed tokens of these requests in so many seconds."""
 
     def make_room(self) -> bool:
         """Frees blocks that no other engine has asked for; False if there are none."""

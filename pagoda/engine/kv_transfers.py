@@ -8,7 +8,7 @@ admission finds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from heapq import nsmallest
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,6 @@ import msgspec
 
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.peer_hooks import NO_PEERS, EngineLinks, PeerHooks, PeerNews
-from pagoda.engine.plans import Scheduled
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.streaming import no_room_below
@@ -27,7 +26,6 @@ from pagoda.kv.cold_segments import ColdSegments
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.group_lookup import PendingLookup
-from pagoda.kv.rates import Rate
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.engine_config import EngineConfig
@@ -39,8 +37,6 @@ TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""
 _NUM_PREFETCHED = 4
 """Requests at the front of the line that are looked at again when there is news: a long prompt takes time."""
-_PROMPT_TOKENS = 4
-"""Tokens for each request of a step that tells how fast prompts are computed."""
 _NUM_STEPS = 2
 """Steps for whose blocks copies leave room."""
 _MAX_LOADS = 3
@@ -67,8 +63,7 @@ class KVTransferHooks(KVHooks):
         self.tiers, self.peers = tiers, peers
         self.near_pools = tiers.near_pools
         self._max_step_blocks = -(-scheduler.limits.max_num_batched_tokens // self._kv.block_size)
-        self._prompts = Rate()
-        """Seconds per token of a prompt."""
+        self._prompts = scheduler.batcher.streams.prompts
         self._awaiting: dict[str, Request] = {}
         self._blocked: set[str] = set()
         """Requests in line that would await an answer, as far as is known."""
@@ -156,11 +151,6 @@ class KVTransferHooks(KVHooks):
             self._kv.needed_blocks(request.table, request.token_ids, num_blocks),
             self._prompts.seconds((num_blocks - num_cold) * self._kv.block_size),
         )
-
-    def on_computed(self, scheduled: Sequence[Scheduled], seconds: float) -> None:
-        num_tokens = sum(part.num_tokens for part in scheduled)
-        if num_tokens >= _PROMPT_TOKENS * len(scheduled):
-            self._prompts.observe(num_tokens, seconds)
 
     def on_finished(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:

@@ -252,8 +252,7 @@ class Scheduler:
         if self.kv.cold is not None:
             self.kv.cold.step_done(step.step)
             self.counters.num_streamed_bytes += result.streamed_bytes
-            self.batcher.streams.observe(step, result.step_time_s, result.stream_time_s)
-        self.hooks.on_computed(step.scheduled, result.step_time_s - result.stream_time_s)
+        self.batcher.streams.observe(step, result.step_time_s, result.stream_time_s)
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples

@@ -55,10 +55,12 @@ class Streams:
         """Seconds by which a cold block makes a step longer."""
         self._steps = Rate()
         """Seconds of a step of others, without streaming."""
-        self._prompts = Rate()
+        self.prompts = Rate()
         """Seconds per token of a prompt, without streaming."""
         self._next_turn = 0
         """Step from which on requests may stream for long again."""
+        self._waits_turn: tuple[Request | None, int] = None, 0
+        """The last request in line that may not stream before this step: a long prefix is not sought till then."""
         self._untold: list[tuple[Request, int, ColdSegment]] = []
         """Cold segments that the worker has not been told of, with the admissions of their requests."""
         self._waits_below: tuple[Request | None, int, int] = None, 0, 0
@@ -129,13 +131,14 @@ class Streams:
 
     def victim_for(self, request: Request) -> Request | None:
         """The request that makes room in the storeys for a segment of `request`: the last one behind it that has
-        some there, or `request` itself where others in front of it have; None if nobody has."""
+        some there, or `request` itself where others in front of it have; None if nobody has, or no storey would
+        take anything in its place."""
         holders = [
             it
             for it in self._queue.running
             if (it.table.cold or it.table.cooling) and it is not request
         ]
-        if not holders:
+        if not holders or (self._kv.cold is not None and self._kv.cold.takes_nothing):
             return None
         last = holders[-1]
         return last if last.order_key > request.order_key else request
@@ -174,15 +177,28 @@ class Streams:
         self, request: Request, num_cold_blocks: int, count: int, plan: PlanBuilder
     ) -> bool:
         """True if the step of a plan may compute `count` tokens of a request with so many cold blocks."""
-        if not num_cold_blocks or plan.step >= self._next_turn or not plan.turns.in_turn:
+        if not num_cold_blocks or self._is_free(request, plan):
             return True
-        if all(it.table.cold or it is request for it in self._queue.running):
-            return True
-        own_s = self._steps.seconds(1) + (self._prompts.seconds(count) if count > 1 else 0.0)
+        own_s = self._steps.seconds(1) + (self.prompts.seconds(count) if count > 1 else 0.0)
         if self._reading.seconds(plan.num_cold_blocks + num_cold_blocks) <= _SMALL * own_s:
             return True
+        if request.slot is None:
+            self._waits_turn = request, self._next_turn
         plan.turns.gave_way = True
         return False
+
+    def awaits_turn(self, request: Request, plan: PlanBuilder) -> bool:
+        """True of a request in line that was refused till a later step, and would be again."""
+        if self._waits_turn != (request, self._next_turn) or self._is_free(request, plan):
+            return False
+        plan.turns.gave_way = True
+        return True
+
+    def _is_free(self, request: Request, plan: PlanBuilder) -> bool:
+        """True if streaming holds up nobody, or it is the turn of those that stream."""
+        if plan.step >= self._next_turn or not plan.turns.in_turn:
+            return True
+        return all(it.table.cold or it is request for it in self._queue.running)
 
     def planned(self, plan: PlanBuilder) -> None:
         """The plan is made, and will be told what has become cold. After a step that streams for long, others have
@@ -201,6 +217,6 @@ class Streams:
             self._reading.observe(step.num_cold_blocks, streaming_s)
         num_tokens = sum(part.num_tokens for part in step.scheduled)
         if num_tokens >= _PROMPT_TOKENS * len(step.scheduled):
-            self._prompts.observe(num_tokens, seconds - streaming_s)
+            self.prompts.observe(num_tokens, seconds - streaming_s)
         else:
             self._steps.observe(1, seconds - streaming_s)

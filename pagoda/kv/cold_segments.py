@@ -181,6 +181,11 @@ class ColdSegments:
         """Clause that says why a storey takes nothing at present; empty if all do."""
         return next(filter(None, (storey.trouble for storey in self._storeys)), "")
 
+    @property
+    def takes_nothing(self) -> bool:
+        """True while every storey is in trouble."""
+        return all(storey.trouble for storey in self._storeys)
+
     def places(self, segment: Segment) -> Iterator[tuple[int, HostSlots | TierBlocks]]:
         """The place of a segment's blocks of each group."""
         return zip(self._groups, (hold.place for hold in segment), strict=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters import FunctionDrafter
 from harness import VOCAB_SIZE, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from scheduler_rules import MAX_MODEL_LEN
 from test_scheduler_machine import SchedulerMachine
 
+from benchmarks.drafters import FunctionDrafter
 from pagoda.engine.drafting.assembly import build_speculator
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from drafters import AlwaysPays, FunctionDrafter
 from thread_group import ThreadGroups
 from tiny_models import continuation
 from transformers import PreTrainedModel
 
+from benchmarks.drafters import AlwaysPays, FunctionDrafter
 from pagoda.engine.core import EngineCore
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.request import Request
@@ -45,6 +45,10 @@ CONTEXT = 96
 
 def _result(ticket: Ticket[Any], before: StageState | None) -> Any:
     return ticket.result(before)
+
+
+Answer = list[tuple[int, float]]
+"""Tokens and their log-probabilities."""
 
 
 class InProcessExecutor:
@@ -184,6 +188,14 @@ class InProcessEngine:
         scheduler = self._core.scheduler
         assert scheduler is not None
         scheduler.batcher.speculator = Speculator(FunctionDrafter(drafter), 8, AlwaysPays())
+
+    def answers_with_logprobs(self, requests: Sequence[GenerateRequest]) -> dict[str, Answer]:
+        """The output tokens of requests that arrive together, with their log-probabilities, by request."""
+        answers: dict[str, Answer] = {request.request_id: [] for request in requests}
+        for chunk in self.chunks(requests):
+            reported = [token.logprob for token in chunk.logprobs or []]
+            answers[chunk.request_id] += zip(chunk.token_ids, reported, strict=True)
+        return answers
 
     def answer(self, requests: list[GenerateRequest]) -> list[list[int]]:
         """The output tokens of requests that arrive together.

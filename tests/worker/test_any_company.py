@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,6 @@ CUTS = (0, 0, 16, 64, 100, 128, 192)
 """Leading tokens that a prompt has in common with others."""
 BUDGETS = (7, 33, 2048)
 """Tokens of a step, at most."""
-
-Answer = list[tuple[int, float]]
-"""Tokens and their log-probabilities."""
 
 
 def _requests(rng: random.Random) -> list[GenerateRequest]:
@@ -48,14 +44,6 @@ def _requests(rng: random.Random) -> list[GenerateRequest]:
     return requests
 
 
-def _answers(engine: InProcessEngine, requests: Sequence[GenerateRequest]) -> dict[str, Answer]:
-    answers: dict[str, Answer] = {request.request_id: [] for request in requests}
-    for chunk in engine.chunks(requests):
-        reported = [token.logprob for token in chunk.logprobs or []]
-        answers[chunk.request_id] += zip(chunk.token_ids, reported, strict=True)
-    return answers
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_have_the_same_bits(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
@@ -74,9 +62,12 @@ def test_answers_have_the_same_bits(family: str, tmp_path: Path) -> None:
         rng = random.Random(seed)
         for _ in range(2):
             requests = _requests(rng)
-            found = _answers(engine, requests)
+            found = engine.answers_with_logprobs(requests)
             for request in requests:
-                assert found[request.request_id] == _answers(alone, [request])[request.request_id]
+                assert (
+                    found[request.request_id]
+                    == alone.answers_with_logprobs([request])[request.request_id]
+                )
         load = engine.load()
         num_hit_tokens += load.num_prefix_hit_tokens
         num_preemptions += load.num_preemptions

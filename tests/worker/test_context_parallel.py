@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,9 +34,6 @@ CASES = [
     ("gpt-oss", ParallelConfig(context_parallel_size=3)),  # sinks
     ("deepseek-v2-lite", ParallelConfig(context_parallel_size=2)),  # latents
 ]
-
-Answer = list[tuple[int, float]]
-"""Tokens and their log-probabilities."""
 
 
 def _engine(
@@ -76,14 +72,6 @@ def _requests(seed: int, *lengths: int) -> list[GenerateRequest]:
     return requests
 
 
-def _answers(engine: InProcessEngine, requests: Sequence[GenerateRequest]) -> dict[str, Answer]:
-    answers: dict[str, Answer] = {request.request_id: [] for request in requests}
-    for chunk in engine.chunks(requests):
-        reported = [token.logprob for token in chunk.logprobs or []]
-        answers[chunk.request_id] += zip(chunk.token_ids, reported, strict=True)
-    return answers
-
-
 @pytest.mark.parametrize(("family", "parallel"), CASES)
 def test_answers_have_the_bits_of_one_rank(
     tmp_path: Path, backend: str, family: str, parallel: ParallelConfig
@@ -94,7 +82,7 @@ def test_answers_have_the_bits_of_one_rank(
     one, several = _engine(tmp_path, backend, whole), _engine(tmp_path, backend, parallel)
     for lengths in ((3, 127, 128, 129, 300, 480, 390), (250, 120, 110, 490, 125, 100, 119)):
         requests = _requests(0, *lengths)
-        assert _answers(several, requests) == _answers(one, requests)
+        assert several.answers_with_logprobs(requests) == one.answers_with_logprobs(requests)
     load = several.load()
     assert load.num_prefix_hit_tokens > 0
     assert load.num_preemptions > 0 or parallel.context_parallel_size > 2

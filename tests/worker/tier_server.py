@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
-from drafters import AlwaysPays
 from replica import new_executor
 
+from benchmarks.drafters import AlwaysPays
 from pagoda.engine.core import EngineCore
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig

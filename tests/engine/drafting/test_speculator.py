@@ -7,9 +7,9 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from drafters import FunctionDrafter
 from harness import VOCAB_SIZE, Harness, expected_tokens, make_request
 
+from benchmarks.drafters import FunctionDrafter
 from pagoda.engine.drafting.speculator import Speculator
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.request import Request
