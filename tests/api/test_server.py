@@ -232,7 +232,6 @@ async def _many_streams(process: ServerProcess, *, kill: bool) -> tuple[list[str
     async with openai.AsyncOpenAI(
         base_url=f"{process.base_url}/v1", api_key="x", max_retries=0
     ) as client:
-
         num_begun = 0
 
         async def ask(seed: int) -> str:
@@ -242,7 +241,7 @@ async def _many_streams(process: ServerProcess, *, kill: bool) -> tuple[list[str
             async for chunk in stream:
                 if not texts:
                     num_begun += 1
-                    if kill and num_begun == 60:  # more than one engine runs at the policy's even load
+                    if kill and num_begun == 60:  # one engine has 50 of them
                         os.kill(engines[0], signal.SIGKILL)
                 texts.append(chunk.choices[0].text)
             assert chunk.choices[0].finish_reason == "length"
