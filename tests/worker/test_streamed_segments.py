@@ -230,7 +230,7 @@ def assert_slot_0_is_lost(rig: Rig, reason: str, beside: Any) -> None:
     results = [driver.step({0: 100, 1: 61}), driver.step({0: 20, 1: 1}), driver.step({1: 1})]
     for result in results[:2]:
         assert list(result.lost_segments) == [0]
-        assert reason in result.lost_segments[0]
+        assert reason in result.lost_segments[0].reason
         assert not result.errors
         assert result.slots == [1]
     assert not results[2].lost_segments
