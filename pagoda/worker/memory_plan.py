@@ -87,8 +87,8 @@ class WorkerMemoryPlan:
     def streamed_groups(self) -> dict[int, int]:
         """Tokens of a block of each KV group whose cold segments may be streamed; empty where none can be.
 
-        Drafters have parts of blocks, which nobody streams; ranks with pools of their own lack parts of blocks of
-        others. Tensors of a block follow one another outside of the cache, and their numbers have to be aligned there.
+        Drafters have parts of blocks, which nobody streams, and ranks that have pools of their own know no tiers.
+        Tensors of a block follow one another outside of the cache, and their numbers have to be aligned there.
         """
         config, kinds = self.config, (KVKind.FULL, KVKind.LATENT)
         numbers = self.block_size * self.shard.kv_vectors[1]

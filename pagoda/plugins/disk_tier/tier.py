@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
@@ -54,6 +53,7 @@ from pagoda.plugins.disk_tier.scanner import (
     ProbeAnswer,
     Removed,
     ScanEnded,
+    Scanner,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,26 +68,6 @@ _REST_S = 10.0
 """Seconds in which steps read nothing here after one has waited in vain."""
 _WARNING_INTERVAL_S = 10.0
 """Seconds between warnings of failed loads: in a directory that was removed, one fails after the other."""
-
-
-class Scanner(Protocol):
-    """Looks at directories for the engine, which never waits for it; `DiskScanner` says how."""
-
-    def probe(
-        self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None = None
-    ) -> None: ...
-
-    def cancel_probe(self, probe: Probe) -> None: ...
-
-    def remove(self, directory: int, keys: Sequence[bytes]) -> None: ...
-
-    def rescan(self) -> None: ...
-
-    def poll(self) -> list[News]: ...
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 OpenScanner = Callable[[Sequence[TierPlace], Clock], Scanner]
@@ -167,9 +147,12 @@ class DiskTier:
         self._is_hang_known = False
         """`poll` has named the requests whose probes the hanging disk does not answer."""
         self._scanner = self._open_scanner(directories, self._clock)
-        sharers = max(directory.num_sharers for directory in directories)
         self._evictor = Evictor(
-            self._index, self._scanner.remove, self._quota_bytes, self._forget_object, sharers
+            self._index,
+            self._scanner.remove,
+            self._quota_bytes,
+            self._forget_object,
+            max(directory.num_sharers for directory in directories),
         )
         for prefix, start in self._queued.values():
             self._look(prefix, start)
@@ -289,7 +272,11 @@ class DiskTier:
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks, likely=likely)
+        self._begin_storing(keys)
+
+    def _begin_storing(self, keys: Sequence[bytes]) -> None:
         self._evictor.storing.update(keys)
+        self._writing.asked()
 
     def _affordable(self, saved: Sequence[CachedBlock]) -> Sequence[CachedBlock]:
         """The leading ones for which there is room and, if they are needed again, a budget."""
@@ -308,7 +295,7 @@ class DiskTier:
             keys = [cached.key for cached in saved]
             source = HostSlots([cached.block.block_id for cached in saved])
             self._ledger.open(partial(self._sunk, saved), source, TierBlocks(TIER, keys))
-            self._evictor.storing.update(keys)
+            self._begin_storing(keys)
         return len(saved)
 
     def _sunk(self, saved: Sequence[CachedBlock], end: TransferEnd | None) -> None:
@@ -389,7 +376,6 @@ class DiskTier:
         hold = self._hold(keys, is_there=not lacking)
         if lacking:
             self._unwritten.append(hold)
-            self._writing.asked()
             self._write(lacking, partial(self._hold_written, hold, lacking), likely=True)
         return hold
 
@@ -409,7 +395,6 @@ class DiskTier:
         self, hold: Hold, saved: Sequence[CachedBlock], end: TransferEnd | None
     ) -> None:
         self._unwritten.remove(hold)
-        self._writing.heard(owes_more=bool(self._unwritten))
         self._store_ended(saved, end)
         hold.is_there = end is not None and not end.failed
         if not hold.is_there:
@@ -451,6 +436,7 @@ class DiskTier:
 
     def _store_ended(self, saved: Sequence[CachedBlock], end: TransferEnd | None) -> None:
         self._evictor.storing.difference_update(cached.key for cached in saved)
+        self._writing.heard(owes_more=bool(self._evictor.storing))
         if end is None:  # a later scan finds what was written
             return
         failed = set(end.failed)
