@@ -198,8 +198,8 @@ class ColdSegments:
         return zip(self._groups, (hold.place for hold in segment), strict=True)
 
     def lose(self, table: BlockTable, lost: LostSegments) -> None:
-        """A step could not read a cold segment of this request. Its storey loses that one and those behind it, as an
-        object that has gone is seldom alone; other storeys lose nothing."""
+        """A step could not read a cold segment of this request. Its storey loses that one and those behind it, as
+        objects that have gone are seldom alone; other storeys lose nothing."""
         holds = [hold for segment in table.cold[lost.first :] for hold in segment]
         for storey in self._storeys if holds else ():
             if storey.tier == tier_name(holds[0].place):

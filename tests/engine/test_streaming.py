@@ -260,12 +260,6 @@ def test_a_disk_that_takes_nothing_ends_the_request_with_one_clear_error() -> No
     assert "--kv-disk-bytes" in (last.error or "")
 
 
-def hang_for(it: Tiered, seconds: float) -> None:
-    """Steps wait for the disk in vain for so long."""
-    until = it.clock.now() + seconds
-    it.executor.worker.disk_hangs = lambda: it.clock.now() < until
-
-
 @pytest.mark.parametrize("build", [on_disk, in_both])
 def test_a_disk_that_hangs_in_mid_stream_loses_nothing(build: Callable[[], Tiered]) -> None:
     """Others go on meanwhile, and it is asked again when it has rested."""
@@ -276,7 +270,7 @@ def test_a_disk_that_hangs_in_mid_stream_loses_nothing(build: Callable[[], Tiere
     go_on_until(it, lambda: len(cold_places(it, "long")) == 12 and not it.tiers.ledger.num_open)
     there, began = set(disk.objects), it.clock.now()
     it.fates.begun.clear()
-    hang_for(it, 15.0)
+    disk.hang(15.0)
     it.add(short)
     go_on_until(it, lambda: "short" in it.finished)
     assert it.clock.now() < began + 5
@@ -290,10 +284,11 @@ def test_a_disk_that_hangs_in_mid_stream_loses_nothing(build: Callable[[], Tiere
 
 
 def test_a_disk_that_never_answers_again_ends_the_request_with_one_clear_error() -> None:
-    it = on_disk()
+    disk = SimDisk()
+    it = on_disk(disk=disk)
     it.add(long_request("long", max_tokens=40))
     go_on_until(it, lambda: len(cold_places(it, "long")) > 6)
-    hang_for(it, 1e9)
+    disk.hang(1e9)
     it.run()
     assert "could not be read from a tier" in (it.finished["long"].error or "")
     assert it.clock.now() < 60

@@ -87,9 +87,11 @@ class SimExecutor:
         num_stages: int = 1,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
         disk: dict[bytes, Cells] | None = None,
+        disk_hangs: Callable[[], bool] = lambda: False,
         neighbours: SimNeighbours | None = None,
     ) -> None:
-        """`check_kv` finds broken block tables; `disk` holds objects that are there already.
+        """`check_kv` finds broken block tables; `disk` holds objects that are there already. While `disk_hangs`,
+        steps wait for it in vain.
 
         `neighbours` are where KV of other engines is copied from; None copies nothing.
         """
@@ -109,6 +111,7 @@ class SimExecutor:
         self._executed_step = -1
         self._busy_until = [0.0] * num_stages
         self._disk = {} if disk is None else disk
+        self._disk_hangs = disk_hangs
         self._neighbours = neighbours
         self._loaded: list[ExecutorEvent] = []
         """Adapters that were loaded, which outlive workers."""
@@ -120,7 +123,11 @@ class SimExecutor:
     def start(self, num_blocks: int | None = None) -> None:
         config, num_stages = self._config, len(self._busy_until)
         self.worker = SimWorker(
-            config, check_kv=self._check_kv, num_stages=num_stages, disk=self._disk
+            config,
+            check_kv=self._check_kv,
+            num_stages=num_stages,
+            disk=self._disk,
+            disk_hangs=self._disk_hangs,
         )
         self._executed_step = -1
         self._busy_until = [self._clock.now()] * num_stages
@@ -294,6 +301,7 @@ class SimWorker:
         check_kv: bool,
         num_stages: int = 1,
         disk: dict[bytes, Cells] | None = None,
+        disk_hangs: Callable[[], bool] = lambda: False,
     ) -> None:
         """`disk` holds objects that workers before it have written, and will hold what this one writes."""
         self._config = config
@@ -308,8 +316,7 @@ class SimWorker:
             "disk": {} if disk is None else disk,
         }
         """Blocks by the two parts of their places."""
-        self.disk_hangs: Callable[[], bool] = lambda: False
-        """True while steps wait for the disk in vain."""
+        self._disk_hangs = disk_hangs
         self._step_writes: defaultdict[int, set[Place]] = defaultdict(set)
         self._step_reads: defaultdict[int, set[Place]] = defaultdict(set)
         """Places that each step under way uses."""
@@ -409,7 +416,7 @@ class SimWorker:
         slot = self.slots[slot_id]
         for group, places in slot.cold.items() if slot.lost is None else ():
             count = self._config.segment_tokens // self._groups[group].block_size
-            hangs = [kind == "disk" and self.disk_hangs() for kind, _ in places]
+            hangs = [kind == "disk" and self._disk_hangs() for kind, _ in places]
             gone = [key not in self.memory[kind] for kind, key in places]
             bad = [index for index, it in enumerate(map(or_, hangs, gone)) if it]
             if bad:
