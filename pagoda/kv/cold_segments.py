@@ -198,14 +198,17 @@ class ColdSegments:
         return zip(self._groups, (hold.place for hold in segment), strict=True)
 
     def lose(self, table: BlockTable, lost: LostSegments) -> None:
-        """A step could not read a cold segment of this request. Its storey loses that one and those behind it, as
-        objects that have gone are seldom alone; other storeys lose nothing."""
-        holds = [hold for segment in table.cold[lost.first :] for hold in segment]
-        for storey in self._storeys if holds else ():
-            if storey.tier == tier_name(holds[0].place):
-                for hold in holds:
-                    if isinstance(hold.place, TierBlocks) and hold.place.tier == storey.tier:
-                        storey.lose(hold.place.keys, hangs=lost.hangs)
+        """A step could not read a cold segment of this request. Its storey loses that one and all blocks behind
+        it, which are seldom better: a directory has gone, or the request would find them next."""
+        if lost.first >= len(table.cold):
+            return
+        tier = tier_name(table.cold[lost.first][0].place)
+        (storey,) = (it for it in self._storeys if it.tier == tier)
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            end = (len(table.keys) - 1) // self._kv.layout.ratios[group]
+            behind = range(lost.first * size, end)
+            keys = [self._kv.known_key(table, group, index) for index in behind]
+            storey.lose(keys, hangs=lost.hangs)
 
     def release(self, table: BlockTable, last_step: int) -> None:
         """The request holds nothing any more; steps up to `last_step` may still read its cold segments."""

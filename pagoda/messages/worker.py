@@ -258,7 +258,7 @@ class LostSegments(msgspec.Struct, frozen=True, omit_defaults=True):
     first: Count
     """The first of them, by its place in the slot; those in front of it were read."""
     hangs: bool = False
-    """Its tier did not answer: what lies there may be good."""
+    """True if the tier did not answer: what lies there may be good."""
 
     def joined(self, other: LostSegments) -> LostSegments:
         """The loss that tells of both, as ranks have each a part of a segment."""

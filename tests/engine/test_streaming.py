@@ -233,6 +233,16 @@ def test_objects_that_vanish_are_computed_again() -> None:
     assert it.scheduler.counters.num_lost_segments >= 1
 
 
+def test_a_directory_that_has_gone_is_lost_once() -> None:
+    """Also what the request finds there behind the segments that it has cold."""
+    disk = SimDisk()
+    it = on_disk(disk=disk)
+    serve(it, long_request("before", max_tokens=4))
+    disk.objects.clear()
+    serve(it, long_request("after", max_tokens=40))
+    assert it.scheduler.counters.num_lost_segments == 1
+
+
 def test_objects_that_vanish_again_and_again_end_the_request_alone() -> None:
     disk = SimDisk()
     it = on_disk(disk=disk)
