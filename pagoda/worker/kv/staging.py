@@ -81,7 +81,7 @@ class Item(NamedTuple):
     number: int
     """Number of the segment, as layers take them."""
     sequence: int
-    index: int
+    in_sequence: int
     """Number of the segment in the sequence."""
     found: TierBlocks
 
@@ -166,7 +166,7 @@ class Filling:
                 problem = self._read(readers[item.found.tier], item, number % 2, part)
             with self._changed:
                 if problem:
-                    lost = LostSegments(problem, item.index)
+                    lost = LostSegments(problem, item.in_sequence)
                     self._lost[item.sequence] = self._lost.get(item.sequence, lost).joined(lost)
                 self._parts_done[number] += 1
                 self._heard_at = time.monotonic()
