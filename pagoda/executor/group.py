@@ -19,6 +19,7 @@ from pagoda.executor.base import STEP_TIMEOUT_SUSPICION, ExecutorEvent, WorkerLo
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.executor.pools import Pools
 from pagoda.executor.standstill import Standstill
 from pagoda.faults.injector import Faults, instance
 from pagoda.ipc.addresses import allow_ipv6
@@ -172,8 +173,8 @@ class GroupExecutor:
         group.send(group.ranks, payload, now)
 
     @staticmethod
-    def _to_links(group: _Group, now: float, payload: bytes) -> None:
-        group.send(group.links, payload, now)
+    def _to_links(group: _Group, ranks: Sequence[int], now: float, payload: bytes) -> None:
+        group.send([group.links[rank] for rank in ranks], payload, now)
 
     def submit_masks(self, masks: TokenMasks) -> None:
         group = self._group
@@ -185,8 +186,9 @@ class GroupExecutor:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
-        now = self._clock.now()
-        self._send_transfers(group, now, self._encode_transfers(message))
+        now, pools = self._clock.now(), group.pools
+        for ranks, part in pools.messages(message):
+            self._send_transfers(group, ranks, now, self._encode_transfers(part))
         group.transfers.begin(message.transfers, now)
         group.await_transfers()
 
@@ -416,10 +418,15 @@ class _Group:
         self.workers = launch(configs, self._endpoint)
 
     @cached_property
+    def pools(self) -> Pools:
+        """The ranks by what they hold; known when all are ready."""
+        return Pools(self._configs[0].parallel, list(self._readies.values()))
+
+    @cached_property
     def transfers(self) -> GroupTransfers:
         """Transfers under way; made for the first of them, when all ranks are ready."""
         kv_ranks = chain.from_iterable(ready.kv_ranks for ready in self._readies.values())
-        return GroupTransfers(len(self._configs), self._transfer_timeout_s, kv_ranks)
+        return GroupTransfers(self.pools, self._transfer_timeout_s, kv_ranks)
 
     def await_transfers(self) -> None:
         """Notes until when the next transfer must have ended."""

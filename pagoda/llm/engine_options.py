@@ -294,18 +294,13 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
             self.check_calibrates_alone(f"--role {role.value}")
 
     def check_keeps_kv(self, handoff: Handoff | None) -> None:
-        """Refuses to move KV off a device where ranks hold that of requests of their own.
+        """Refuses to hand KV over where ranks hold that of requests of their own.
 
-        Raises ConfigError if there are tiers, or is a role in handoff.
+        Raises ConfigError if there is a role in handoff.
         """
-        flag = "--role" if handoff is not None else None
-        if of_tiers := self.given_of(*TIERS.values()):
-            flag = flag_of(of_tiers[0])
-        if self.kv_host_bytes is not None:
-            flag = "--kv-host-bytes"
-        if flag is not None:
+        if handoff is not None:
             raise ConfigError(
-                f"{flag} does not go with --enable-dp-attention, by which each rank holds the KV of requests of "
+                "--role does not go with --enable-dp-attention, by which each rank holds the KV of requests of "
                 "its own and alone could move it; leave out one of them."
             )
 
@@ -448,11 +443,6 @@ class ExecutorOptions:
         config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
         if topology.context_parallel_size > 1:
             flag = f"--context-parallel-size {topology.context_parallel_size}"
-            if config.kv_tiers is not None:
-                raise ConfigError(
-                    f"{flag} does not go with tiers of KV, whose places hold whole requests; leave out "
-                    "--kv-host-bytes and the like."
-                )
             if handoff is not None:
                 raise ConfigError(
                     f"{flag} does not go with --role, as other engines hold whole requests; leave one out."
