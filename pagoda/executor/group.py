@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -19,7 +18,6 @@ from pagoda.executor.base import STEP_TIMEOUT_SUSPICION, ExecutorEvent, WorkerLo
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
-from pagoda.executor.pools import Pools
 from pagoda.executor.standstill import Standstill
 from pagoda.faults.injector import Faults, instance
 from pagoda.ipc.addresses import allow_ipv6
@@ -186,8 +184,8 @@ class GroupExecutor:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
-        now, pools = self._clock.now(), group.pools
-        for ranks, part in pools.messages(message):
+        now = self._clock.now()
+        for ranks, part in group.transfers.pools.messages(message):
             self._send_transfers(group, ranks, now, self._encode_transfers(part))
         group.transfers.begin(message.transfers, now)
         group.await_transfers()
@@ -418,15 +416,10 @@ class _Group:
         self.workers = launch(configs, self._endpoint)
 
     @cached_property
-    def pools(self) -> Pools:
-        """The ranks by what they hold; known when all are ready."""
-        return Pools(self._configs[0].parallel, list(self._readies.values()))
-
-    @cached_property
     def transfers(self) -> GroupTransfers:
         """Transfers under way; made for the first of them, when all ranks are ready."""
-        kv_ranks = chain.from_iterable(ready.kv_ranks for ready in self._readies.values())
-        return GroupTransfers(self.pools, self._transfer_timeout_s, kv_ranks)
+        parallel, readies = self._configs[0].parallel, list(self._readies.values())
+        return GroupTransfers.of(parallel, readies, self._transfer_timeout_s)
 
     def await_transfers(self) -> None:
         """Notes until when the next transfer must have ended."""

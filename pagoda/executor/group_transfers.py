@@ -18,6 +18,8 @@ from pagoda.messages.transfers import (
     TransferEnd,
     longest_transfer_s,
 )
+from pagoda.messages.worker import WorkerReady
+from pagoda.parallel.config import ParallelConfig
 
 
 class GroupTransfers:
@@ -29,11 +31,19 @@ class GroupTransfers:
     def __init__(self, pools: Pools, timeout_s: float, kv: Iterable[KVRank] = ()) -> None:
         """`kv` is that of the ranks, if they take part in handoff."""
         self._kv = tuple(kv)
-        self._pools = pools
+        self.pools = pools
         self._timeout_s = timeout_s
         self._under_way: dict[tuple[int, int], _PendingTransfer] = {}
         ranks = chain.from_iterable(pools.ranks)
         self._work = {(rank, kind): _Work() for rank in ranks for kind in _TransferKind}
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelConfig, readies: Sequence[WorkerReady], timeout_s: float
+    ) -> GroupTransfers:
+        """Transfers of a replica whose ranks have said that they are ready."""
+        kv_ranks = chain.from_iterable(ready.kv_ranks for ready in readies)
+        return cls(Pools(parallel, readies), timeout_s, kv_ranks)
 
     @property
     def deadline(self) -> float | None:
@@ -55,7 +65,7 @@ class GroupTransfers:
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
-            ranks = self._pools.ranks[self._pools.of(transfer)]
+            ranks = self.pools.ranks[self.pools.of(transfer)]
             entry = _PendingTransfer(transfer, self._limit_s(transfer), ranks)
             self._under_way[transfer.transfer_id, transfer.generation] = entry
             for rank in ranks:

@@ -17,7 +17,7 @@ from pagoda.parallel.config import ParallelConfig
 
 
 class Pools:
-    """Which ranks take part in a transfer, and what its places are there."""
+    """The ranks that take part in transfers, and the places of these there."""
 
     def __init__(self, parallel: ParallelConfig, readies: Sequence[WorkerReady] = ()) -> None:
         """`readies` are those of all ranks of the replica; without them there are no transfers yet."""
@@ -44,7 +44,7 @@ class Pools:
         return 0
 
     def messages(self, message: Transfers) -> list[tuple[list[int], Transfers]]:
-        """What ranks are told, of which those of a pool are told the same."""
+        """Ranks of each pool that is told anything, and the message to them."""
         if self.size == 1:
             return [(self.ranks[0], message)]
         parts: list[list[Transfer]] = [[] for _ in range(self.size)]

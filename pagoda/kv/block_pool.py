@@ -218,8 +218,10 @@ class BlockPool:
     ) -> None:
         """Makes a full, computed block findable, unless another is already: the first one under a key keeps it.
 
-        Of ranks that share a context, the last one does if nobody references the first: prefixes go on from rank to
-        rank, and those of now lie as the last one does. `parent` is the key of the block in front of it, and `token_ids` are its own tokens.
+        Among ranks that share contexts, one on another rank gives way unless somebody references it: prefixes go
+        round the ranks, and today's go on with the new one.
+
+        `parent` is the key of the block in front of it, and `token_ids` are its own tokens.
 
         Raises ValueError if the block is not referenced or has another key.
         """

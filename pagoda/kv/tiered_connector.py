@@ -95,7 +95,7 @@ class _LoadPart:
 class _Load:
     request_id: str
     keys: list[tuple[int, bytes]]
-    """By `BlockPool.place`."""
+    """Keys by `BlockPool.place`."""
     num_good: int
     """Leading blocks that have not failed."""
     error: str | None = None

@@ -85,9 +85,9 @@ class TransferLedger:
     ) -> int:
         """Begins a transfer, to be sent with the next `drain`; returns its id.
 
-        `blocks` are those of `source` or `target` that are on the device, all of one rank; each must be referenced already, or
-        findable. They are evicted before others once they are copied, unless they are `likely` to be wanted on
-        the device.
+        `blocks` are those of `source` or `target` that are on the device, all of one rank; each must be referenced
+        already, or findable. They are evicted before others once they are copied, unless they are `likely` to be
+        wanted on the device.
         """
         transfer = Transfer(self._next_id, self._generation, source, target, after_step)
         self._next_id += 1

@@ -293,17 +293,6 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
         if role is not Role.NONE:
             self.check_calibrates_alone(f"--role {role.value}")
 
-    def check_keeps_kv(self, handoff: Handoff | None) -> None:
-        """Refuses to hand KV over where ranks hold that of requests of their own.
-
-        Raises ConfigError if there is a role in handoff.
-        """
-        if handoff is not None:
-            raise ConfigError(
-                "--role does not go with --enable-dp-attention, by which each rank holds the KV of requests of "
-                "its own and alone could move it; leave out one of them."
-            )
-
     def check_calibrates_alone(self, other: str) -> None:
         """Refuses a calibration where several workers would each make weights of their own.
 
@@ -438,15 +427,7 @@ class ExecutorOptions:
         """
         self._check(engine, parallel)
         topology = parallel.config(engine.backend)
-        if topology.dp_attention:
-            engine.check_keeps_kv(handoff)
         config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
-        if topology.context_parallel_size > 1:
-            flag = f"--context-parallel-size {topology.context_parallel_size}"
-            if handoff is not None:
-                raise ConfigError(
-                    f"{flag} does not go with --role, as other engines hold whole requests; leave one out."
-                )
         if config.kv_events is not None:
             find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.

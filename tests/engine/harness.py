@@ -112,7 +112,7 @@ class Harness:
         max_num_waiting_tokens: int | None = None,
         prefix_caching: bool = True,
         num_stages: int = 1,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig | None = None,
         share_tokens: int = SEGMENT,
         per_token_s: float = 0.001,
         per_transferred_block_s: float = 0.002,
@@ -170,7 +170,9 @@ class Harness:
         config = EngineConfig(
             worker=WorkerConfig(
                 model="sim",
-                parallel=msgspec.structs.replace(parallel, pipeline_parallel_size=num_stages),
+                parallel=msgspec.structs.replace(
+                    parallel or ParallelConfig(), pipeline_parallel_size=num_stages
+                ),
                 segment_tokens=share_tokens,
             ),
             executor="sim",

@@ -93,15 +93,16 @@ def open_tier(context: TierContext, open_scanner: OpenScanner | None = None) -> 
 
 
 class DiskTier:
-    """The engine's half of the directories of objects. Every rank has the same keys in its own directory, but ranks
-    that hold other blocks of the same layers and heads have one: each finds what another of them has written."""
+    """The engine's half of the directories of objects. Every rank has the same keys in its own directory.
+
+    Ranks that hold other blocks of the same layers and heads share one: each finds what others have written."""
 
     tier = TIER
     has_own_timeout = False
     is_cache = True
 
     def __init__(self, context: TierContext, open_scanner: OpenScanner) -> None:
-        """Raises ConfigError if the quota is too small for even one block, or ranks of one directory are on several
+        """Raises ConfigError: the quota is too small for even one block, or ranks of one directory are on several
         hosts."""
         self._ledger = context.ledger
         self._clock = context.clock
