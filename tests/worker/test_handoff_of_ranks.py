@@ -25,9 +25,8 @@ SIDES = {
     "segments": {"cp": 2},
     "own requests": {"tp": 2, "own_requests": True},
 }
-PROMPTS = [
-    [random.Random(seed).randrange(320) for _ in range(237 - 29 * seed)] for seed in range(6)
-]
+_RNG = random.Random(0)
+PROMPTS = [_RNG.choices(range(320), k=length) for length in range(237, 63, -29)]
 COUNT = 8
 
 

@@ -2,8 +2,8 @@
 """Plan of a handoff: the bytes of other ranks' memory that hold the KV of blocks which another engine computed.
 
 Both engines may have cut the model into any number of stages and tensor-parallel ranks; with more ranks than KV
-heads several have the same one. Either may have several pools of ranks, which hold other blocks. What counts is what
-each rank says of itself: tensors by layer, kind and heads.
+heads several have the same one. Either may have several pools of ranks, which hold other blocks. What counts is
+what each rank says of itself: tensors by layer, kind and heads.
 Layers of several KV groups may share a tensor, of which each uses the blocks of its group.
 Heads are the leading dimension of a block, so those that two tensors have in common are in one piece in both.
 """
