@@ -26,7 +26,7 @@ SIDES = {
     "own requests": {"tp": 2, "own_requests": True},
 }
 _RNG = random.Random(0)
-PROMPTS = [_RNG.choices(range(320), k=length) for length in range(237, 63, -29)]
+PROMPTS = [_RNG.choices(range(320), k=length) for length in range(235, 63, -29)]
 COUNT = 8
 
 
