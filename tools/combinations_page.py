@@ -73,8 +73,8 @@ PAIRS: list[Pair] = [
             ("draft model, MTP, EAGLE-3", _DRAFTER, "which --enable-dp-attention does not share"),
         )
     ),
-    Pair(_OWN_REQUESTS, "tiers", f"{_TIERS_OF_RANKS}[own requests]"),
-    Pair(_OWN_REQUESTS, "handoff", f"{_HANDOFF_OF_RANKS}[own requests-segments]"),
+    Pair(_OWN_REQUESTS, "tiers", _TIERS_OF_RANKS),
+    Pair(_OWN_REQUESTS, "handoff", _HANDOFF_OF_RANKS),
     *_with_speculation(_ROWS, "`allowed_token_ids`", "log-probabilities"),
     *_with_speculation(
         "tests/worker/test_masked_answers.py::test_drafts_change_no_answer_in_a_grammar",

@@ -222,13 +222,12 @@ _PROOFS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "context parallelism",
         ("tiers",),
-        "tests/worker/test_tiers_of_ranks.py::test_answers_over_tiers_are_those_of_transformers[segments]",
+        "tests/worker/test_tiers_of_ranks.py::test_answers_over_tiers_are_those_of_transformers",
     ),
     (
         "context parallelism",
         ("handoff",),
-        "tests/worker/test_handoff_of_ranks.py::test_all_blocks_come_and_tokens_are_those_of_transformers"
-        "[segments-one]",
+        "tests/worker/test_handoff_of_ranks.py::test_all_blocks_come_and_tokens_are_those_of_transformers",
     ),
     (
         "cuda",

@@ -76,7 +76,7 @@ class KVFetcher:
         for peer_id in peer_ids:
             peer = self.peers.pop(peer_id, None)
             if peer is not None:
-                for reader in peer.readers():
+                for reader in peer.readers:
                     reader.close()
 
     def _plan(self, peer: KVPeer) -> _Peer:
@@ -124,7 +124,7 @@ class KVFetcher:
 
     def close(self) -> None:
         """Ends the threads; reads under way fail."""
-        readers = [reader for peer in self.peers.values() for reader in peer.readers()]
+        readers = [reader for peer in self.peers.values() for reader in peer.readers]
         for reader in readers:
             reader.close()
         for reader in readers:
@@ -142,8 +142,9 @@ class _Peer(NamedTuple):
     misfit: str = ""
     """Clause that says why no block can be read, if that is so."""
 
-    def readers(self) -> Iterator[_RankReader]:
-        return chain.from_iterable(self.pools)
+    @property
+    def readers(self) -> list[_RankReader]:
+        return list(chain.from_iterable(self.pools))
 
 
 _UNKNOWN_PEER = _Peer([], 0, "nobody knows that peer")
