@@ -151,7 +151,7 @@ def count_bytes(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16") -> None:
             for num_layers in _LAYERS:
                 path = Path(directory) / str(num_layers)
                 path.mkdir(exist_ok=True)
-                shape = PRESETS[model] | {"num_hidden_layers": num_layers, "vocab_size": 1024}
+                shape = {**PRESETS[model], "num_hidden_layers": num_layers, "vocab_size": 1024}
                 (path / "config.json").write_text(json.dumps(shape))
                 ranks = _Ranks(path, dtype, parallel)
                 found.append([it for size in _PROMPTS.values() for it in ranks.count(size)])

@@ -7,7 +7,7 @@ import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
-from operator import attrgetter, sub
+from operator import attrgetter
 from typing import NamedTuple
 
 from pagoda.engine.request import OrderKey, Request, RequestState
@@ -262,7 +262,8 @@ class RequestQueue:
     def num_unreserved(self) -> int:
         """Available blocks that no running or loading request will need, of several ranks those of the one that
         has most; below 0 where these need too many."""
-        return max(map(sub, self._kv.pool.available, self._reserved_blocks))
+        ranks = zip(self._kv.pool.available, self._reserved_blocks, strict=True)
+        return max(count - kept for count, kept in ranks)
 
     @property
     def num_loading(self) -> int:
