@@ -391,11 +391,12 @@ class HostTier:
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        """Raises RuntimeError if the arenas are smaller than those of the workers before."""
-        if ready.kv_host_slots < self.pool.num_blocks:
+        """Raises RuntimeError if the arenas are smaller than those of the workers before, or of several ranks, whose
+        slots are numbered over all of them, larger."""
+        num_slots, before = ready.kv_host_slots, self.pool.num_blocks
+        if num_slots < before or (self.pool.num_ranks > 1 and num_slots != before):
             raise RuntimeError(
-                f"The arenas in host memory have {ready.kv_host_slots} slots, "
-                f"those before had {self.pool.num_blocks}."
+                f"The arenas in host memory have {num_slots} slots, those before had {before}."
             )
         each = max((place.block_bytes for place in ready.kv_places), default=1)
         most = min(self.pool.of_rank // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
