@@ -391,8 +391,8 @@ class HostTier:
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        """Raises RuntimeError if the arenas are smaller than those of the workers before, or of several ranks, whose
-        slots are numbered over all of them, larger."""
+        """Raises RuntimeError if the arenas are smaller than those of the workers before; or larger, of several
+        ranks, whose slots are numbered over all of them."""
         num_slots, before = ready.kv_host_slots, self.pool.num_blocks
         if num_slots < before or (self.pool.num_ranks > 1 and num_slots != before):
             raise RuntimeError(
