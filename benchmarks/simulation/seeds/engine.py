@@ -104,8 +104,9 @@ def _may_stay(other: Request, preempted: Request) -> bool:
 
 
 class _Preemptions:
-    """Watches that of a rank's running requests the last one in order is preempted, of several tenants the last one of
-    its tenant among those of the lowest priority, but for such as have not made up for their last preemption."""
+    """Watches that of a rank's running requests the last one in order is preempted, of several tenants the last
+    one of its tenant among those of the lowest priority, but for such as have not made up for their last
+    preemption."""
 
     def __init__(self, scheduler: Scheduler, note: Callable[[str], None] | None) -> None:
         self._scheduler = scheduler
