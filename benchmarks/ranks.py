@@ -175,6 +175,7 @@ def time(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16", concurrency: str
     """
     load = CompareOptions(concurrency=concurrency, input_len=128, output_len=32, num_prompts=8)
     flags = ["--load-format", "dummy", "--dtype", dtype, "--threads", "1", "--log-level", "warning"]
+    flags += ["--max-model-len", "2048", "--num-kv-blocks", "512"]
     with ExitStack() as stack:
         servers = [
             stack.enter_context(server_process([model, *flags, *kind.split()])) for kind in KINDS
