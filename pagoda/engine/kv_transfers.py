@@ -108,7 +108,8 @@ class KVTransferHooks(KVHooks):
         if spread is None:
             return BlockRanks(request.table.rank)
         near = self.tiers.near_rank(prefix.keys[0]) if prefix is not None and prefix.keys else None
-        return spread.ranks(hit, self._kv.num_blocks_for(request.num_tokens), near)
+        num_blocks = self._kv.num_blocks_for(request.num_tokens)
+        return spread.ranks(hit, num_blocks, near, kept=self._queue.reserved_blocks)
 
     def num_near(self, request: Request, hit: PrefixHit) -> int:
         prefix = request.prefix

@@ -151,7 +151,7 @@ class RequestQueue:
         """Sorted by `order_key`."""
         self.waiting = WaitingQueue()
         self.loading: set[Request] = set()
-        self._reserved_blocks = [0] * kv.pool.num_ranks
+        self.reserved_blocks = [0] * kv.pool.num_ranks
         """`reserved_blocks` of the requests that run or load, added up by the rank that is to have them."""
         self.num_pending_tokens = 0
         """Prompt and output tokens of all requests that are not computed yet."""
@@ -167,7 +167,7 @@ class RequestQueue:
 
     @property
     def reserved(self) -> Reserved:
-        return Reserved(len(self.running) + len(self.loading), sum(self._reserved_blocks))
+        return Reserved(len(self.running) + len(self.loading), sum(self.reserved_blocks))
 
     @property
     def is_full(self) -> bool:
@@ -262,7 +262,7 @@ class RequestQueue:
     def num_unreserved(self) -> int:
         """Available blocks that no running or loading request will need, of several ranks those of the one that
         has most; below 0 where these need too many."""
-        ranks = zip(self._kv.pool.available, self._reserved_blocks, strict=True)
+        ranks = zip(self._kv.pool.available, self.reserved_blocks, strict=True)
         return max(count - kept for count, kept in ranks)
 
     @property
@@ -283,13 +283,13 @@ class RequestQueue:
         """Makes `blocks` what a request that runs or loads reserves, on the ranks that are to have them."""
         table, spread = request.table, self._kv.spread
         for rank, count in request.reserved_on:
-            self._reserved_blocks[rank] -= count
+            self.reserved_blocks[rank] -= count
         request.reserved_blocks = blocks
         request.reserved_on = (
             ((table.rank, blocks),) if spread is None else spread.by_rank(table.groups[0], blocks)
         )
         for rank, count in request.reserved_on:
-            self._reserved_blocks[rank] += count
+            self.reserved_blocks[rank] += count
 
     def _blocks_to_reserve(self, request: Request) -> int:
         missing = self._kv.num_missing(
@@ -308,9 +308,9 @@ class RequestQueue:
             return False
         if kv.spread is not None:
             share = -(-ahead.num_blocks // kv.pool.num_ranks)
-            kept = [count + share for count in self._reserved_blocks]
+            kept = [count + share for count in self.reserved_blocks]
             return kv.spread.has_room(hit, kv.num_blocks_for(request.num_tokens), kept=kept)
-        num_kept = self._reserved_blocks[rank] + ahead.num_blocks
+        num_kept = self.reserved_blocks[rank] + ahead.num_blocks
         return kv.num_blocks_behind(hit, request.num_tokens) + num_kept <= kv.num_available(rank)
 
 

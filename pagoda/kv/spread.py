@@ -35,11 +35,12 @@ class SpreadBlocks:
         held.blocks.extend(new)
         return [GroupBlocks(0, [block.block_id for block in new])]
 
-    def ranks(self, hit: PrefixHit, num_blocks: int, wanted: int | None) -> BlockRanks:
+    def ranks(
+        self, hit: PrefixHit, num_blocks: int, wanted: int | None, *, kept: Sequence[int]
+    ) -> BlockRanks:
         """The ranks of a sequence that starts with a cached prefix: without one, it begins on the `wanted` rank if
-        there is room for it then, or on the one with the most room."""
+        there is room for it then besides what is `kept`, or on the one with the most room."""
         (held,) = hit.groups
-        kept = [0] * self._shares.size
         if held or wanted is None or not self.has_room(hit, num_blocks, wanted, kept=kept):
             wanted = self._first_rank(held, self._pool.available)
         return BlockRanks(wanted, self._shares, self._block_size)
