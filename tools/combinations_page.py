@@ -29,6 +29,13 @@ _DRAFTER = "pagoda/worker/drafting/planning.py"
 _FLAG = "pagoda/llm/speculative_config.py"
 _OWN_REQUESTS = "attention of each rank's own requests"
 _RANKS = "tests/worker/test_dp_attention.py"
+_TIERS_OF_RANKS = (
+    "tests/worker/test_tiers_of_ranks.py::test_answers_over_tiers_are_those_of_transformers"
+)
+_HANDOFF_OF_RANKS = (
+    "tests/worker/test_handoff_of_ranks.py::"
+    "test_all_blocks_come_and_tokens_are_those_of_transformers"
+)
 
 
 class Pair(NamedTuple):
@@ -64,12 +71,10 @@ PAIRS: list[Pair] = [
             ("encoders", "pagoda/worker/dp_attention.py", "and an encoder keeps none"),
             ("cuda, pypto", "pagoda/worker/dp_attention.py", "needs a backend whose ranks"),
             ("draft model, MTP, EAGLE-3", _DRAFTER, "which --enable-dp-attention does not share"),
-            *(
-                (it, "pagoda/llm/engine_options.py", "does not go with --enable-dp-attention")
-                for it in ("tiers", "handoff")
-            ),
         )
     ),
+    Pair(_OWN_REQUESTS, "tiers", _TIERS_OF_RANKS),
+    Pair(_OWN_REQUESTS, "handoff", _HANDOFF_OF_RANKS),
     *_with_speculation(_ROWS, "`allowed_token_ids`", "log-probabilities"),
     *_with_speculation(
         "tests/worker/test_masked_answers.py::test_drafts_change_no_answer_in_a_grammar",

@@ -126,18 +126,6 @@ REFUSED: dict[Pair, Refusal] = {
     **_all("context parallelism", ["states"], "all keep keys and values", _CONTEXTS),
     **_all("context parallelism", ["encoders"], "which keep no context", _CONTEXTS),
     **_all("context parallelism", ["cuda"], "attends to contexts on several ranks", _CONTEXTS),
-    **_all(
-        "context parallelism",
-        ["tiers"],
-        "does not go with tiers of KV",
-        "pagoda/llm/engine_options.py",
-    ),
-    **_all(
-        "context parallelism",
-        ["handoff"],
-        "does not go with --role",
-        "pagoda/llm/engine_options.py",
-    ),
     **_all("fp8", ["cpu"], "this backend does not compute with", _FORMATS),
 }
 
@@ -231,6 +219,16 @@ _PROOFS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("context parallelism", ("data parallelism",), f"{_CONTEXT_SERVERS}[replicas]"),
     ("context parallelism", ("Ray",), f"{_CONTEXT_SERVERS}[two Ray nodes]"),
+    (
+        "context parallelism",
+        ("tiers",),
+        "tests/worker/test_tiers_of_ranks.py::test_answers_over_tiers_are_those_of_transformers",
+    ),
+    (
+        "context parallelism",
+        ("handoff",),
+        "tests/worker/test_handoff_of_ranks.py::test_all_blocks_come_and_tokens_are_those_of_transformers",
+    ),
     (
         "cuda",
         ("handoff",),

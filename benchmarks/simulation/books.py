@@ -8,9 +8,10 @@ from collections import Counter
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
+from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.tiered_connector import TieredKVConnector
-from pagoda.messages.transfers import HostSlots
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer
 from pagoda.plugins.disaggregation.exporter import KVExporter
 from pagoda.plugins.disaggregation.hooks import HandoffHooks
 
@@ -23,6 +24,20 @@ def require(holds: object, text: str) -> None:
     """Raises BrokenInvariantError with `text` unless `holds`."""
     if not holds:
         raise BrokenInvariantError(text)
+
+
+def rank_of(transfer: Transfer, pool: BlockPool, slots: BlockPool | None = None) -> int:
+    """The rank whose places on the device, and in host memory, a transfer is between.
+
+    Raises BrokenInvariantError: it is between those of several."""
+    ranks = set[int]()
+    for place in (transfer.source, transfer.target):
+        if isinstance(place, DeviceBlocks):
+            ranks.update(block_id // pool.of_rank for block_id in place.block_ids)
+        elif isinstance(place, HostSlots) and slots is not None:
+            ranks.update(slot // slots.of_rank for slot in place.slots)
+    require(len(ranks) == 1, "A transfer is between places of several ranks.")
+    return ranks.pop()
 
 
 def check_books(scheduler: Scheduler) -> None:

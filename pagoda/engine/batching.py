@@ -443,11 +443,7 @@ class Batcher:
             return True
         self._kv.adopt(request.table, hit)
         if self._kv.grow(request.table, num_hit_tokens + count) is None:
-            if self._kv.shares.size == 1:
-                raise RuntimeError("A request was admitted that does not fit.")
-            # Others took what a rank had left; what is kept for all is counted over all ranks.
-            self._kv.free(request.table)
-            return False
+            raise RuntimeError("A request was admitted that does not fit.")
         request.num_scheduled_tokens = num_hit_tokens
         request.num_repeated_tokens = max(0, request.num_preempted_tokens - num_hit_tokens)
         self._queue.count_computed(request, num_hit_tokens)

@@ -53,7 +53,7 @@ class Candidates:
         can_run = queue.has_slot and not request.num_pending_samples
         if not can_run or self._is_still_blocked(request):
             return None
-        hit = self._find_prefix(request)
+        hit = self.find_prefix(request)
         while not queue.has_room(request, hit, in_turn=False):
             if queue.is_full or not self.hooks.make_room():
                 num_unreserved, num_running = queue.num_unreserved, len(queue.running)
@@ -61,11 +61,12 @@ class Candidates:
                 return None
         return hit
 
-    def _find_prefix(self, request: Request) -> PrefixHit:
+    def find_prefix(self, request: Request) -> PrefixHit:
         """The cached prefix on the rank that is chosen for a request, of several that attend to their own.
 
         That is the one with the fewest tokens that requests there hold or have to compute, those of this request
-        included; of those with room for it, if there are any.
+        included; of those with room for it, if there are any. What a tier near a rank has need not be computed
+        there; among equals, the rank whose device has more of it is chosen. The request holds no blocks yet.
         """
         kv, table = self._kv, request.table
         if kv.num_ranks == 1:
@@ -73,13 +74,17 @@ class Candidates:
         loads = [0] * kv.num_ranks
         for running in self._queue.running:
             loads[running.table.rank] += 2 * running.num_tokens - running.num_computed_tokens
-        found: list[tuple[bool, int, int, PrefixHit]] = []
+        for loading in self._queue.loading:
+            loads[loading.table.rank] += loading.num_tokens
+        found: list[tuple[bool, int, int, int, PrefixHit]] = []
         for rank, load in enumerate(loads):
             table.rank = rank
             hit = kv.find_prefix(table, request.token_ids)
             lacks_room = not self._queue.has_room(request, hit, in_turn=False)
-            found.append((lacks_room, load - hit.num_blocks * kv.block_size, rank, hit))
-        *_, table.rank, hit = min(found, key=lambda it: it[:3])
+            num_there = hit.num_blocks + self.hooks.num_near(request, hit)
+            weight = load - num_there * kv.block_size
+            found.append((lacks_room, weight, -hit.num_blocks, rank, hit))
+        *_, table.rank, hit = min(found, key=lambda it: it[:4])
         return hit
 
     def _is_still_blocked(self, request: Request) -> bool:

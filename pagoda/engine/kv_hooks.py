@@ -64,6 +64,10 @@ class KVHooks:
         """Begins to load or to await KV for a request in line, for which there is room besides `hit`."""
         return LoadStart.READY
 
+    def num_near(self, request: Request, hit: PrefixHit) -> int:
+        """Leading blocks behind `hit` that can be loaded at next to no cost on the rank of the request's table."""
+        return 0
+
     def first_ready(self, in_line: Iterable[Request]) -> Request | None:
         """The first request that may go on, if there is room for it."""
         return next(iter(in_line), None)

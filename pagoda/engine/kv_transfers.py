@@ -32,6 +32,7 @@ from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
 from pagoda.messages.transfers import TierWord, TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
+from pagoda.parallel.segments import BlockRanks
 
 TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""
@@ -64,6 +65,7 @@ class KVTransferHooks(KVHooks):
         self.near_pools = tiers.near_pools
         self._max_step_blocks = -(-scheduler.limits.max_num_batched_tokens // self._kv.block_size)
         self._prompts = scheduler.batcher.streams.prompts
+        self._candidates = scheduler.batcher.candidates
         self._awaiting: dict[str, Request] = {}
         self._blocked: set[str] = set()
         """Requests in line that would await an answer, as far as is known."""
@@ -82,7 +84,7 @@ class KVTransferHooks(KVHooks):
 
     def on_added(self, message: GenerateRequest, request: Request) -> list[TokenChunk]:
         chunks = self.peers.on_added(message, request)
-        self._on_queued(request, self._num_hits(request))
+        self._on_queued(request, self._kv.find_prefix(request.table, request.token_ids).num_blocks)
         return chunks
 
     def on_refused(self, message: GenerateRequest) -> None:
@@ -95,11 +97,26 @@ class KVTransferHooks(KVHooks):
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
         request.prefix = PrefixRequest(request.request_id, keys, token_ids, request.kv_source)
         request.load_tried, request.num_loads = False, 0
+        if self._kv.num_ranks > 1:  # it may come to a rank that has none of them
+            num_hits = 0
         self.tiers.on_queued(request.prefix, min(num_hits, len(keys)))
 
-    def _num_hits(self, request: Request) -> int:
-        """Leading blocks of the request that are on the device."""
-        return self._kv.find_prefix(request.table, request.token_ids).num_blocks
+    def _ranks(self, request: Request, hit: PrefixHit) -> BlockRanks:
+        """The ranks of the blocks of a request that starts with a prefix on the device, which has a rank then if
+        ranks have requests of their own."""
+        prefix, spread = request.prefix, self._kv.spread
+        if spread is None:
+            return BlockRanks(request.table.rank)
+        near = self.tiers.near_rank(prefix.keys[0]) if prefix is not None and prefix.keys else None
+        num_blocks = self._kv.num_blocks_for(request.num_tokens)
+        return spread.ranks(hit, num_blocks, near, kept=self._queue.reserved_blocks)
+
+    def num_near(self, request: Request, hit: PrefixHit) -> int:
+        prefix = request.prefix
+        if prefix is None or request.load_tried:
+            return 0
+        placed = msgspec.structs.replace(prefix, ranks=self._ranks(request, hit))
+        return self.tiers.num_near(placed, hit.num_blocks)
 
     def _on_dequeued(self, request: Request) -> None:
         self._prefetching.pop(request.request_id, None)
@@ -168,7 +185,7 @@ class KVTransferHooks(KVHooks):
     def leaves_line(self, request: Request) -> bool:
         if not self._may_load(request):
             return False
-        hit = self._kv.find_prefix(request.table, request.token_ids)
+        hit = self._candidates.find_prefix(request)
         if (
             not self._scheduler.quarantine.requests
             and self._queue.has_room(request, hit, in_turn=True)
@@ -176,7 +193,7 @@ class KVTransferHooks(KVHooks):
         ):
             return True
         self._abandon(request)
-        self._prefetch(request, hit.num_blocks)
+        self._prefetch(request, hit)
         return False
 
     def _may_load(self, request: Request) -> bool:
@@ -220,7 +237,10 @@ class KVTransferHooks(KVHooks):
         return self._prompts.seconds(self._kv.block_size)
 
     def _usable(self, request: Request, prefix: PrefixRequest, hit: PrefixHit) -> PrefixRequest:
-        """The part of a prefix for which a request has room on the device, behind its cold segments."""
+        """The part of a prefix for which a request has room on the device, behind its cold segments, on the ranks
+        where it is to lie."""
+        if self._kv.pool.num_ranks > 1:
+            return msgspec.structs.replace(prefix, ranks=self._ranks(request, hit))
         if not self._kv.is_streamed(request.num_tokens):
             return prefix
         most = self._kv.most_reused(request.table, request.token_ids, hit.num_cold)
@@ -235,7 +255,10 @@ class KVTransferHooks(KVHooks):
         request.fetched = range(found.start + found.num_cached, found.end)
         request.loaded = found.targets
         table, token_ids = request.table, request.token_ids
-        blocks = self._kv.begin_load(table, token_ids, found.end, request.loaded, num_cold)
+        ranks = found.prefix.ranks
+        blocks = self._kv.begin_load(
+            table, token_ids, found.end, request.loaded, num_cold, ranks=ranks
+        )
         self.tiers.load(found, blocks)
 
     def _leave_line(self, request: Request) -> None:
@@ -256,7 +279,7 @@ class KVTransferHooks(KVHooks):
         if prefix is None or request.load_tried:
             return False
         if request.request_id not in self._blocked:
-            hit = self._kv.find_prefix(request.table, request.token_ids)
+            hit = self._candidates.find_prefix(request)
             found = self.tiers.lookup(self._usable(request, prefix, hit), hit.num_blocks)
             if not isinstance(found, PendingLookup):
                 return False
@@ -271,7 +294,7 @@ class KVTransferHooks(KVHooks):
             self._kv.free(request.table)
             request.loaded = ()
 
-    def _prefetch(self, request: Request, num_hits: int) -> None:
+    def _prefetch(self, request: Request, hit: PrefixHit) -> None:
         """Brings the KV of a request without room nearer, and more of it with later news."""
         self._prefetching.pop(request.request_id, None)
         is_streamed = self._kv.is_streamed(
@@ -279,7 +302,8 @@ class KVTransferHooks(KVHooks):
         )  # its segments are read where they are
         if request.prefix is None or request.load_tried or is_streamed:
             return
-        if not self.tiers.prefetch(request.prefix, num_hits, self._block_s):
+        prefix = self._usable(request, request.prefix, hit)
+        if not self.tiers.prefetch(prefix, hit.num_blocks, self._block_s):
             self._prefetching[request.request_id] = request
 
     # ---- news
@@ -324,7 +348,7 @@ class KVTransferHooks(KVHooks):
             if event.failure is not None:
                 chunks.append(scheduler.fail(request, event.failure))
         if self._has_ended and (first := next(iter(self._queue.waiting), None)) is not None:
-            self._prefetch(first, self._num_hits(first))
+            self._prefetch(first, self._candidates.find_prefix(first))
         self._has_ended = False
         answered = self.tiers.poll()
         if answered:
@@ -333,7 +357,7 @@ class KVTransferHooks(KVHooks):
             for request in sorted(awaiting, key=_order_key):
                 scheduler.place(request)
             for request in nsmallest(_NUM_PREFETCHED, self._prefetching.values(), key=_order_key):
-                self._prefetch(request, self._num_hits(request))
+                self._prefetch(request, self._candidates.find_prefix(request))
         return chunks
 
     def _end_load(self, request: Request, end: LoadEnd) -> None:
@@ -378,7 +402,7 @@ class KVTransferHooks(KVHooks):
         return awaiting
 
     def drain_transfers(self) -> Transfers | None:
-        transfers = self.tiers.drain_transfers(self._num_wanted_soon())
+        transfers = self.tiers.drain_transfers(self._wanted_soon())
         words = self.tiers.post.drain()
         changes = self.peers.drain_transfers()
         if not (transfers or words):
@@ -386,19 +410,20 @@ class KVTransferHooks(KVHooks):
         changes = changes or Transfers()
         return msgspec.structs.replace(changes, transfers=transfers, words=words)
 
-    def _num_wanted_soon(self) -> int:
-        """Blocks that running requests take in the next steps, while copies are under way; 0 if none are due."""
+    def _wanted_soon(self) -> list[int]:
+        """Blocks of each rank that running requests take in the next steps, while copies are under way; none if
+        none are due."""
         if not self.tiers.swap.has_pending:
-            return 0
-        num_wanted = 0
+            return []
+        wanted = [0] * self._kv.pool.num_ranks
         for request in self._queue.running:
             num_left = request.num_tokens - request.num_scheduled_tokens
             num_tokens = request.num_scheduled_tokens + max(_NUM_STEPS, num_left)
-            num_wanted += self._kv.num_missing(
-                request.table, num_tokens, request.num_computed_tokens
-            )
+            table, spread = request.table, self._kv.spread
+            rank = table.rank if spread is None else spread.next_rank(table.groups[0])
+            wanted[rank] += self._kv.num_missing(table, num_tokens, request.num_computed_tokens)
         most = _NUM_STEPS * self._max_step_blocks + len(self._queue.running) * len(self._kv.groups)
-        return min(num_wanted, most)
+        return [min(count, most) for count in wanted]
 
     def load_figures(self) -> dict[str, Any]:
         return {"tiers": self.tiers.load_report()} | self.peers.load_figures()

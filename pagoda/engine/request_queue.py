@@ -150,9 +150,9 @@ class RequestQueue:
         self.running: list[Request] = []
         """Sorted by `order_key`."""
         self.waiting = WaitingQueue()
-        self._num_loading = 0
-        self._reserved_blocks = [0] * kv.num_ranks
-        """`reserved_blocks` of the requests that run or load, added up by the rank that attends to them."""
+        self.loading: set[Request] = set()
+        self.reserved_blocks = [0] * kv.pool.num_ranks
+        """`reserved_blocks` of the requests that run or load, added up by the rank that is to have them."""
         self.num_pending_tokens = 0
         """Prompt and output tokens of all requests that are not computed yet."""
         self.rows: RequestRows | None = None
@@ -167,12 +167,12 @@ class RequestQueue:
 
     @property
     def reserved(self) -> Reserved:
-        return Reserved(len(self.running) + self._num_loading, sum(self._reserved_blocks))
+        return Reserved(len(self.running) + len(self.loading), sum(self.reserved_blocks))
 
     @property
     def is_full(self) -> bool:
         """True if no further request may run or load."""
-        return len(self.running) + self._num_loading >= self._max_num_seqs
+        return len(self.running) + len(self.loading) >= self._max_num_seqs
 
     def drain_freed_slots(self) -> list[int]:
         """Slots that the worker has not been told about yet."""
@@ -190,8 +190,8 @@ class RequestQueue:
         elif before is RequestState.WAITING:
             self.waiting.remove(request)
         elif before is RequestState.LOADING:
-            self._num_loading -= 1
-            self._reserved_blocks[request.table.rank] -= request.reserved_blocks
+            self.loading.remove(request)
+            self._reserve(request, 0)
         request.reserved_blocks = 0
         if state is RequestState.WAITING:
             request.reserved_blocks = self._blocks_to_reserve(request)
@@ -201,7 +201,7 @@ class RequestQueue:
             request.slot = heapq.heappop(self._free_slots)
             self.update(request)
         elif state is RequestState.LOADING:
-            self._num_loading += 1
+            self.loading.add(request)
             self.update(request)
         elif state is RequestState.FINISHED:
             self.num_pending_tokens -= request.num_tokens - request.num_computed_tokens
@@ -256,18 +256,18 @@ class RequestQueue:
         heapq.heappush(self._free_slots, slot)
         self._freed_slots.append(slot)
         request.slot = None
-        self._reserved_blocks[request.table.rank] -= request.reserved_blocks
+        self._reserve(request, 0)
 
     @property
     def num_unreserved(self) -> int:
-        """Available blocks that no running or loading request will need, of ranks with requests of their own those
-        of the one that has most; below 0 where these need too many."""
-        ranks = enumerate(self._reserved_blocks)
-        return max(self._kv.num_available(rank) - kept for rank, kept in ranks)
+        """Available blocks that no running or loading request will need, of several ranks those of the one that
+        has most; below 0 where these need too many."""
+        ranks = zip(self._kv.pool.available, self.reserved_blocks, strict=True)
+        return max(count - kept for count, kept in ranks)
 
     @property
     def num_loading(self) -> int:
-        return self._num_loading
+        return len(self.loading)
 
     def update(self, request: Request) -> None:
         """Reserves anew: tokens or blocks of the request have changed."""
@@ -277,8 +277,19 @@ class RequestQueue:
             request.reserved_blocks = blocks
             self.waiting.add(request)
         elif request.state in (RequestState.RUNNING, RequestState.LOADING):
-            self._reserved_blocks[request.table.rank] += blocks - request.reserved_blocks
-            request.reserved_blocks = blocks
+            self._reserve(request, blocks)
+
+    def _reserve(self, request: Request, blocks: int) -> None:
+        """Makes `blocks` what a request that runs or loads reserves, on the ranks that are to have them."""
+        table, spread = request.table, self._kv.spread
+        for rank, count in request.reserved_on:
+            self.reserved_blocks[rank] -= count
+        request.reserved_blocks = blocks
+        request.reserved_on = (
+            ((table.rank, blocks),) if spread is None else spread.by_rank(table.groups[0], blocks)
+        )
+        for rank, count in request.reserved_on:
+            self.reserved_blocks[rank] += count
 
     def _blocks_to_reserve(self, request: Request) -> int:
         missing = self._kv.num_missing(
@@ -291,16 +302,16 @@ class RequestQueue:
 
         With `in_turn` also besides what the requests in line before it need.
         """
-        rank = request.table.rank
-        num_seqs, num_blocks = self.reserved.num_seqs, self._reserved_blocks[rank]
-        if in_turn:
-            ahead = self.waiting.ahead_of(request.order_key)
-            num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
-        if num_seqs >= self._max_num_seqs:
+        kv, rank = self._kv, request.table.rank
+        ahead = self.waiting.ahead_of(request.order_key) if in_turn else Reserved(0, 0)
+        if len(self.running) + len(self.loading) + ahead.num_seqs >= self._max_num_seqs:
             return False
-        wanted = self._kv.num_blocks_behind(hit, request.num_tokens)
-        has_blocks = wanted + num_blocks <= self._kv.num_available(rank)
-        return has_blocks and self._kv.has_room_behind(hit, request.num_tokens)
+        if kv.spread is not None:
+            share = -(-ahead.num_blocks // kv.pool.num_ranks)
+            kept = [count + share for count in self.reserved_blocks]
+            return kv.spread.has_room(hit, kv.num_blocks_for(request.num_tokens), kept=kept)
+        num_kept = self.reserved_blocks[rank] + ahead.num_blocks
+        return kv.num_blocks_behind(hit, request.num_tokens) + num_kept <= kv.num_available(rank)
 
 
 class Quarantine:

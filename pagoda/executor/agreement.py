@@ -44,7 +44,7 @@ def joined(
         ready,
         summary=f"{_describe_ranks(parallel)}{ready.summary}",
         num_blocks=ready.num_blocks * parallel.num_pools,
-        kv_host_slots=min(ready.kv_host_slots for ready in readies),
+        kv_host_slots=min(ready.kv_host_slots for ready in readies) * parallel.num_pools,
         segment_tokens=min(ready.segment_tokens for ready in readies),
         kv_places=tuple(chain.from_iterable(ready.kv_places for ready in readies)),
         kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -172,8 +171,8 @@ class GroupExecutor:
         group.send(group.ranks, payload, now)
 
     @staticmethod
-    def _to_links(group: _Group, now: float, payload: bytes) -> None:
-        group.send(group.links, payload, now)
+    def _to_links(group: _Group, ranks: Sequence[int], now: float, payload: bytes) -> None:
+        group.send([group.links[rank] for rank in ranks], payload, now)
 
     def submit_masks(self, masks: TokenMasks) -> None:
         group = self._group
@@ -186,7 +185,8 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        self._send_transfers(group, now, self._encode_transfers(message))
+        for ranks, part in group.transfers.pools.messages(message):
+            self._send_transfers(group, ranks, now, self._encode_transfers(part))
         group.transfers.begin(message.transfers, now)
         group.await_transfers()
 
@@ -418,8 +418,8 @@ class _Group:
     @cached_property
     def transfers(self) -> GroupTransfers:
         """Transfers under way; made for the first of them, when all ranks are ready."""
-        kv_ranks = chain.from_iterable(ready.kv_ranks for ready in self._readies.values())
-        return GroupTransfers(len(self._configs), self._transfer_timeout_s, kv_ranks)
+        parallel, readies = self._configs[0].parallel, list(self._readies.values())
+        return GroupTransfers.of(parallel, readies, self._transfer_timeout_s)
 
     def await_transfers(self) -> None:
         """Notes until when the next transfer must have ended."""

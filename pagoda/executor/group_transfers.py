@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV transfers in flight on all ranks of a replica. Each rank copies its part and reports its end."""
+"""KV transfers in flight on the ranks of a replica. Each rank of the blocks' pool copies its part and reports its
+end."""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
+from pagoda.executor.pools import Pools
 from pagoda.messages.transfers import (
     KVRank,
     RemoteBlocks,
@@ -15,21 +18,32 @@ from pagoda.messages.transfers import (
     TransferEnd,
     longest_transfer_s,
 )
+from pagoda.messages.worker import WorkerReady
+from pagoda.parallel.config import ParallelConfig
 
 
 class GroupTransfers:
-    """Joins the ends of a transfer on all ranks: a transfer has ended when it has ended on every rank.
+    """Joins the ends of a transfer on the ranks of a pool: it has ended when it has ended on each of them.
 
     Ends of a transfer that is not under way, and further ends from the same rank, change nothing.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float, kv: Iterable[KVRank] = ()) -> None:
+    def __init__(self, pools: Pools, timeout_s: float, kv: Iterable[KVRank] = ()) -> None:
         """`kv` is that of the ranks, if they take part in handoff."""
         self._kv = tuple(kv)
-        self._num_ranks = num_ranks
+        self.pools = pools
         self._timeout_s = timeout_s
         self._under_way: dict[tuple[int, int], _PendingTransfer] = {}
-        self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _TransferKind}
+        ranks = chain.from_iterable(pools.ranks)
+        self._work = {(rank, kind): _Work() for rank in ranks for kind in _TransferKind}
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelConfig, readies: Sequence[WorkerReady], timeout_s: float
+    ) -> GroupTransfers:
+        """Transfers of a replica whose ranks have said that they are ready."""
+        kv_ranks = chain.from_iterable(ready.kv_ranks for ready in readies)
+        return cls(Pools(parallel, readies), timeout_s, kv_ranks)
 
     @property
     def deadline(self) -> float | None:
@@ -51,9 +65,10 @@ class GroupTransfers:
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
-            entry = _PendingTransfer(transfer, self._limit_s(transfer))
+            ranks = self.pools.ranks[self.pools.of(transfer)]
+            entry = _PendingTransfer(transfer, self._limit_s(transfer), ranks)
             self._under_way[transfer.transfer_id, transfer.generation] = entry
-            for rank in range(self._num_ranks):
+            for rank in ranks:
                 work = self._work[rank, entry.kind]
                 if work.num_open == 0:
                     work.moved_at = now
@@ -73,19 +88,19 @@ class GroupTransfers:
         return longest_transfer_s(len(source.block_ids) * block_bytes)
 
     def end(self, rank: int, end: TransferEnd, now: float) -> TransferEnd | None:
-        """Notes the end on one rank; returns the joined end once the transfer has ended on all ranks."""
+        """Notes the end on one rank; returns the joined end once the transfer has ended on all of its ranks."""
         key = (end.transfer_id, end.generation)
         entry = self._under_way.get(key)
-        if entry is None or rank in entry.ends:
+        if entry is None or rank in entry.ends or rank not in entry.ranks:
             return None
         work = self._work[rank, entry.kind]
         work.num_open -= 1
         work.moved_at = now
         entry.ends[rank] = end
-        if len(entry.ends) < self._num_ranks:
+        if len(entry.ends) < len(entry.ranks):
             return None
         del self._under_way[key]
-        return _join([entry.ends[rank] for rank in range(self._num_ranks)])
+        return _join([entry.ends[rank] for rank in entry.ranks])
 
 
 class _TransferKind(enum.Enum):
@@ -108,10 +123,11 @@ def _kind(transfer: Transfer) -> _TransferKind:
 
 
 class _PendingTransfer:
-    def __init__(self, transfer: Transfer, limit_s: float) -> None:
+    def __init__(self, transfer: Transfer, limit_s: float, ranks: Sequence[int]) -> None:
         self.kind = _kind(transfer)
         self.limit_s = limit_s
         """Seconds that a worker itself may wait for another engine before it ends the transfer."""
+        self.ranks = ranks
         self.ends: dict[int, TransferEnd] = {}
 
 

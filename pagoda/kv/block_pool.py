@@ -20,6 +20,7 @@ to requests of their own (`own_keys`) find their own blocks alone, and several m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -68,10 +69,12 @@ class BlockPool:
             least = f"at least 1, a multiple of {num_ranks}"
             raise ValueError(f"num_blocks must be {least}, got {num_blocks}.")
         self.num_blocks = num_blocks
+        self.num_ranks = num_ranks
+        self.own_keys = own_keys
         self.num_stored = 0
         """Blocks that became findable since the start."""
-        self.num_removed = 0
-        """Blocks that can be found no longer; `num_cached` is the difference."""
+        self.removed = [0] * num_ranks
+        """Blocks of each rank that can be found no longer; `num_cached` is the difference to those stored."""
         self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._medium = medium
         self._rings = [(Block(-1), Block(-1), Block(-1)) for _ in range(num_ranks)]
@@ -88,10 +91,25 @@ class BlockPool:
         """Blocks that `allocate` can give: free, or cached and evictable."""
         self.available = [0] * num_ranks
         """The same by rank."""
-        self.num_evictable = 0
-        """Available blocks that are cached."""
+        self.evictable = [0] * num_ranks
+        """Available blocks of each rank that are cached."""
         for block in self._blocks:
             self._link_before(self._rings[block.rank][0], block)
+
+    @property
+    def num_removed(self) -> int:
+        """Blocks that can be found no longer."""
+        return sum(self.removed)
+
+    @property
+    def num_evictable(self) -> int:
+        """Available blocks that are cached."""
+        return sum(self.evictable)
+
+    @property
+    def of_rank(self) -> int:
+        """Blocks of each rank."""
+        return self.num_blocks // self.num_ranks
 
     @property
     def num_cached(self) -> int:
@@ -118,15 +136,27 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def in_order_of_eviction(self) -> Iterator[Block]:
-        """Cached blocks without a reference; the pool must not change meanwhile."""
-        for _, *cached in self._rings:
-            for ring in cached:
-                block = ring.next
-                while block is not ring:
-                    if block.key is not None:
-                        yield block
-                    block = block.next
+    def allocate_on(self, ranks: Sequence[int]) -> list[Block]:
+        """A block of each of these ranks, as `allocate` gives them.
+
+        Raises ValueError if a rank has too few, before any is taken.
+        """
+        wanted = Counter(ranks)
+        for rank, count in wanted.items():
+            if count > self.available[rank]:
+                raise ValueError(f"{count} blocks wanted, {self.available[rank]} available.")
+        taken = {rank: iter(self.allocate(count, rank)) for rank, count in wanted.items()}
+        return [next(taken[rank]) for rank in ranks]
+
+    def in_order_of_eviction(self, rank: int = 0) -> Iterator[Block]:
+        """Cached blocks of a rank without a reference; the pool must not change meanwhile."""
+        _, *cached = self._rings[rank]
+        for ring in cached:
+            block = ring.next
+            while block is not ring:
+                if block.key is not None:
+                    yield block
+                block = block.next
 
     @property
     def num_known(self) -> int:
@@ -145,6 +175,10 @@ class BlockPool:
     def find(self, key: bytes, rank: int = 0) -> Block | None:
         """The block that holds the tokens of `key` and that a rank finds, if any. Takes no reference."""
         return self._by_key[rank].get(key)
+
+    def place(self, key: bytes, rank: int) -> tuple[int, bytes]:
+        """Names the one block of a key that a rank may find, in books beside the pool."""
+        return rank if self.own_keys else 0, key
 
     def holds(self, key: bytes) -> bool:
         """True if some rank finds a block of `key`."""
@@ -184,6 +218,9 @@ class BlockPool:
     ) -> None:
         """Makes a full, computed block findable, unless another is already: the first one under a key keeps it.
 
+        Among ranks that share contexts, one on another rank gives way unless somebody references it: prefixes go
+        round the ranks, and today's go on with the new one.
+
         `parent` is the key of the block in front of it, and `token_ids` are its own tokens.
 
         Raises ValueError if the block is not referenced or has another key.
@@ -192,9 +229,14 @@ class BlockPool:
             raise ValueError(f"{block} cannot be published.")
         if block.key is not None:
             return
-        is_new, index = not self.holds(key), self._by_key[block.rank]
-        if index.setdefault(key, block) is not block:
-            return
+        index = self._by_key[block.rank]
+        other = index.get(key)
+        if other is not None:
+            if other.rank == block.rank or other.ref_count:
+                return
+            self._forget(other)
+        is_new = not self.holds(key)
+        index[key] = block
         block.key = key
         block.group = group
         self.num_stored += 1
@@ -210,12 +252,13 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forgets all keys, since the memory has been lost. References stay."""
-        self.num_removed += self.num_cached
-        found = chain.from_iterable(index.items() for index in self._indices)
-        lost = {key: block.group for key, block in found}
+        lost: dict[bytes, int] = {}
+        for key, block in chain.from_iterable(index.items() for index in self._indices):
+            self.removed[block.rank] += 1
+            lost[key] = block.group
         for block in self._blocks:
             block.used_by, block.key = -1, None
-        self.num_evictable = 0
+        self.evictable = [0] * self.num_ranks
         self._recorder.lose(list(lost.items()), self._medium)
         for index in self._indices:
             index.clear()
@@ -227,11 +270,11 @@ class BlockPool:
             return
         block.key = None
         if block.ref_count == 0:
-            self.num_evictable -= 1
+            self.evictable[block.rank] -= 1
         index = self._by_key[block.rank]
         if index.get(key) is block:
             del index[key]
-            self.num_removed += 1
+            self.removed[block.rank] += 1
             self._num_grouped -= block.group > 0
             if not self.holds(key):
                 self._recorder.remove(key, self._medium, block.group)
@@ -242,14 +285,14 @@ class BlockPool:
         successor.previous = block
         self.num_available += 1
         self.available[block.rank] += 1
-        self.num_evictable += block.key is not None
+        self.evictable[block.rank] += block.key is not None
 
     def _unlink(self, block: Block) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
         self.num_available -= 1
         self.available[block.rank] -= 1
-        self.num_evictable -= block.key is not None
+        self.evictable[block.rank] -= block.key is not None
 
     def references(self) -> dict[int, int]:
         """References by block id, of referenced blocks only; takes time in proportion to the pool."""

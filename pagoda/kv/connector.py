@@ -12,7 +12,7 @@ like computed ones, and the request is then admitted as usual and finds them on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from pagoda.kv.block_pool import Block
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
 from pagoda.messages.worker import WorkerReady
+from pagoda.parallel.segments import ALL_ON_FIRST, BlockRanks
 
 if TYPE_CHECKING:
     from pagoda.kv.storeys import Storey
@@ -48,6 +49,8 @@ class PrefixRequest(msgspec.Struct, frozen=True):
     """KV group of the blocks."""
     ratio: int = 1
     """Smallest blocks of any group in each of these blocks."""
+    ranks: BlockRanks = ALL_ON_FIRST
+    """Ranks on which the blocks are to lie, while a lookup or a load goes on."""
     other_blocks: OtherBlocks | None = None
     """Looks for blocks of other groups; None without such groups. Any thread may call it."""
 
@@ -59,7 +62,9 @@ class PrefixRequest(msgspec.Struct, frozen=True):
         """The leading blocks of another group, each of which is `ratio` blocks of group 0."""
         is_whole = group == 0 and num_blocks == len(self.keys)
         keys = self.keys if is_whole else GroupKeys(self.keys, group, ratio, num_blocks)
-        return PrefixRequest(self.request_id, keys, self.token_ids, self.source, group, ratio)
+        return PrefixRequest(
+            self.request_id, keys, self.token_ids, self.source, group, ratio, self.ranks
+        )
 
 
 class CachedBlock(NamedTuple):
@@ -74,6 +79,14 @@ class CachedBlock(NamedTuple):
     """KV group that the block belongs to."""
     is_needed: bool = False
     """The request was preempted and will need the block again, which was weighed against computing it."""
+
+
+def by_rank(cached_blocks: Iterable[CachedBlock]) -> list[list[CachedBlock]]:
+    """Blocks of each rank that has any: a transfer is between places of one rank."""
+    found: dict[int, list[CachedBlock]] = {}
+    for cached in cached_blocks:
+        found.setdefault(cached.block.rank, []).append(cached)
+    return list(found.values())
 
 
 class KVConnector(Protocol):
@@ -103,7 +116,7 @@ class KVConnector(Protocol):
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
-        """Begins to fill `blocks`, at most as many as `lookup` has just found, with `keys[start:]`.
+        """Begins to fill `blocks` of one rank, at most as many as `lookup` has just found, with `keys[start:]`.
 
         Returns the id in the ledger, under which the load ends.
         """

@@ -3,6 +3,7 @@
 
 Groups that keep all are followed block by block, as far as the device or any connector goes on. Of the others only
 what the token behind the prefix needs is looked for. The longest prefix that all groups allow is what counts.
+All blocks lie on one rank: contexts that several share have one group.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class GroupLookup:
         ratio = self._layout.ratios[group]
         view = self._view(group, end // ratio)
         keys, found, find = view.keys, self._found[group], self._pool.find
-        index, count = start // ratio, len(keys)
+        index, count, rank = start // ratio, len(keys), view.ranks.first
         while index < count:
-            if find(keys[index]) is not None:
+            if find(keys[index], rank) is not None:
                 index += 1
                 continue
             segment = self._next_segment(view, index)
@@ -89,7 +90,7 @@ class GroupLookup:
             if segment.end == index:
                 break
             for position in range(index, segment.end):
-                if find(keys[position]) is None:
+                if find(keys[position], rank) is None:
                     found[position] = segment.connector
             index = segment.end
         return index * ratio
@@ -97,7 +98,7 @@ class GroupLookup:
     def _has(self, group: int, index: int) -> bool:
         """True if a group that does not keep all has a block."""
         view = self._view(group, index + 1)
-        if self._pool.find(view.keys[index]) is not None:
+        if self._pool.find(view.keys[index], view.ranks.first) is not None:
             return True
         segment = self._next_segment(view, index)
         if isinstance(segment, PendingLookup):

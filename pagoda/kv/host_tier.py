@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import CachedBlock, PrefixRequest
+from pagoda.kv.connector import CachedBlock, PrefixRequest, by_rank
 from pagoda.kv.events import CacheRecorder, Medium
 from pagoda.kv.storeys import Hold
 from pagoda.kv.transfers import OnEnd, TransferLedger
@@ -58,7 +58,8 @@ class _Reservation:
 
 
 class HostTier:
-    """The engine's half of the arenas. Every rank has the same slots."""
+    """The engine's half of the arenas. Ranks that hold other blocks than each other have slots of their own,
+    numbered as the device's blocks are; all others have the same."""
 
     tier = "host"
     has_own_timeout = False
@@ -70,21 +71,28 @@ class HostTier:
         block_size: int,
         ledger: TransferLedger,
         recorder: CacheRecorder | None = None,
+        *,
+        num_ranks: int = 1,
+        own_keys: bool = False,
     ) -> None:
-        self.pool = BlockPool(num_slots, recorder, Medium.HOST)
+        """`num_ranks` and `own_keys` are those of the device's pool."""
+        self.pool = BlockPool(num_slots, recorder, Medium.HOST, num_ranks, own_keys=own_keys)
         """The slots, by the keys of the blocks that they hold."""
         self._block_size = block_size
         self._ledger = ledger
-        self._max_reserved = max(1, num_slots // _PREFETCH_SHARE)
-        self._reserved: dict[bytes, _Reservation] = {}
+        self._max_reserved = max(1, self.pool.of_rank // _PREFETCH_SHARE)
+        """Slots of a rank."""
+        self._reserved: dict[tuple[int, bytes], _Reservation] = {}
+        """Reservations by `BlockPool.place`, as what is being stored."""
+        self._num_reserved = [0] * num_ranks
         self._refused: set[str] = set()
         """Requests that got no reservation since the last one ended."""
-        self._storing: set[bytes] = set()
+        self._storing: set[tuple[int, bytes]] = set()
         self.lower: Lower | None = None
         self.find_needed: Callable[[bytes], CachedBlock | None] = lambda _: None
         """Finds a block that a preempted request needs again, and that is worth a place below."""
-        self._num_sinking = 0
-        """Slots that the tier below is writing."""
+        self._num_sinking = [0] * num_ranks
+        """Slots of each rank that the tier below is writing."""
         self.holds: Counter[int] = Counter()
         """Holds by slot; never zero."""
         self._changed: set[str] = set()
@@ -101,13 +109,16 @@ class HostTier:
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         """None if a slower tier is copying the next block here: loading it from here will be faster."""
         for index in range(start, len(prefix.keys)):
-            key = prefix.keys[index]
-            if self.pool.find(key) is None:
-                reserved = self._reserved.get(key)
+            key, rank = prefix.keys[index], prefix.ranks.of(index)
+            slot = self.pool.find(key, rank)
+            if slot is None:
+                reserved = self._reserved.get(self.pool.place(key, rank))
                 if reserved is None:
                     return index - start
                 reserved.waiters.add(prefix.request_id)
                 return None
+            if slot.rank != rank:
+                return index - start
         return max(0, len(prefix.keys) - start)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
@@ -117,7 +128,8 @@ class HostTier:
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
         keys = prefix.keys[start : start + len(blocks)]
-        slots = [slot for key in keys if (slot := self.pool.find(key)) is not None]
+        found = (self.pool.find(key, it.rank) for key, it in zip(keys, blocks, strict=True))
+        slots = [slot for slot in found if slot is not None]
         if len(slots) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks are wanted, {len(slots)} are here.")
         source = HostSlots([slot.block_id for slot in slots])
@@ -144,28 +156,31 @@ class HostTier:
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
         for cached in cached_blocks:
-            key = cached.key
-            slot = self.pool.find(key)
+            key, rank = cached.key, cached.block.rank
+            slot, place = self.pool.find(key, rank), self.pool.place(key, rank)
             if slot is not None:
                 known.append(slot)
-            elif not (key in wanted or key in self._storing or key in self._reserved):
+            elif not (key in wanted or place in self._storing or place in self._reserved):
                 if len(wanted) == room:
                     break
                 wanted[key] = cached
             num_done += 1
         # Sharing and releasing moves the slots to the end of the order of eviction, ends of prefixes first.
         self.pool.share(known)
-        self._store(list(wanted.values())[: self.pool.num_available])
+        for saved in by_rank(wanted.values()):
+            self._store(saved, saved[0].block.rank)
         self.pool.release(known)
         return num_done
 
-    def _store(self, saved: Sequence[CachedBlock]) -> None:
-        num_others = self._sink(len(saved)) if saved else 0
+    def _store(self, saved: Sequence[CachedBlock], rank: int) -> None:
+        """Begins to copy as many blocks of a rank to its slots as there is room for."""
+        saved = saved[: self.pool.available[rank]]
+        num_others = self._sink(len(saved), rank) if saved else 0
         if not (saved and saved[0].is_needed):
             saved = saved[:num_others]
         if not saved:
             return
-        slots = self.pool.allocate(len(saved))
+        slots = self.pool.allocate(len(saved), rank)
         on_end = partial(self._store_ended, slots, saved)
         self._copy_down(saved, slots, on_end, likely=not saved[0].is_needed)
 
@@ -176,13 +191,16 @@ class HostTier:
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
-        self._storing.update(cached.key for cached in saved)
+        self._storing.update(map(self._place, saved))
         self._ledger.open(on_end, source, target, blocks, likely=likely)
+
+    def _place(self, cached: CachedBlock) -> tuple[int, bytes]:
+        return self.pool.place(cached.key, cached.block.rank)
 
     def _store_ended(
         self, slots: Sequence[Block], saved: Sequence[CachedBlock], end: TransferEnd | None
     ) -> None:
-        self._storing.difference_update(cached.key for cached in saved)
+        self._storing.difference_update(map(self._place, saved))
         if end is not None:
             self._num_failed += len(end.failed)
             failed = set(end.failed)
@@ -192,7 +210,7 @@ class HostTier:
                     self.pool.publish(slots[index], cached.key, parent, tokens, cached.group)
         self.pool.release(slots)
 
-    # ---- segments of running requests, which steps read here (`Storey`)
+    # ---- segments of running requests, which steps of a rank with all blocks read here (`Storey`)
 
     trouble = ""
     is_back_soon = False
@@ -227,12 +245,13 @@ class HostTier:
     def hold(self, blocks: Sequence[CachedBlock]) -> Hold | None:
         found = [self.pool.find(cached.key) for cached in blocks]
         lacking = [it for it, slot in zip(blocks, found, strict=True) if slot is None]
-        if any(it.key in self._storing or it.key in self._reserved for it in lacking):
+        places = [self._place(it) for it in lacking]
+        if any(place in self._storing or place in self._reserved for place in places):
             return None
         known = [slot for slot in found if slot is not None]
         self.pool.share(known)
         if lacking:
-            self._sink(len(lacking))
+            self._sink(len(lacking), 0)
         if len(lacking) > self.pool.num_available:
             self.pool.release(known)
             return None
@@ -276,18 +295,18 @@ class HostTier:
 
     # ---- what goes down to the tier below
 
-    def _sink(self, count: int) -> int:
-        """Prepares for the eviction of `count` blocks: what is needed again is written below first, or stays while
-        the tier below is busy, and others go before it. Returns how many of these there are, at most `count`."""
+    def _sink(self, count: int, rank: int) -> int:
+        """Prepares for the eviction of `count` blocks of a rank: what is needed again is written below first, or
+        stays while the tier below is busy, and others go before it. Returns how many of these there are, at most
+        `count`."""
         pool, lower = self.pool, self.lower
         if lower is None:
             return count
-        num_others = pool.num_available - pool.num_evictable
-        room = min(
-            pool.num_blocks // _SINKING_SHARE - self._num_sinking, pool.num_available - count
-        )
+        num_available = pool.available[rank]
+        num_others = num_available - pool.evictable[rank]
+        room = pool.of_rank // _SINKING_SHARE - self._num_sinking[rank]
         needed: list[CachedBlock] = []
-        for slot in islice(pool.in_order_of_eviction(), _MAX_SPARED * count):
+        for slot in islice(pool.in_order_of_eviction(rank), _MAX_SPARED * count):
             if num_others >= count:
                 break
             cached = None if slot.key is None else self.find_needed(slot.key)
@@ -295,17 +314,17 @@ class HostTier:
                 needed.append(cached._replace(block=slot))
             else:
                 num_others += 1
-        sinking = needed[: max(0, room)]
+        sinking = needed[: max(0, min(room, num_available - count))]
         num_sinking = lower.store_slots(sinking) if sinking else 0
         slots = [cached.block for cached in needed]
         pool.share(slots)
         pool.release(slots[num_sinking:][::-1])
-        self._num_sinking += num_sinking
+        self._num_sinking[rank] += num_sinking
         return min(num_others, count)
 
     def sunk(self, slots: Sequence[Block], *, is_good: bool) -> None:
-        """The tier below has written slots, which are evicted before others, or has failed."""
-        self._num_sinking -= len(slots)
+        """The tier below has written slots of a rank, which are evicted before others, or has failed."""
+        self._num_sinking[slots[0].rank] -= len(slots)
         self.pool.release(slots, likely=not is_good)
 
     # ---- what a slower tier copies here before it is loaded
@@ -314,39 +333,53 @@ class HostTier:
         """Blocks from `prefix.keys[index]` on that find a place without taking that of one right before them.
 
         What they would put out is wanted before them, and would come back and put them out in turn."""
-        own = 0
-        while own < index and self.pool.find(prefix.keys[index - 1 - own]) is not None:
-            own += 1
-        room = max(0, self.pool.num_available - own)
-        if room < len(prefix.keys) - index:
+        keys, ranks = prefix.keys, prefix.ranks
+        room = list(self.pool.available)
+        for own in reversed(range(index)):
+            slot = self.pool.find(keys[own], ranks.of(own))
+            if slot is None:
+                break
+            room[slot.rank] -= 1
+        end = index
+        while end < len(keys) and room[ranks.of(end)] > 0:
+            room[ranks.of(end)] -= 1
+            end += 1
+        if end < len(keys):
             self._refused.add(prefix.request_id)
-        return room
+        return end - index
 
     def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
-        """Returns a slot for the block of `prefix.keys[index]`.
+        """Returns a slot for the block of `prefix.keys[index]`, on the rank where it is to lie.
 
         None if the block is here or on its way, or if there is no room. The caller opens the transfer into the
         slot and calls `settle` when that has ended, unless the workers are lost before.
         """
-        key = prefix.keys[index]
-        if self.pool.find(key) is not None or key in self._reserved or key in self._storing:
+        key, rank = prefix.keys[index], prefix.ranks.of(index)
+        place = self.pool.place(key, rank)
+        if (
+            self.pool.find(key, rank) is not None
+            or place in self._reserved
+            or place in self._storing
+        ):
             return None
-        is_full = len(self._reserved) >= self._max_reserved or not self.pool.num_available
-        if is_full or not self._sink(1):
+        is_full = self._num_reserved[rank] >= self._max_reserved or not self.pool.available[rank]
+        if is_full or not self._sink(1, rank):
             self._refused.add(prefix.request_id)
             return None
-        (slot,) = self.pool.allocate(1)
+        (slot,) = self.pool.allocate(1, rank)
         parent = prefix.keys[index - 1] if index else None
         size = self._block_size * prefix.ratio
         token_ids = prefix.token_ids[index * size : (index + 1) * size]
-        self._reserved[key] = _Reservation(
+        self._num_reserved[rank] += 1
+        self._reserved[place] = _Reservation(
             slot, parent, token_ids, prefix.group, {prefix.request_id}
         )
         return slot.block_id
 
-    def settle(self, key: bytes, *, is_good: bool) -> None:
-        """The transfer into the slot that was reserved for `key` has ended."""
-        reserved = self._reserved.pop(key)
+    def settle(self, key: bytes, rank: int = 0, *, is_good: bool) -> None:
+        """The transfer into the slot of a rank that was reserved for `key` has ended."""
+        reserved = self._reserved.pop(self.pool.place(key, rank))
+        self._num_reserved[rank] -= 1
         if is_good:
             self.pool.publish(
                 reserved.slot, key, reserved.parent, reserved.token_ids, reserved.group
@@ -360,19 +393,21 @@ class HostTier:
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        """Raises RuntimeError if the arenas are smaller than those of the workers before."""
-        if ready.kv_host_slots < self.pool.num_blocks:
+        """Raises RuntimeError if the arenas are smaller than those of the workers before; or larger, of several
+        ranks, whose slots are numbered over all of them."""
+        num_slots, before = ready.kv_host_slots, self.pool.num_blocks
+        if num_slots < before or (self.pool.num_ranks > 1 and num_slots != before):
             raise RuntimeError(
-                f"The arenas in host memory have {ready.kv_host_slots} slots, "
-                f"those before had {self.pool.num_blocks}."
+                f"The arenas in host memory have {num_slots} slots, those before had {before}."
             )
         each = max((place.block_bytes for place in ready.kv_places), default=1)
-        most = min(self.pool.num_blocks // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
+        most = min(self.pool.of_rank // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
         self._max_reserved = max(1, most)
 
     def workers_lost(self) -> None:
         self.pool.release([reserved.slot for reserved in self._reserved.values()])
         self._reserved.clear()
+        self._num_reserved = [0] * self.pool.num_ranks
         self.pool.clear_cache()
 
     def poll(self) -> Collection[str]:

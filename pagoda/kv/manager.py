@@ -25,7 +25,7 @@ from pagoda.kv.layout import KVLayout
 from pagoda.kv.spread import SpreadBlocks
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.spans import EmbeddedSpan
-from pagoda.parallel.segments import ALL_ON_ONE, SegmentShares
+from pagoda.parallel.segments import ALL_ON_FIRST, ALL_ON_ONE, BlockRanks, SegmentShares
 
 if TYPE_CHECKING:
     from pagoda.kv.cold_segments import ColdSegments
@@ -63,7 +63,7 @@ class KVManager:
         self.num_ranks = num_ranks
         self._rank_blocks = num_blocks // num_ranks
         self.block_size = block_size
-        self._spread = SpreadBlocks(self.pool, shares, block_size) if shares.size > 1 else None
+        self.spread = SpreadBlocks(self.pool, shares, block_size) if shares.size > 1 else None
         self.layout = KVLayout(block_size, groups)
         self.groups, self._ratios = self.layout.groups, self.layout.ratios
         self.keeps_all = self.layout.keeps_all
@@ -232,7 +232,7 @@ class KVManager:
             key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
             block = find(group_key(key, group), table.rank)
             if block is None or (
-                blocks and self._spread is not None and not self._spread.may_follow(blocks, block)
+                blocks and self.spread is not None and not self.spread.may_follow(blocks, block)
             ):
                 break
             blocks.append(block)
@@ -365,8 +365,8 @@ class KVManager:
         total = sum(missing)
         if total > self.num_available(table.rank):
             return None
-        if self._spread is not None:
-            return self._spread.grow(table.groups[0], total)
+        if self.spread is not None:
+            return self.spread.grow(table.groups[0], total)
         new = self.pool.allocate(total, table.rank) if total else []
         gained: list[GroupBlocks] = []
         start = 0
@@ -381,14 +381,6 @@ class KVManager:
     def num_available(self, rank: int) -> int:
         """Blocks that a request of a rank may take."""
         return self.pool.available[rank] if self.num_ranks > 1 else self.pool.num_available
-
-    def has_room_behind(self, hit: PrefixHit, num_tokens: int) -> bool:
-        """True if each context-parallel rank has blocks for a sequence that starts with a cached prefix.
-
-        Where there is one rank only, that is said by `num_blocks_behind` alone."""
-        if self._spread is None:
-            return True
-        return self._spread.has_room(hit, self.groups[0].num_blocks_for(num_tokens))
 
     def drop_behind(self, table: BlockTable, num_computed_tokens: int, last_step: int) -> bool:
         """Releases blocks that no token behind `num_computed_tokens` needs; returns whether there were any.
@@ -529,11 +521,12 @@ class KVManager:
         end: int,
         targets: Collection[tuple[int, int]],
         num_cold: int = 0,
+        ranks: BlockRanks = ALL_ON_FIRST,
     ) -> list[Block]:
         """Fills an empty table with what a prefix of `end` blocks needs; returns the blocks that are to be loaded.
 
-        `targets` are groups and indices of these, in order; all others are cached, or in the first `num_cold`
-        segments, which are in storeys.
+        `targets` are groups and indices of these, in order, and `ranks` says where they are to lie; all others are
+        cached, or in the first `num_cold` segments, which are in storeys.
 
         Raises ValueError if there are too few blocks, or another one is not cached.
         """
@@ -549,11 +542,12 @@ class KVManager:
                 raise ValueError(f"Group {group} has not all blocks that are not to be loaded.")
         for blocks in kept:
             self.pool.share(blocks.values())
-        if len(targets) > (num_left := self.pool.available[table.rank]):
+        try:
+            new = self.pool.allocate_on([ranks.of(index) for _, index in targets])
+        except ValueError:
             for blocks in kept:
                 self.pool.release(list(blocks.values()))
-            raise ValueError(f"{len(targets)} blocks are to be loaded, {num_left} are left.")
-        new = self.pool.allocate(len(targets), table.rank)
+            raise
         for (group, index), block in zip(targets, new, strict=True):
             kept[group][index] = block
         for group, held in enumerate(table.groups):

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import gt
+from operator import gt, sub
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.block_table import GroupBlocks, GroupTable, PrefixHit
-from pagoda.parallel.segments import SegmentShares
+from pagoda.parallel.segments import BlockRanks, SegmentShares
 
 
 class SpreadBlocks:
@@ -31,21 +31,56 @@ class SpreadBlocks:
         wanted = [ranks.count(rank) for rank in range(self._shares.size)]
         if any(map(gt, wanted, available)):
             return None
-        taken = [iter(self._pool.allocate(number, rank)) for rank, number in enumerate(wanted)]
-        new = [next(taken[rank]) for rank in ranks]
+        new = self._pool.allocate_on(ranks)
         held.blocks.extend(new)
         return [GroupBlocks(0, [block.block_id for block in new])]
 
-    def has_room(self, hit: PrefixHit, num_blocks: int) -> bool:
-        """True if each rank has blocks for a sequence of `num_blocks` that starts with a cached prefix."""
-        available = list(self._pool.available)
+    def ranks(
+        self, hit: PrefixHit, num_blocks: int, wanted: int | None, *, kept: Sequence[int]
+    ) -> BlockRanks:
+        """The ranks of a sequence that starts with a cached prefix: without one, it begins on the `wanted` rank if
+        there is room for it then besides what is `kept`, or on the one with the most room."""
         (held,) = hit.groups
+        if held or wanted is None or not self.has_room(hit, num_blocks, wanted, kept=kept):
+            wanted = self._first_rank(held, self._pool.available)
+        return BlockRanks(wanted, self._shares, self._block_size)
+
+    def next_rank(self, held: GroupTable) -> int:
+        """The rank of the next block that a table gains."""
+        return self._rank(self._first_rank(held.blocks, self._pool.available), held.end)
+
+    def by_rank(self, held: GroupTable, count: int) -> list[tuple[int, int]]:
+        """Ranks of the next blocks that a table gains, and how many of them each has."""
+        first = self._first_rank(held.blocks, self._pool.available)
+        return list(enumerate(self._counts(first, held.end, held.end + count)))
+
+    def has_room(
+        self,
+        hit: PrefixHit,
+        num_blocks: int,
+        first: int | None = None,
+        *,
+        kept: Sequence[int],
+    ) -> bool:
+        """True if each rank has blocks for a sequence of `num_blocks` that starts with a cached prefix, besides
+        those that are `kept` there; without a prefix, on the `first` rank if that is given."""
+        (held,) = hit.groups
+        if first is None:
+            first = self._first_rank(held, self._pool.available)
+        available = list(map(sub, self._pool.available, kept))
         for block in held:
             available[block.rank] -= block.ref_count == 0
-        first = self._first_rank(held, available)
-        for index in range(len(held), num_blocks):
-            available[self._rank(first, index)] -= 1
-        return min(available) >= 0
+        return not any(map(gt, self._counts(first, len(held), num_blocks), available))
+
+    def _counts(self, first: int, start: int, end: int) -> list[int]:
+        """Blocks from `start` to `end` of a context, by rank."""
+        counts = [0] * self._shares.size
+        step = self._shares.segment_tokens // self._block_size
+        while start < end:
+            behind = min(end, start - start % step + step)
+            counts[self._rank(first, start)] += behind - start
+            start = behind
+        return counts
 
     def _first_rank(self, held: Sequence[Block], available: list[int]) -> int:
         return held[0].rank if held else available.index(max(available))

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add, sub
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
@@ -33,8 +34,8 @@ class _Pending:
     """Blocks that have not been offered to the nearest tier, beginning of the prefix first."""
 
     blocks: deque[CachedBlock]
-    evicted_from: int
-    """Number of evictions from the device since the start at which these blocks are the oldest cached ones."""
+    evicted_from: list[int]
+    """Number of evictions from each rank since the start at which these blocks are its oldest cached ones."""
     is_due: bool = False
 
 
@@ -81,7 +82,8 @@ class Swap:
             self._sinking.update((it.key, (request_id, it)) for it in blocks)
             self._keys[request_id] = [it.key for it in blocks]
         if num_paid:
-            evicted_from = self._pool.num_removed + self._pool.num_evictable
+            pool = self._pool
+            evicted_from = list(map(add, pool.removed, pool.evictable))
             self._pending[request_id] = _Pending(deque(blocks), evicted_from)
 
     def _pays(self, upper: str, lower: str, count: int, recomputing_s: float) -> bool:
@@ -108,27 +110,36 @@ class Swap:
         found = self._sinking.get(key)
         return None if found is None else found[1]
 
-    def copy(self, num_wanted: int) -> None:
+    def copy(self, wanted: Sequence[int]) -> None:
         """Begins copies of blocks that may be evicted soon. All available ones may be held by copies, but so many
-        that running requests want soon."""
+        of each rank that running requests want soon."""
         pool = self._pool
         for request_id, pending in list(self._pending.items()):
-            num_free = pool.num_available - pool.num_evictable
-            num_before = pending.evicted_from - pool.num_removed + num_free
-            stock = num_wanted + pool.num_blocks // _STOCK_SHARE
-            pending.is_due = pending.is_due or num_before < stock
-            room = min(pool.num_available - num_wanted, self._ledger.needed_room)
-            if room <= 0 or not pending.is_due:
-                return
+            pending.is_due = pending.is_due or self._is_due(pending, wanted)
+            if not pending.is_due:
+                continue
+            most = self._ledger.needed_room
+            room = [min(most, count) for count in map(sub, pool.available, wanted)]
             held: list[CachedBlock] = []
-            while pending.blocks and len(held) < room:
+            while pending.blocks and room[rank := pending.blocks[0].block.rank] > 0:
                 cached = pending.blocks.popleft()
-                if pool.find(cached.key) is cached.block:
+                if pool.find(cached.key, rank) is cached.block:
                     held.append(cached)
+                    room[rank] -= 1
             if not pending.blocks:
                 del self._pending[request_id]
             for start in reversed(range(0, len(held), _BATCH)):
                 self._tiers[0].save(held[start : start + _BATCH])
+
+    def _is_due(self, pending: _Pending, wanted: Sequence[int]) -> bool:
+        """True if few blocks of a rank of theirs go before these."""
+        pool = self._pool
+        for rank in {cached.block.rank for cached in pending.blocks}:
+            num_free = pool.available[rank] - pool.evictable[rank]
+            num_before = pending.evicted_from[rank] - pool.removed[rank] + num_free
+            if num_before < wanted[rank] + pool.of_rank // _STOCK_SHARE:
+                return True
+        return False
 
     def clear(self) -> None:
         """The workers are lost, and what their memory held."""

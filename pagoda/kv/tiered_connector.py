@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -93,7 +94,8 @@ class _LoadPart:
 @dataclass(eq=False)
 class _Load:
     request_id: str
-    keys: list[bytes]
+    keys: list[tuple[int, bytes]]
+    """Keys by `BlockPool.place`."""
     num_good: int
     """Leading blocks that have not failed."""
     error: str | None = None
@@ -143,8 +145,8 @@ class TieredKVConnector:
         blocks."""
         self.loads: dict[str, _Load] = {}
         """Loads by the request that waits for them."""
-        self._loading: dict[bytes, _LoadPart] = {}
-        """Transfers of these loads by key."""
+        self._loading: dict[tuple[int, bytes], _LoadPart] = {}
+        """Transfers of these loads by `BlockPool.place`."""
         self.deadlines: dict[str, float] = {}
         """Time at which a waiting request times out, earliest first."""
         self._waiting_since: dict[str, float] = {}
@@ -173,8 +175,24 @@ class TieredKVConnector:
             connector.on_queued(prefix, start)
 
     def _is_near(self, key: bytes) -> bool:
-        """True if a block can be found at once. Any thread may ask."""
-        return any(pool.find(key) is not None for pool in (self._pool, *self.near_pools))
+        """True if a block can be found at once by all ranks, one of which will take the request. Any thread may
+        ask."""
+        pools = (self._pool, *self.near_pools)
+        return not self._pool.own_keys and any(pool.find(key) is not None for pool in pools)
+
+    def num_near(self, prefix: PrefixRequest, start: int) -> int:
+        """Blocks from `keys[start]` on, without a gap, that near pools have on the ranks where they are to lie."""
+        keys, ranks = prefix.keys, prefix.ranks
+        near = (
+            any(pool.find(keys[index], ranks.of(index)) is not None for pool in self.near_pools)
+            for index in range(start, len(keys))
+        )
+        return sum(takewhile(bool, near))
+
+    def near_rank(self, key: bytes) -> int | None:
+        """The rank of a near pool's block, of those that share contexts; None if there is none."""
+        found = (pool.find(key) for pool in self.near_pools)
+        return next((block.rank for block in found if block is not None), None)
 
     def on_dequeued(self, request_id: str) -> None:
         self._waiting_since.pop(request_id, None)
@@ -305,7 +323,8 @@ class TieredKVConnector:
                 segment = Segment(connector, start, start + count, prefix.group)
                 break
         keys = prefix.keys[segment.start : segment.end + 1] if self._loading else ()
-        loading = next((self._loading[key] for key in keys if key in self._loading), None)
+        places = (self._pool.place(key, prefix.ranks.first) for key in keys)
+        loading = next((self._loading[it] for it in places if it in self._loading), None)
         if loading is not None:
             loading.load.waiters.add(prefix.request_id)
             return PendingLookup(loading.connector)
@@ -343,18 +362,33 @@ class TieredKVConnector:
             )
         load = _Load(prefix.request_id, [], len(blocks))
         for segment in segments:
-            view, first = self._view(prefix, segment), len(load.keys)
-            keys = view.keys[segment.start : segment.end]
-            targets = blocks[first : first + len(keys)]
-            after_step = max(block.used_by for block in targets)
-            transfer_id = segment.connector.load(view, segment.start, targets, after_step)
-            part = self.parts[transfer_id] = _LoadPart(load, segment.connector, first)
-            load.parts.add(part)
-            load.keys += keys
-            self._loading.update(dict.fromkeys(keys, part))
+            view = self._view(prefix, segment)
+            start = segment.start
+            while start < segment.end:
+                targets = _on_one_rank(blocks, len(load.keys), segment.end - start)
+                self._load_part(load, segment.connector, view, start, targets)
+                start += len(targets)
         self.loads[prefix.request_id] = load
         self.deadlines.pop(prefix.request_id, None)
         self._wait_for(prefix.request_id, (segment.connector for segment in segments))
+
+    def _load_part(
+        self,
+        load: _Load,
+        connector: KVConnector,
+        view: PrefixRequest,
+        start: int,
+        targets: Sequence[Block],
+    ) -> None:
+        """Begins a transfer of a load, which fills blocks of one rank."""
+        after_step = max(block.used_by for block in targets)
+        transfer_id = connector.load(view, start, targets, after_step)
+        part = self.parts[transfer_id] = _LoadPart(load, connector, len(load.keys))
+        load.parts.add(part)
+        keys = view.keys[start : start + len(targets)]
+        places = [self._pool.place(key, targets[0].rank) for key in keys]
+        load.keys += places
+        self._loading.update(dict.fromkeys(places, part))
 
     def abandon(self, request_id: str) -> None:
         """The request no longer waits; an end that was not drained yet is dropped.
@@ -424,14 +458,17 @@ class TieredKVConnector:
             while backlog and (room := self.ledger.store_room) > 0:
                 oldest = [backlog.popleft() for _ in range(min(room, len(backlog)))]
                 # There is room for all of them, so the connector leaves none over.
-                connector.save([it for it in oldest if self._pool.find(it.key) is it.block])
+                connector.save(
+                    [it for it in oldest if self._pool.find(it.key, it.block.rank) is it.block]
+                )
 
     # ---- transfers
 
-    def drain_transfers(self, num_wanted: int = 0) -> list[Transfer]:
-        """Transfers to begin now; running requests want `num_wanted` blocks of the device soon."""
+    def drain_transfers(self, wanted: Sequence[int] = ()) -> list[Transfer]:
+        """Transfers to begin now; running requests soon want so many blocks of each rank of the device, none if
+        that is empty."""
         if self._has_workers:
-            self.swap.copy(num_wanted)
+            self.swap.copy(wanted or [0] * self._pool.num_ranks)
         begun, now = self.ledger.drain(), self._clock.now()
         for transfer in begun:
             self.rates.begun(transfer, now)
@@ -506,3 +543,10 @@ class TieredKVConnector:
     def close(self) -> None:
         for connector in self.connectors:
             connector.close()
+
+
+def _on_one_rank(blocks: Sequence[Block], first: int, most: int) -> Sequence[Block]:
+    """The blocks from `first` on, at most so many, that lie on the rank of the first of them."""
+    rank = blocks[first].rank
+    end = next((i for i in range(first, first + most) if blocks[i].rank != rank), first + most)
+    return blocks[first:end]

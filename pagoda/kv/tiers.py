@@ -45,7 +45,14 @@ def build_tiers(
     host: HostTier | None = None
     post = TierPost()
     if ready.kv_host_slots:
-        host = HostTier(ready.kv_host_slots, ready.block_size, ledger, recorder)
+        host = HostTier(
+            ready.kv_host_slots,
+            ready.block_size,
+            ledger,
+            recorder,
+            num_ranks=pool.num_ranks,
+            own_keys=pool.own_keys,
+        )
         connectors.append(host)
     for name, tier in ({} if config is None else config.further).items():
         if places := ready.places_of(name):

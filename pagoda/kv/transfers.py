@@ -52,7 +52,8 @@ class TransferLedger:
         self.settled: list[TransferEnd] = []
         """Ends of holds that `drain_settled` returns next."""
         self._outbox: list[Transfer] = []
-        self._num_stored = 0
+        self._num_stored = [0] * pool.num_ranks
+        """Device blocks of each rank that are sources of transfers."""
 
     @property
     def num_open(self) -> int:
@@ -60,13 +61,13 @@ class TransferLedger:
 
     @property
     def store_room(self) -> int:
-        """Number of further device blocks that may be sources of transfers."""
-        return max(1, self._pool.num_blocks // _STORE_SHARE) - self._num_stored
+        """Number of further device blocks, of any rank, that may be sources of transfers."""
+        return max(1, self._pool.of_rank // _STORE_SHARE) - max(self._num_stored)
 
     @property
     def needed_room(self) -> int:
         """The same for blocks that are needed again."""
-        return max(1, self._pool.num_blocks // _NEEDED_SHARE) - self._num_stored
+        return max(1, self._pool.of_rank // _NEEDED_SHARE) - max(self._num_stored)
 
     def room_for(self, saved: Sequence[CachedBlock]) -> int:
         """The room among stores for these blocks, all or none of which are needed again."""
@@ -84,15 +85,15 @@ class TransferLedger:
     ) -> int:
         """Begins a transfer, to be sent with the next `drain`; returns its id.
 
-        `blocks` are those of `source` or `target` that are on the device; each must be referenced already, or
-        findable. They are evicted before others once they are copied, unless they are `likely` to be wanted on
-        the device.
+        `blocks` are those of `source` or `target` that are on the device, all of one rank; each must be referenced
+        already, or findable. They are evicted before others once they are copied, unless they are `likely` to be
+        wanted on the device.
         """
         transfer = Transfer(self._next_id, self._generation, source, target, after_step)
         self._next_id += 1
         self._pool.share(blocks)
         if isinstance(source, DeviceBlocks):
-            self._num_stored += len(blocks)
+            self._count_stored(blocks, 1)
         self.transfers[transfer.transfer_id] = OpenTransfer(transfer, on_end, blocks, likely)
         self._outbox.append(transfer)
         return transfer.transfer_id
@@ -130,8 +131,12 @@ class TransferLedger:
         entry.on_end(end)
         self._pool.release(entry.blocks, likely=entry.likely or bool(end.failed))
         if isinstance(entry.transfer.source, DeviceBlocks):
-            self._num_stored -= len(entry.blocks)
+            self._count_stored(entry.blocks, -1)
         return True
+
+    def _count_stored(self, blocks: Sequence[Block], sign: int) -> None:
+        for block in blocks:
+            self._num_stored[block.rank] += sign
 
     def drop_all(self) -> None:
         """Drops all transfers and holds, since the workers are gone."""
@@ -139,7 +144,7 @@ class TransferLedger:
         held, self.held = list(self.held.values()), {}
         self._outbox.clear()
         self.settled.clear()
-        self._num_stored = 0
+        self._num_stored = [0] * self._pool.num_ranks
         self._generation += 1
         for entry in entries:
             entry.on_end(None)

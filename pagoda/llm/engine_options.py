@@ -293,22 +293,6 @@ class EngineOptions(_options_of_tiers(), _NearOptions):  # type: ignore[misc]  #
         if role is not Role.NONE:
             self.check_calibrates_alone(f"--role {role.value}")
 
-    def check_keeps_kv(self, handoff: Handoff | None) -> None:
-        """Refuses to move KV off a device where ranks hold that of requests of their own.
-
-        Raises ConfigError if there are tiers, or is a role in handoff.
-        """
-        flag = "--role" if handoff is not None else None
-        if of_tiers := self.given_of(*TIERS.values()):
-            flag = flag_of(of_tiers[0])
-        if self.kv_host_bytes is not None:
-            flag = "--kv-host-bytes"
-        if flag is not None:
-            raise ConfigError(
-                f"{flag} does not go with --enable-dp-attention, by which each rank holds the KV of requests of "
-                "its own and alone could move it; leave out one of them."
-            )
-
     def check_calibrates_alone(self, other: str) -> None:
         """Refuses a calibration where several workers would each make weights of their own.
 
@@ -443,20 +427,7 @@ class ExecutorOptions:
         """
         self._check(engine, parallel)
         topology = parallel.config(engine.backend)
-        if topology.dp_attention:
-            engine.check_keeps_kv(handoff)
         config = engine.engine_config(model, handoff, on_this_host=self.executor in _UNUSED)
-        if topology.context_parallel_size > 1:
-            flag = f"--context-parallel-size {topology.context_parallel_size}"
-            if config.kv_tiers is not None:
-                raise ConfigError(
-                    f"{flag} does not go with tiers of KV, whose places hold whole requests; leave out "
-                    "--kv-host-bytes and the like."
-                )
-            if handoff is not None:
-                raise ConfigError(
-                    f"{flag} does not go with --role, as other engines hold whole requests; leave one out."
-                )
         if config.kv_events is not None:
             find_publisher().check(config.kv_events, topology.data_parallel_size)
         # Each worker has its part of the memory that is given for all.

@@ -73,6 +73,8 @@ class KVRank(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Place
     descriptors: Annotated[dict[Name, bytes], msgspec.Meta(max_length=64)]
     """Addresses by transport, in a form that the transport alone reads."""
+    pool: Place = 0
+    """Number of the blocks that it holds: an engine numbers those of all pools, each of `num_blocks`, in order."""
 
     def block_bytes(self, group: int) -> int:
         """Bytes of a block of a group on this rank; 0 where none of its layers is."""

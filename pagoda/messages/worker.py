@@ -16,7 +16,7 @@ from pagoda.messages.segments import ColdSegment
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -125,7 +125,7 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     kv_groups: Annotated[tuple[KVGroup, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """Groups of layers, by whose numbers other messages name them; empty for one that keeps all."""
     kv_host_slots: Place = 0
-    """Blocks in the arena in host memory: the smallest of all workers."""
+    """Blocks in the arena in host memory: the smallest of all workers. Of several pools of ranks, those of all."""
     kv_places: tuple[TierPlace, ...] = ()
     """Places of plugins' tiers, by rank."""
     kv_ranks: tuple[KVRank, ...] = ()

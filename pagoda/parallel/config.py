@@ -162,6 +162,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks of a stage that each hold other blocks of the KV cache."""
         return self.context_parallel_size * self.attention_ranks
 
+    def pool_of(self, place: RankPlace) -> int:
+        """Number, in its stage, of the blocks that a rank holds."""
+        return place.tp if self.dp_attention else place.cp
+
     @property
     def num_ranks(self) -> int:
         return self.data_parallel_size * self.replica_size

@@ -30,6 +30,21 @@ class SegmentShares(msgspec.Struct, frozen=True):
         return (first_rank + token // self.segment_tokens) % self.size
 
 
+class BlockRanks(msgspec.Struct, frozen=True):
+    """The ranks on which blocks of one context lie."""
+
+    first: int = 0
+    """Rank of the first block, and of all where contexts are not shared."""
+    shares: SegmentShares = SegmentShares()
+    block_size: int = 1
+
+    def of(self, index: int) -> int:
+        """The rank of a block."""
+        if self.shares.size == 1:
+            return self.first
+        return self.shares.rank_of(self.first, index * self.block_size)
+
+
 class BlockNumbers(msgspec.Struct, frozen=True):
     """Numbers of blocks over all ranks, as one rank sees them."""
 
@@ -49,3 +64,4 @@ class BlockNumbers(msgspec.Struct, frozen=True):
 
 ALL_ON_ONE = SegmentShares()
 ALL_HERE = BlockNumbers()
+ALL_ON_FIRST = BlockRanks()

@@ -39,12 +39,23 @@ def engine_config(
     transports: str = "shm,tcp",
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
+    *,
+    own_requests: bool = False,
     model: Path | None = None,
     devices: str | None = None,
     **options: Any,
 ) -> EngineConfig:
-    """A replica of this role, of the embedded model if none is named; `options` are fields of `EngineOptions`."""
-    parallel = ParallelOptions(tensor_parallel_size=tp, pipeline_parallel_size=pp, devices=devices)
+    """A replica of this role, of the embedded model if none is named; `options` are fields of `EngineOptions`.
+
+    Tensor ranks attend to requests of their own if that is asked for."""
+    parallel = ParallelOptions(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        context_parallel_size=cp,
+        enable_dp_attention=own_requests,
+        devices=devices,
+    )
     given = {"dtype": "float32", "threads": 1, "block_size": BLOCK_SIZE, "num_kv_blocks": 4096}
     engine = EngineOptions(**(given | options))
     executor = ExecutorOptions()

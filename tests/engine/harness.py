@@ -33,6 +33,7 @@ from pagoda.messages.engine_config import (
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.segments import SEGMENT
 from pagoda.messages.speculation import OFF, SpeculativeConfig
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import TierPlace, Transfer
@@ -111,6 +112,8 @@ class Harness:
         max_num_waiting_tokens: int | None = None,
         prefix_caching: bool = True,
         num_stages: int = 1,
+        parallel: ParallelConfig | None = None,
+        share_tokens: int = SEGMENT,
         per_token_s: float = 0.001,
         per_transferred_block_s: float = 0.002,
         max_proposals: int = 0,
@@ -131,6 +134,8 @@ class Harness:
         trace: StartTrace | None = None,
         open_grammars: Callable[[], Grammars] = small_grammars.open_grammars,
     ) -> None:
+        """Of several ranks in `parallel`, which share contexts in segments of `share_tokens`, `num_blocks` and
+        `kv_host_slots` are those of all."""
         self.clock = clock or VirtualClock()
         self.late_s: Callable[[], float] = lambda: 0.0
         """Seconds by which the loop is late at a tick, so that several events meet in one turn."""
@@ -165,7 +170,11 @@ class Harness:
             executor = wrap(executor, self.clock)  # type: ignore[arg-type]
         config = EngineConfig(
             worker=WorkerConfig(
-                model="sim", parallel=ParallelConfig(pipeline_parallel_size=num_stages)
+                model="sim",
+                parallel=msgspec.structs.replace(
+                    parallel or ParallelConfig(), pipeline_parallel_size=num_stages
+                ),
+                segment_tokens=share_tokens,
             ),
             executor="sim",
             sim=sim,

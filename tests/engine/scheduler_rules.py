@@ -24,6 +24,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.parallel.segments import BlockRanks
 from pagoda.plugins.sim.executor import Cells, SimWorker
 from pagoda.plugins.sim.model import sim_embedding, sim_logprob
 
@@ -201,8 +202,12 @@ class SchedulerRules(RuleBasedStateMachine):
         assert set(self.scheduler.requests) == set(self.requests)
         for request in self.scheduler.requests.values():
             assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
-            table = request.table
-            assert all(block.rank == table.rank for block in table.blocks)
+            table, kv = request.table, self.scheduler.kv
+            found = [block.rank for block in table.blocks]
+            first = found[0] if kv.spread is not None and found else table.rank
+            ranks = BlockRanks(first, kv.shares, kv.block_size)
+            assert kv.spread is not None or set(found) <= {first}
+            assert kv.spread is None or found == list(map(ranks.of, range(len(found))))
 
     @property
     def is_busy(self) -> bool:

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from harness import make_request
+from harness import Harness, make_request
 
 from pagoda.engine.batching import SchedulerLimits
+from pagoda.engine.request import Request
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
+from pagoda.messages.engine_config import KVTiersConfig
 from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.parallel.config import ParallelConfig
+from pagoda.parallel.segments import SegmentShares
 
 
 def make_scheduler(num_ranks: int, blocks_of_rank: int = 32, budget: int = 16) -> Scheduler:
@@ -60,6 +64,52 @@ def test_a_rank_that_has_the_prefix_takes_a_request_until_it_has_much_more_to_do
     assert step(scheduler)["d"] == (0, 4)
     scheduler.add(make_request("e", [1] * 31 + [5], max_tokens=8))
     assert step(scheduler)["e"] == (1, 32), "though it has nothing of the prefix"
+
+
+def test_a_request_comes_to_the_rank_whose_host_memory_has_its_prefix() -> None:
+    """It comes there from host memory; what a device has is better still."""
+    it = Harness(
+        num_blocks=32,
+        kv_host_slots=64,
+        kv_tiers=KVTiersConfig(host_bytes=1),
+        parallel=ParallelConfig(tensor_parallel_size=2, dp_attention=True),
+    )
+    ranks: dict[str, int] = {}
+    on_admitted = it.hooks.on_admitted
+
+    def note_rank(request: Request) -> None:
+        ranks[request.request_id] = request.table.rank
+        on_admitted(request)
+
+    it.hooks.on_admitted = note_rank  # type: ignore[method-assign]
+    it.serve(make_request("busy", [9] * 4, max_tokens=1), make_request("a", [1] * 40, max_tokens=1))
+    assert ranks == {"busy": 0, "a": 1}
+    # They drive the first ones out of both devices.
+    it.serve(*(make_request(f"{number}", [number] * 60, max_tokens=1) for number in (2, 3)))
+    table = it.scheduler.kv.new_table()
+    table.rank = 1
+    assert it.scheduler.kv.find_prefix(table, [1] * 40).num_blocks == 0
+    it.serve(make_request("a again", [1] * 40, max_tokens=1))
+    assert ranks["a again"] == 1
+    assert it.core.load().tiers[0].num_loaded == 9
+    it.serve(make_request("a once more", [1] * 40, max_tokens=1))
+    assert ranks["a once more"] == 1
+    assert it.core.load().tiers[0].num_loaded == 9
+
+
+def test_a_newcomer_leaves_each_context_rank_what_a_running_request_needs_there() -> None:
+    """Over all ranks there is room for both, but on the first one there is not. Segments have four blocks."""
+    kv = KVManager(24, 4, shares=SegmentShares(2, 16))
+    limits = SchedulerLimits(
+        max_num_seqs=8, max_num_batched_tokens=24, max_chunk_tokens=16, max_model_len=80
+    )
+    scheduler = Scheduler(limits, kv, VirtualClock())
+    scheduler.add(make_request("long", [1] * 79, max_tokens=1))
+    step(scheduler)
+    scheduler.add(make_request("short", [2] * 5, max_tokens=4))
+    while scheduler.requests:
+        step(scheduler)
+    assert scheduler.counters.num_preemptions == 0
 
 
 def test_only_requests_of_its_rank_make_way_for_one() -> None:

@@ -7,10 +7,12 @@ import msgspec
 import pytest
 from harness import Harness, assert_complete, make_request
 
+from benchmarks.simulation.books import rank_of
 from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.engine.request import Request
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer
+from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.sim.executor import TransferFate
 from pagoda.worker.kv.jobs import num_blocks
 
@@ -22,6 +24,11 @@ NUM_BLOCKS = NUM_REQUESTS * LEN // BLOCK_SIZE // 4
 """A quarter of what all requests need in the end."""
 MIN_TOUCHES = 2
 """The default of `--kv-disk-min-touches`."""
+RANKS: dict[str, dict[str, object]] = {
+    "one": {},
+    "own requests": {"parallel": ParallelConfig(tensor_parallel_size=2, dp_attention=True)},
+    "segments": {"parallel": ParallelConfig(context_parallel_size=2), "share_tokens": 16},
+}
 
 
 class Swapping(Harness):
@@ -29,6 +36,7 @@ class Swapping(Harness):
 
     def __init__(self, **fields: object) -> None:
         self.begun: list[Transfer] = []
+        self.ranks = set[int]()
         self.num_lost = 0
         self.num_repeated = 0
         settings = {
@@ -59,7 +67,9 @@ class Swapping(Harness):
         self.hooks.on_admitted = count_repeated  # type: ignore[method-assign]
 
     def _fate(self, transfer: Transfer) -> TransferFate:
+        """Every transfer is between places of one rank."""
         self.begun.append(transfer)
+        self.ranks.add(rank_of(transfer, self.scheduler.kv.pool, *self.hooks.near_pools))
         return TransferFate()
 
     def count(self, source: type, target: type) -> int:
@@ -80,13 +90,25 @@ class Swapping(Harness):
         assert self.scheduler.counters.num_preemptions > 5
 
 
-def test_what_preempted_requests_need_again_goes_to_disk_and_comes_back() -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_preempted_requests_need_again_goes_to_disk_and_comes_back(ranks: str) -> None:
     """With a disk alone and the default flags."""
-    it = Swapping()
+    it = Swapping(**RANKS[ranks])
     it.serve_all()
+    assert len(it.ranks) == it.scheduler.kv.pool.num_ranks
     assert it.num_repeated <= 0.05 * it.num_lost
     assert it.count(TierBlocks, DeviceBlocks) > 0.5 * it.num_lost
     assert it.count(DeviceBlocks, TierBlocks) <= it.num_lost
+
+
+@pytest.mark.parametrize("ranks", ["own requests", "segments"])
+def test_host_memory_of_each_rank_gives_back_what_preempted_requests_need(ranks: str) -> None:
+    """A request that goes on at another rank than before is computed there."""
+    it = Swapping(kv_tiers=disk_tiers(100_000, MIN_TOUCHES), kv_host_slots=160, **RANKS[ranks])
+    it.serve_all()
+    assert len(it.ranks) == 2
+    assert it.num_repeated <= 0.2 * it.num_lost
+    assert it.count(HostSlots, DeviceBlocks) > 0.5 * it.num_lost
 
 
 def test_what_host_memory_evicts_goes_to_disk_and_comes_back() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 
-from benchmarks.simulation.books import check_books, check_nothing_under_way
+from benchmarks.simulation.books import check_books, check_nothing_under_way, rank_of
 from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.kv_transfers import KVTransferHooks
@@ -26,6 +26,7 @@ from pagoda.kv.tiers import build_tiers
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import TierPlace, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
+from pagoda.parallel.segments import ALL_ON_ONE, SegmentShares
 from pagoda.plugins.disaggregation.connector import Failed
 
 DOCUMENTS = ([0] * MAX_MODEL_LEN, [0, 1] * (MAX_MODEL_LEN // 2), [1] * MAX_MODEL_LEN)
@@ -45,6 +46,7 @@ class TiersMachine(SchedulerRules):
         num_stages=st.sampled_from([1, 1, 2]),
         model=st.sampled_from(["full", *EVERY]),
         segment_tokens=st.sampled_from([0, 0, 8, 16]),
+        ranks=st.sampled_from(["one", "one", "own requests", "segments"]),
     )
     def build(
         self,
@@ -58,7 +60,13 @@ class TiersMachine(SchedulerRules):
         num_stages: int,
         model: str,
         segment_tokens: int,
+        ranks: str,
     ) -> None:
+        size, shares = (1 if ranks == "one" else 2), ALL_ON_ONE
+        if ranks == "segments":
+            model, shares = "full", SegmentShares(2, 8)
+        if size > 1:
+            segment_tokens, host_slots = 0, 2 * host_slots
         groups = grouped(model, BLOCK_SIZE)
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
@@ -92,10 +100,13 @@ class TiersMachine(SchedulerRules):
                 run_tokens=2 * budget,
                 segment_tokens=segment_tokens,
                 num_cold_segments=num_cold,
+                shares=shares,
+                num_ranks=size if ranks == "own requests" else 1,
             )
 
-        least = next(count for count in count_from(1) if manager(count).fit(MAX_MODEL_LEN))
-        num_blocks = least + extra_blocks
+        counts = count_from(size, size)
+        least = next(count for count in counts if manager(count).fit(MAX_MODEL_LEN))
+        num_blocks = least + size * extra_blocks
         self.ready = msgspec.structs.replace(ready, num_blocks=num_blocks)
         kv = manager(num_blocks)
         tiers = build_tiers(
@@ -148,6 +159,7 @@ class TiersMachine(SchedulerRules):
         drained = self.hooks.drain_transfers()
         for transfer in [] if drained is None else drained.transfers:
             assert transfer.after_step < self.scheduler.batcher.next_step
+            rank_of(transfer, self.scheduler.kv.pool, *self.hooks.near_pools)
             self.worker.begin(transfer)
             self.transfers.append(transfer)
 

@@ -12,6 +12,7 @@ from worker_group import PAIR, PLAN, SQUARE, MakeExecutor, assert_gone, next_eve
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.group_transfers import GroupTransfers
+from pagoda.executor.pools import Pools
 from pagoda.messages.transfers import (
     BATCH_BYTES,
     BATCH_LIMIT_S,
@@ -29,10 +30,15 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, KVTierConfig, Role
+from pagoda.parallel.config import ParallelConfig
 
 NUM_BLOCKS = 4
 
 failures = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)
+
+
+def of_ranks(count: int) -> Pools:
+    return Pools(ParallelConfig(tensor_parallel_size=count))
 
 
 def transfer(number: int, generation: int = 0) -> Transfer:
@@ -42,7 +48,7 @@ def transfer(number: int, generation: int = 0) -> Transfer:
 
 
 def test_a_rank_that_moves_does_not_hang() -> None:
-    transfers = GroupTransfers(2, timeout_s=10.0)
+    transfers = GroupTransfers(of_ranks(2), timeout_s=10.0)
     assert transfers.deadline is None
     transfers.begin([transfer(0)], now=1.0)
     transfers.begin([transfer(1), transfer(2)], now=2.0)
@@ -60,7 +66,7 @@ def test_a_rank_that_moves_does_not_hang() -> None:
 
 
 def test_a_disk_that_hangs_does_not_hide_memory_that_does() -> None:
-    transfers = GroupTransfers(1, timeout_s=10.0)
+    transfers = GroupTransfers(of_ranks(1), timeout_s=10.0)
     to_disk = Transfer(0, 0, DeviceBlocks([0]), TierBlocks("disk", [b"key"]))
     transfers.begin([to_disk, transfer(1)], now=0.0)
     assert transfers.deadline == 10.0
@@ -69,7 +75,7 @@ def test_a_disk_that_hangs_does_not_hide_memory_that_does() -> None:
 
 
 def test_another_engine_that_is_slow_is_no_worker_that_hangs() -> None:
-    transfers = GroupTransfers(1, timeout_s=10.0)
+    transfers = GroupTransfers(of_ranks(1), timeout_s=10.0)
     transfers.begin([Transfer(0, 0, RemoteBlocks("p", [3]), DeviceBlocks([0]))], now=0.0)
     assert transfers.deadline == 10.0 + BATCH_LIMIT_S
     transfers.begin([transfer(1)], now=1.0)
@@ -83,7 +89,7 @@ def test_a_large_transfer_from_elsewhere_has_as_long_as_its_batches_may_take() -
     """Blocks of which one is a little more than half a batch: each is one."""
     part = KVPart(0, "keys", 0, num_heads=1, head_bytes=BATCH_BYTES // 2 + 1)
     rank = KVRank(parts=(part,), num_blocks=100, descriptors={})
-    transfers = GroupTransfers(1, timeout_s=10.0, kv=[rank])
+    transfers = GroupTransfers(of_ranks(1), timeout_s=10.0, kv=[rank])
     blocks = list(range(7))
     transfers.begin([Transfer(0, 0, RemoteBlocks("p", blocks), DeviceBlocks(blocks))], now=0.0)
     transfers.begin([Transfer(1, 0, RemoteBlocks("p", [8]), DeviceBlocks([8]))], now=0.0)
@@ -92,7 +98,7 @@ def test_a_large_transfer_from_elsewhere_has_as_long_as_its_batches_may_take() -
 
 
 def test_the_error_is_that_of_the_first_block_that_failed() -> None:
-    transfers = GroupTransfers(3, timeout_s=10.0)
+    transfers = GroupTransfers(of_ranks(3), timeout_s=10.0)
     transfers.begin([transfer(0)], now=0.0)
     assert transfers.end(2, TransferEnd(0, 0, [3, 1], "rank 2 is full"), 0.0) is None
     assert transfers.end(0, TransferEnd(0, 0, [2, 3], "rank 0 is full"), 0.0) is None
@@ -101,7 +107,7 @@ def test_the_error_is_that_of_the_first_block_that_failed() -> None:
 
 
 def test_an_object_is_bad_if_any_rank_says_so() -> None:
-    transfers = GroupTransfers(2, timeout_s=10.0)
+    transfers = GroupTransfers(of_ranks(2), timeout_s=10.0)
     transfers.begin([transfer(0)], now=0.0)
     transfers.end(0, TransferEnd(0, 0, [1, 2], "no descriptors", [1, 2]), 0.0)
     end = transfers.end(1, TransferEnd(0, 0, [2, 3, 4], "it is cut", [3]), 0.0)
@@ -119,7 +125,7 @@ def test_each_transfer_ends_once_in_whatever_order_ranks_say_so(data: st.DataObj
     }
     again = data.draw(st.lists(st.sampled_from(sorted(says))))
     order = data.draw(st.permutations([*says, *again]))
-    transfers = GroupTransfers(num_ranks, timeout_s=10.0)
+    transfers = GroupTransfers(of_ranks(num_ranks), timeout_s=10.0)
     transfers.begin([transfer(number) for number in range(num_transfers)], now=0.0)
     heard: set[tuple[int, int]] = set()
     ended: set[int] = set()

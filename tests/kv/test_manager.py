@@ -127,7 +127,7 @@ def test_a_load_for_which_too_few_blocks_are_left_takes_none() -> None:
     kv.free(filled(kv, tokens[:8]))
     other = kv.pool.allocate(1)
     table = kv.new_table()
-    with pytest.raises(ValueError, match="2 blocks are to be loaded, 1 are left"):
+    with pytest.raises(ValueError, match="2 blocks wanted, 1 available"):
         kv.begin_load(table, tokens, 4, [(0, 2), (0, 3)])
     assert table.blocks == []
     kv.pool.check()

@@ -46,12 +46,13 @@ def test_segments_go_round_the_ranks(
     per_rank = -(-shares.most_tokens(LONGEST) // BLOCK)
     kv = KVManager(per_rank * size, BLOCK, shares=shares)
     assert kv.fit(LONGEST)
+    assert kv.spread is not None
     assert not KVManager((per_rank - 1) * size, BLOCK, shares=shares).fit(LONGEST)
     held: list[BlockTable] = []
     for shared, own, length, stays, freed in steps:
         tokens, table = _tokens(shared, own, length), kv.new_table()
         hit = kv.find_prefix(table, tokens)
-        had_room = kv.has_room_behind(hit, length)
+        had_room = kv.spread.has_room(hit, -(-length // BLOCK), kept=[0] * size)
         kv.adopt(table, hit)
         gained = kv.grow(table, length)
         assert (gained is not None) == had_room

@@ -39,7 +39,7 @@ class Swapped:
     def offered(self, num_wanted: int = 0) -> tuple[list[int], list[Transfer]]:
         """Blocks that the tier was offered with the next transfers, and these."""
         self.tier.offered.clear()
-        transfers = self.stack.drain_transfers(num_wanted)
+        transfers = self.stack.drain_transfers([num_wanted])
         return [PREFIX.keys.index(key) for key in self.tier.offered], transfers
 
     def end(self, transfers: list[Transfer], seconds: float) -> None:

@@ -23,7 +23,7 @@ from pagoda.checkpoints.adapters import adapter_digest
 from pagoda.engine.structured_output.vocabulary import TokenTexts
 from pagoda.errors import PagodaError
 from pagoda.fleet.endpoint import Endpoint
-from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
+from pagoda.llm.engine_options import EngineOptions
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
     GenerateRequest,
@@ -34,7 +34,6 @@ from pagoda.messages.frontend import (
     Work,
 )
 from pagoda.messages.speculation import OFF, SpeculativeConfig
-from pagoda.plugins.disaggregation.options import HandoffOptions
 from pagoda.text.answer_formats import ParserChoice
 from pagoda.text.grammars.tool_grammars import CallableTool, CallRules, answer_grammar
 
@@ -221,24 +220,9 @@ def refusal_of(features: Collection[str], directory: Path) -> str:
     config = json.dumps(msgspec.to_builtins(of.speculation)) if is_speculating else None
     try:
         EngineOptions(speculative_config=config, lora=()).engine_config(str(of.model))
-        if "context parallelism" in features:
-            _spread(features, of.model, directory)
         engine = of.featured()
         requests = asked(replace(of, features=[it for it in features if it != "encoders"]))
         answers(engine, requests)
     except (PagodaError, RuntimeError) as error:
         return str(error)
     return ""
-
-
-def _spread(features: Collection[str], model: Path, directory: Path) -> None:
-    """Looks at the flags of a server whose contexts lie on two ranks. Raises ConfigError: they do not fit."""
-    handoff, key = None, directory / "key"
-    if "handoff" in features:
-        key.write_text("ab" * 16)
-        handoff = HandoffOptions(role="prefill", kv_transports="tcp").config(
-            cluster_key_file=key, advertise="127.0.0.1", num_replicas=1
-        )
-    options = EngineOptions(kv_host_bytes=2**24 if "tiers" in features else None)
-    parallel = ParallelOptions(context_parallel_size=2)
-    ExecutorOptions().engine_config(options, str(model), parallel, handoff)

@@ -63,7 +63,10 @@ def _requests(seed: int, *lengths: int) -> list[GenerateRequest]:
         cut = rng.choice([0, 200, 300])
         own = [rng.randrange(VOCABULARY) for _ in range(length)]
         sampling = SamplingParams(
-            temperature=rng.choice([0.0, 0.8]), seed=i, max_tokens=rng.randint(4, 22), logprobs=0
+            temperature=rng.choice([0.0, 0.8]),
+            seed=i,
+            max_tokens=min(rng.randint(20, 50), LONGEST - length),
+            logprobs=0,
         )
         prompt = (common[:cut] + own)[:length]
         requests.append(

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
-from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.speculation import SpeculativeConfig
@@ -229,12 +228,3 @@ def test_refused(options: dict[str, Any], error: str, tmp_path: Path) -> None:
 def test_one_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 or more"):
         ParallelConfig(dp_attention=True)
-
-
-@pytest.mark.parametrize(
-    "options", [{"kv_host_bytes": "1G"}, {"kv_disk_path": "/nowhere", "kv_disk_bytes": "1GiB"}]
-)
-def test_tiers_are_refused(options: dict[str, Any]) -> None:
-    parallel = ParallelOptions(tensor_parallel_size=2, enable_dp_attention=True)
-    with pytest.raises(ConfigError, match="does not go with --enable-dp-attention"):
-        ExecutorOptions().engine_config(EngineOptions(**options), "pagoda-tiny", parallel)

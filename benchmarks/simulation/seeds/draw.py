@@ -84,7 +84,14 @@ class HostPlan:
     role: Role
     num_engines: int
     num_blocks: int
+    """Blocks of each rank that holds other blocks than others."""
     clock_offset_s: float
+    ranks: str = "one"
+    """`one`, or two in each engine: `own requests`, or `segments` of every request."""
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.ranks == "one" else 2
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,7 @@ def draw(seed: int) -> Plan:
     asks = _draw_asks(rng, engine, num_routers, num_hosts, num_asks, span_s)
     asks = _with_shares(random.Random(f"{seed} shares"), asks)
     engine, hosts = _with_segments(random.Random(f"{seed} segments"), engine, hosts)
+    hosts = _with_ranks(random.Random(f"{seed} ranks"), engine, hosts)
     drafts = random.Random(f"{seed} drafts").choice(["off", "suffix", "worker"])
     return Plan(
         seed=seed,
@@ -304,6 +312,18 @@ def _with_segments(
         replace(host, num_blocks=least + rng.choice([0, 0, 1, 3, least // 2])) for host in hosts
     )
     return engine, hosts
+
+
+def _with_ranks(
+    rng: random.Random, engine: EnginePlan, hosts: tuple[HostPlan, ...]
+) -> tuple[HostPlan, ...]:
+    """Hosts of two ranks with blocks of their own, in some lives; nothing is streamed there."""
+    if rng.random() < 0.7 or engine.segment_tokens:
+        return hosts
+    kinds = ["one", "own requests"]
+    if len(engine.groups) == 1 and engine.groups[0].kind is KVKind.FULL:
+        kinds.append("segments")
+    return tuple(replace(host, ranks=rng.choice(kinds)) for host in hosts)
 
 
 def _draw_chances(rng: random.Random) -> Chances:

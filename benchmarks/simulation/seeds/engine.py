@@ -104,8 +104,9 @@ def _may_stay(other: Request, preempted: Request) -> bool:
 
 
 class _Preemptions:
-    """Watches that of all running requests the last one in order is preempted, of several tenants the last one of
-    its tenant among those of the lowest priority, but for such as have not made up for their last preemption."""
+    """Watches that of a rank's running requests the last one in order is preempted, of several tenants the last
+    one of its tenant among those of the lowest priority, but for such as have not made up for their last
+    preemption."""
 
     def __init__(self, scheduler: Scheduler, note: Callable[[str], None] | None) -> None:
         self._scheduler = scheduler
@@ -117,7 +118,11 @@ class _Preemptions:
         is_preempted = before is RequestState.RUNNING and request.state is RequestState.WAITING
         if is_preempted and not is_lost:
             kv = self._scheduler.kv
-            behind = [it for it in self._scheduler.running if it.order_key > request.order_key]
+            behind = [
+                it
+                for it in self._scheduler.running
+                if it.order_key > request.order_key and it.table.rank == request.table.rank
+            ]
             if kv.is_streamed(
                 request.num_tokens
             ):  # for room below the device, or as its segments were lost

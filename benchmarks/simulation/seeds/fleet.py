@@ -61,19 +61,25 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
         tiers = KVTiersConfig(host_bytes=plan.host_slots)
     worker = WorkerConfig(
         model="sim",
-        parallel=ParallelConfig(pipeline_parallel_size=plan.num_stages),
+        parallel=ParallelConfig(
+            pipeline_parallel_size=plan.num_stages,
+            tensor_parallel_size=2 if host.ranks == "own requests" else 1,
+            dp_attention=host.ranks == "own requests",
+            context_parallel_size=2 if host.ranks == "segments" else 1,
+        ),
+        segment_tokens=2 * plan.block_size,
         adapters=(Adapter("adapter", "/nowhere", ADAPTER),),
     )
     sim = SimConfig(
         base_s=plan.base_s,
         per_token_s=plan.per_token_s,
         per_transferred_block_s=plan.per_block_s,
-        num_blocks=host.num_blocks,
+        num_blocks=host.num_blocks * host.num_ranks,
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,
         vocab_size=VOCAB_SIZE,
         kv_groups=plan.groups,
-        kv_host_slots=plan.host_slots,
+        kv_host_slots=plan.host_slots * host.num_ranks,
         segment_tokens=plan.segment_tokens,
         per_cold_block_s=plan.per_cold_block_s,
         max_proposals=4 if plan.drafts == "worker" else 0,

@@ -256,13 +256,11 @@ class RemoteKV:
         if max(block_ids) >= fetch.peer.num_blocks() or min(block_ids) < 0:
             self._fail(fetch, "it named blocks that it does not have")
             return
-        piece = fetch.peer.piece(load.group)
-        for index in range(0, len(block_ids), piece):
-            sources = block_ids[index : index + piece]
+        for sources in fetch.peer.pieces(load.group, block_ids):
             blocks = load.blocks[load.num_begun : load.num_begun + len(sources)]
             self._ledger.open(
                 partial(self._read_ended, fetch, load),
-                RemoteBlocks(fetch.peer_id, sources, load.group),
+                RemoteBlocks(fetch.peer_id, list(sources), load.group),
                 DeviceBlocks([block.block_id for block in blocks]),
                 blocks,
                 after_step=load.after_step,

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
@@ -121,12 +122,20 @@ class PrefillPeer:
         return self.welcome.peer.ranks if self.welcome else ()
 
     def num_blocks(self) -> int:
+        """Blocks of all pools."""
+        return self._of_pool() * (1 + max((rank.pool for rank in self.ranks), default=0))
+
+    def _of_pool(self) -> int:
         return min((rank.num_blocks for rank in self.ranks), default=0)
 
-    def piece(self, group: int) -> int:
-        """Number of blocks of a KV group that one transfer reads."""
+    def pieces(self, group: int, block_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Blocks of a KV group, in their order, by the transfers that read them: each from one pool."""
         block_bytes = sum(rank.block_bytes(group) for rank in self.ranks)
-        return max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
+        most = max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
+        of_pool = self._of_pool()
+        for _, some in groupby(block_ids, lambda block_id: block_id // of_pool):
+            run = list(some)
+            yield from (run[start : start + most] for start in range(0, len(run), most))
 
     def obstacle(self, source: KVSource) -> str | None:
         """Returns a clause that says why nothing can be fetched from a source; None if something can."""

@@ -27,7 +27,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 

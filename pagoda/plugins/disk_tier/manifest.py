@@ -12,7 +12,9 @@ from pagoda.worker.memory_plan import WorkerMemoryPlan
 
 
 def make_manifest(plan: WorkerMemoryPlan, store: KVStore, arithmetic: str) -> Manifest:
-    """Manifest of the objects of one rank. Raises ConfigError if the model's files cannot be read."""
+    """Manifest of the objects of one rank. Ranks that hold other blocks of the same layers and heads share it.
+
+    Raises ConfigError if the model's files cannot be read."""
     config, parallel, place = plan.config, plan.config.parallel, plan.config.place
     return Manifest(
         model=Path(config.model).name,
@@ -26,8 +28,9 @@ def make_manifest(plan: WorkerMemoryPlan, store: KVStore, arithmetic: str) -> Ma
         kv_groups=agreed_groups(plan),
         payload_bytes=store.block_bytes,
         tensor_parallel_size=parallel.tensor_parallel_size,
-        tensor_parallel_rank=place.tp,
+        tensor_parallel_rank=0 if parallel.dp_attention else place.tp,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         stage=place.pp,
         expert_parallel=parallel.expert_parallel,
+        dp_attention=parallel.dp_attention,
     )

@@ -107,6 +107,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     stage: int = 0
     expert_parallel: bool = False
     """Sums over experts are rounded in another order then."""
+    dp_attention: bool = False
+    """Ranks attend with all heads, to requests of their own, so that all have the objects of rank 0."""
 
     @property
     def digest(self) -> str:
@@ -115,6 +117,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         del fields["model"]
         if not self.kv_groups:  # there were none when the first objects were written
             del fields["kv_groups"]
+        if not self.dp_attention:
+            del fields["dp_attention"]
         return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
     @property

@@ -17,7 +17,7 @@ from functools import partial
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest
+from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest, by_rank
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier, Lower
 from pagoda.kv.plugin import TierContext
@@ -83,14 +83,17 @@ def open_tier(context: TierContext, open_scanner: OpenScanner | None = None) -> 
 
 
 class DiskTier:
-    """The engine's half of the directories of objects. Every rank has the same keys in its own directory."""
+    """The engine's half of the directories of objects. Every rank has the same keys in its own directory.
+
+    Ranks that hold other blocks of the same layers and heads share one: each finds what others have written."""
 
     tier = TIER
     has_own_timeout = False
     is_cache = True
 
     def __init__(self, context: TierContext, open_scanner: OpenScanner) -> None:
-        """Raises ConfigError if the quota is too small for even one block."""
+        """Raises ConfigError: the quota is too small for even one block, or ranks of one directory are on several
+        hosts."""
         self._ledger = context.ledger
         self._clock = context.clock
         self._open_scanner = open_scanner
@@ -122,7 +125,13 @@ class DiskTier:
             self._host.lower = Lower(self._wants, self._store_slots)
 
     def _open_directories(self, directories: tuple[TierPlace, ...]) -> None:
-        """Starts anew with directories of which nothing is known yet."""
+        """Starts anew with directories of which nothing is known yet. Raises ConfigError as `__init__` does."""
+        directories = tuple(dict.fromkeys(directories))
+        if len({it.path for it in directories}) < len(directories):
+            raise ConfigError(
+                "--kv-disk-path needs all ranks of --context-parallel-size, or of --enable-dp-attention, on one "
+                "host, where each reads what the others have written; place them there, or leave it out."
+            )
         self._directories = directories
         self._path = directories[0].path
         by_host = Counter[str]()
@@ -198,8 +207,8 @@ class DiskTier:
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         if self._host is None:
             return
-        keys: list[bytes] = []
-        slots: list[int] = []
+        found: dict[int, list[tuple[bytes, int]]] = {}
+        """Keys and slots by rank."""
         end = min(len(prefix.keys), start + self._host.room_behind(prefix, start))
         for index in range(start, end):
             key = prefix.keys[index]
@@ -207,12 +216,13 @@ class DiskTier:
                 break
             slot = self._host.reserve(prefix, index)
             if slot is not None:
-                keys.append(key)
-                slots.append(slot)
-        if keys:
+                found.setdefault(prefix.ranks.of(index), []).append((key, slot))
+        for rank, pairs in found.items():
+            keys = [key for key, _ in pairs]
             self._use(keys)
-            on_end = partial(self._prefetch_ended, self._host, keys)
-            self._ledger.open(on_end, TierBlocks(TIER, keys), HostSlots(slots))
+            on_end = partial(self._prefetch_ended, self._host, rank, keys)
+            slots = HostSlots([slot for _, slot in pairs])
+            self._ledger.open(on_end, TierBlocks(TIER, keys), slots)
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
@@ -261,13 +271,11 @@ class DiskTier:
         return self._is_indexed and not self._backoff.is_on
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
-        saved = self._affordable(saved)
-        if not saved:
-            return
-        self._write(saved, partial(self._store_ended, saved), likely=not saved[0].is_needed)
+        for part in by_rank(self._affordable(saved)):
+            self._write(part, partial(self._store_ended, part), likely=not part[0].is_needed)
 
     def _write(self, saved: Sequence[CachedBlock], on_end: OnEnd, *, likely: bool) -> None:
-        """Begins to write blocks that are on the device."""
+        """Begins to write blocks that are on the device, on one rank."""
         keys = [cached.key for cached in saved]
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
@@ -416,13 +424,13 @@ class DiskTier:
             self._give_up(keys, end)
 
     def _prefetch_ended(
-        self, host: HostTier, keys: Sequence[bytes], end: TransferEnd | None
+        self, host: HostTier, rank: int, keys: Sequence[bytes], end: TransferEnd | None
     ) -> None:
         if end is not None:
             self._give_up(keys, end)
             failed = set(end.failed)
             for index, key in enumerate(keys):
-                host.settle(key, is_good=index not in failed)
+                host.settle(key, rank, is_good=index not in failed)
 
     def _give_up(self, keys: Sequence[bytes], end: TransferEnd) -> None:
         """Removes bad objects. Unreadable ones are only forgotten: a probe or a scan finds them again."""
@@ -482,7 +490,7 @@ class DiskTier:
     def workers_ready(self, ready: WorkerReady) -> None:
         """Raises ConfigError if the quota is too small for even one block."""
         directories = ready.places_of(TIER)
-        if directories == self._directories and not directories[0].host:
+        if tuple(dict.fromkeys(directories)) == self._directories and not directories[0].host:
             self._scanner.rescan()  # some stores may have ended unseen
         else:
             self._scanner.close()

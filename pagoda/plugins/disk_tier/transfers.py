@@ -70,8 +70,10 @@ def open_tier(
         check_kv_directory(config.path, config.num_bytes, plan.config.model)
     directory = open_in_time(Path(config.path), manifest, was_open=was_open)
     host = host_identity(own_host) if own_host else ""
-    files = ObjectFiles(directory, manifest, faults)
-    return tier_of(files, place_parts(loaded.kv), faults, host, plan.config.replicas_on_host)
+    files, own = ObjectFiles(directory, manifest, faults), plan.config
+    scans = own.parallel.pool_of(own.place) == 0  # others have the same directory
+    parts, num_sharers = place_parts(loaded.kv), own.replicas_on_host
+    return tier_of(files, parts, faults, host, num_sharers, scans=scans)
 
 
 def tier_of(
@@ -80,12 +82,14 @@ def tier_of(
     faults: Faults | None = None,
     host: str = "",
     num_sharers: int = 1,
+    *,
+    scans: bool = True,
 ) -> WorkerTier:
     """The tier of these objects, whose transfers begin later; `parts` are those of places in a block, and `faults`
-    of this process. `host` is that of the rank if the engine may be on another one; `num_sharers` are the
-    replicas that share its quota."""
+    of this process. `host` is that of the rank if the engine may be on another one; it `scans` there, then.
+    `num_sharers` are the replicas that share its quota."""
     place = TierPlace(TIER, str(files.directory), files.object_bytes, host, num_sharers)
-    start = partial(DiskTransfers, files, place, faults or Faults(None))
+    start = partial(DiskTransfers, files, place, faults or Faults(None), scans=scans)
     return WorkerTier(place, start, ObjectParts(files, parts))
 
 
@@ -100,7 +104,10 @@ class DiskTransfers:
         jobs: Jobs,
         store: KVStore,
         arena: HostArena | None,
+        *,
+        scans: bool = True,
     ) -> None:
+        self._scans = scans
         self._copy_block = faults.before("worker.copy", self._copy)
         self._files = files
         self._jobs = jobs
@@ -149,7 +156,8 @@ class DiskTransfers:
                 self._readers.put((job, index), urgency)
 
     def hear(self, body: bytes) -> None:
-        self._host_scanner.hear(body)
+        if self._scans:
+            self._host_scanner.hear(body)
 
     @property
     def owes_blocks(self) -> bool:

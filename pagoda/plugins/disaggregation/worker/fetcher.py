@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 from pagoda.backend.kv_store import DeviceEvent
@@ -80,37 +81,43 @@ class KVFetcher:
 
     def _plan(self, peer: KVPeer) -> _Peer:
         try:
-            slices = plan_slices(self._parts, self._own_rank, peer)
+            pools = [
+                plan_slices(self._parts, self._own_rank, peer, pool)
+                for pool in range(1 + max(rank.pool for rank in peer.ranks))
+            ]
         except PlanError as error:
             _log.error("KV of %s cannot be used: %s", peer.peer_id, error)
             return _Peer([], 0, str(error))
         readers = [
-            _RankReader(
-                f"{peer.peer_id}/{rank}",
-                peer.ranks[rank],
-                parts,
-                self.connect,
-                self._open_landing,
-                self._jobs,
-            )
-            for rank, parts in slices.items()
+            [self._reader(peer, rank, parts) for rank, parts in slices.items()] for slices in pools
         ]
-        num_blocks = min(peer.ranks[rank].num_blocks for rank in slices)
+        num_blocks = min(peer.ranks[rank].num_blocks for slices in pools for rank in slices)
         return _Peer(readers, num_blocks)
 
+    def _reader(self, peer: KVPeer, rank: int, parts: list[Slice]) -> _RankReader:
+        name, kv_rank = f"{peer.peer_id}/{rank}", peer.ranks[rank]
+        return _RankReader(name, kv_rank, parts, self.connect, self._open_landing, self._jobs)
+
     def start(self, transfer: Transfer, remote: RemoteBlocks, targets: Sequence[int]) -> None:
-        """Begins to read `remote`, blocks of a peer, into `targets`, blocks on the device.
+        """Begins to read `remote`, blocks of a peer, all of one pool, into `targets`, blocks on the device.
 
         Raises ValueError if the engine names blocks that this worker does not have.
         """
         if any(not 0 <= block_id < self._parts[0].num_blocks for block_id in targets):
             raise ValueError(f"Transfer {transfer.transfer_id} writes to blocks that are not here.")
         peer, sources = self.peers.get(remote.peer_id, _UNKNOWN_PEER), remote.block_ids
-        if any(not 0 <= block_id < peer.num_blocks for block_id in sources):
-            problem = peer.misfit or f"the peer has {peer.num_blocks} blocks, and not all of these"
+        pool = sources[0] // peer.num_blocks if sources and peer.num_blocks else 0
+        sources = [block_id - pool * peer.num_blocks for block_id in sources]
+        if any(not 0 <= block_id < peer.num_blocks for block_id in sources) or (
+            sources and not 0 <= pool < len(peer.pools)
+        ):
+            problem = (
+                peer.misfit
+                or f"the peer's pools have {peer.num_blocks} blocks, and not all of these"
+            )
             self._jobs.end_part(self._jobs.begin(transfer, 1), range(len(sources)), problem)
             return
-        readers = [it for it in peer.readers if sources and it.has(remote.group)]
+        readers = [it for it in peer.pools[pool] if it.has(remote.group)] if sources else []
         job = self._jobs.begin(transfer, len(readers))
         for reader in readers:
             reader.tasks.put((job, remote.group, sources, targets))
@@ -128,10 +135,16 @@ class KVFetcher:
 class _Peer(NamedTuple):
     """The ranks of another engine that have what this rank needs."""
 
-    readers: list[_RankReader]
+    pools: list[list[_RankReader]]
+    """Readers of the ranks of each pool."""
     num_blocks: int
+    """Blocks of each."""
     misfit: str = ""
     """Clause that says why no block can be read, if that is so."""
+
+    @property
+    def readers(self) -> list[_RankReader]:
+        return list(chain.from_iterable(self.pools))
 
 
 _UNKNOWN_PEER = _Peer([], 0, "nobody knows that peer")

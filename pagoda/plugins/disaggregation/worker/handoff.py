@@ -54,6 +54,7 @@ class KVHandoff:
         ]
         """Bytes of this rank's parts of a block, by KV group."""
         self._rank = worker.parallel.rank_in_replica(worker.place)
+        self._pool = worker.parallel.pool_of(worker.place)
         self._fetches = config.role.fetches_kv
         self.digest = kv_digest(plan, loaded.kv)
         self._transports: dict[str, KVTransport] = {}
@@ -125,6 +126,7 @@ class KVHandoff:
             parts=tuple(own.part for own in self._parts),
             num_blocks=self._parts[0].num_blocks,
             descriptors={name: memory.descriptor for name, memory in self._exported.items()},
+            pool=self._pool,
         )
         return msgspec.structs.replace(ready, kv_ranks=(rank,), kv_digest=self.digest)
 

@@ -2,7 +2,8 @@
 """Plan of a handoff: the bytes of other ranks' memory that hold the KV of blocks which another engine computed.
 
 Both engines may have cut the model into any number of stages and tensor-parallel ranks; with more ranks than KV
-heads several have the same one. What counts is what each rank says of itself: tensors by layer, kind and heads.
+heads several have the same one. Either may have several pools of ranks, which hold other blocks. What counts is
+what each rank says of itself: tensors by layer, kind and heads.
 Layers of several KV groups may share a tensor, of which each uses the blocks of its group.
 Heads are the leading dimension of a block, so those that two tensors have in common are in one piece in both.
 """
@@ -136,14 +137,17 @@ class _Offer(NamedTuple):
         return self.part.first_head + self.part.num_heads
 
 
-def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[int, list[Slice]]:
-    """Slices to read, by rank of the peer. Where several ranks have a head, `own_rank` chooses among them.
+def plan_slices(
+    parts: Iterable[OwnPart], own_rank: int, peer: KVPeer, pool: int = 0
+) -> dict[int, list[Slice]]:
+    """Slices to read of blocks of one of the peer's pools, by rank of the peer. Where several ranks have a head,
+    `own_rank` chooses among them.
 
     Raises PlanError if a head is on no rank of the peer or has another size there.
     """
     offers: dict[tuple[int, str], list[_Offer]] = {}
     for rank, described in enumerate(peer.ranks):
-        for part in described.parts:
+        for part in described.parts if described.pool == pool else ():
             offers.setdefault((part.layer, part.kind), []).append(_Offer(rank, part))
     slices: dict[int, list[Slice]] = {}
     for own in parts:

@@ -130,6 +130,15 @@ def test_a_quota_below_one_block_is_refused() -> None:
         rig.tier.workers_ready(msgspec.structs.replace(rig.ready, kv_places=larger))
 
 
+def test_a_directory_of_several_ranks_on_one_host_counts_once() -> None:
+    rig = DiskRig(quota=20 * UNIT)
+    here, there = (TierPlace("disk", "/kv/model", UNIT, host) for host in ("here", "there"))
+    rig.tier.workers_ready(msgspec.structs.replace(rig.ready, kv_places=(here, here)))
+    assert rig.report.num_total_blocks == 20
+    with pytest.raises(ConfigError, match="needs all ranks of --context-parallel-size, or of"):
+        rig.tier.workers_ready(msgspec.structs.replace(rig.ready, kv_places=(here, there)))
+
+
 def test_a_quota_of_one_block_holds_one_block() -> None:
     rig = DiskRig(quota=UNIT)
     for index in range(5):

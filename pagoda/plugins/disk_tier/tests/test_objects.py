@@ -128,7 +128,8 @@ def test_the_digest_stays_what_it_is(manifest: Manifest) -> None:
     # Directories of earlier versions would be lost without a word otherwise.
     fields = json.loads(msgspec.json.encode(manifest))
     del fields["model"]
-    assert fields.pop("kv_groups") == []  # earlier versions knew none
+    assert fields.pop("kv_groups") == []  # earlier versions knew none, nor
+    assert fields.pop("dp_attention") is False
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     assert manifest.digest == hashlib.sha256(canonical.encode()).hexdigest()
 
