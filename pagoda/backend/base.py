@@ -136,6 +136,9 @@ class ColdContexts:
     counts: list[int]
     """Cold segments of each of the `s` sequences."""
     source: SegmentSource
+    in_place: Sequence[bool]
+    """Whether a segment stays until the layer releases it, for each one: neighbours are then in one cache, and may
+    be read together."""
 
 
 class UnsupportedError(ConfigError):

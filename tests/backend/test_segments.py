@@ -164,7 +164,8 @@ def test_where_segments_lie_changes_no_bit(
     assert whole.isfinite().all()
     torch.set_num_threads(3)
     source = Elsewhere(layer, segment, block_size, counts)
-    found = layer.attend(segment, ColdContexts(counts, source))
+    in_place = [number % 5 != 2 for number in range(sum(counts))]
+    found = layer.attend(segment, ColdContexts(counts, source, in_place))
     assert torch.equal(found, whole)
     assert source.calls == [*range(sum(counts)), -1]
 
@@ -194,7 +195,7 @@ class Broken:
 def test_what_a_source_raises_ends_the_step(name: str) -> None:
     layer = Layer.random(name, False, FORMATS[1], 16, seed=4)
     with pytest.raises(LookupError, match="segment 0"):
-        layer.attend(128, ColdContexts([2, 0, 0, 0], Broken()))
+        layer.attend(128, ColdContexts([2, 0, 0, 0], Broken(), [True, True]))
     assert layer.attend(128).isfinite().all()
 
 
@@ -202,4 +203,4 @@ def test_what_a_source_raises_ends_the_step(name: str) -> None:
 def test_cold_segments_lie_before_all_queries(name: str) -> None:
     layer = Layer.random(name, False, FORMATS[1], 16, seed=4)
     with pytest.raises(ValueError, match="3 cold segments of 128"):
-        layer.attend(128, ColdContexts([0, 0, 3, 0], Broken()))
+        layer.attend(128, ColdContexts([0, 0, 3, 0], Broken(), [True, False, True]))

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING
 
-from pagoda.backend.base import KVCache, LatentCache, SegmentSource
+from pagoda.backend.base import ColdContexts, KVCache, LatentCache
 from pagoda.backend.cpu.weights import address
 
 if TYPE_CHECKING:
@@ -17,19 +18,27 @@ class NativeSegments:
     """A source of segments as a native program calls it."""
 
     def __init__(
-        self, source: SegmentSource, native_cache: Callable[[KVCache | LatentCache], _native.Cache]
+        self, cold: ColdContexts, native_cache: Callable[[KVCache | LatentCache], _native.Cache]
     ) -> None:
-        self._source = source
+        self._source = cold.source
         self._native_cache = native_cache
+        self.runs = list(_runs(cold))
+        """Sequence and number of segments that are read together."""
+        self._firsts = list(accumulate((count for _, count in self.runs), initial=0))
         self._known: dict[int, tuple[KVCache | LatentCache, _native.Cache]] = {}
         """Caches by their ids, which stay theirs as long as they are here."""
 
-    def take(self, values: int, index: int) -> tuple[_native.Cache, Sequence[int]]:
-        cache, block_ids = self._source.take(values, index)
+    def take(self, values: int, run: int) -> tuple[_native.Cache, Sequence[int]]:
+        """Raises ValueError: segments of a run are in several caches."""
+        numbers = range(*self._firsts[run : run + 2])
+        staged = [self._source.take(values, number) for number in numbers]
+        cache = staged[0].cache
+        if any(segment.cache is not cache for segment in staged):
+            raise ValueError("Segments that are read together are in one cache.")
         found = self._known.get(id(cache))
         if found is None:
             found = self._known[id(cache)] = cache, self._elsewhere(cache)
-        return found[1], block_ids
+        return found[1], [block for segment in staged for block in segment.block_ids]
 
     def release(self, values: int) -> None:
         self._source.release(values)
@@ -52,3 +61,11 @@ class NativeSegments:
             )
         num_blocks = len(next(iter(tensors.values())))
         return self._native_cache(cache).elsewhere(*places, num_blocks, strides.pop())
+
+
+def _runs(cold: ColdContexts) -> Iterator[tuple[int, int]]:
+    in_place = iter(cold.in_place)
+    for sequence, count in enumerate(cold.counts):
+        for is_in_place, alike in groupby(islice(in_place, count)):
+            length = len(list(alike))
+            yield from [(sequence, length)] if is_in_place else [(sequence, 1)] * length

@@ -211,7 +211,9 @@ class StepSegments:
         self._cold = cold
         self.contexts = {
             group: ColdContexts(
-                list(map(len, places)), _GroupSegments(self, group, _in_order(places))
+                list(map(len, places)),
+                _GroupSegments(self, group, _in_order(places)),
+                [isinstance(found, HostSlots) for _, found in _in_order(places)],
             )
             for group, places in cold.items()
         }
