@@ -221,7 +221,8 @@ class PythonSegments final : public SegmentSource {
         StagedRun staged{&cache, none_.data()};
         call([&] {
             const nb::tuple found = nb::borrow<nb::tuple>(segments_.attr("take")(values_of(cache), index));
-            blocks_ = nb::cast<std::vector<int32_t>>(found[1]);
+            const auto* blocks = to<int32_t>(nb::cast<Address>(found[1]));
+            blocks_.assign(blocks, blocks + nb::cast<size_t>(found[2]));
             if (blocks_.size() != num_blocks_.at(static_cast<size_t>(index))) {
                 throw std::invalid_argument("a segment has another number of blocks");
             }

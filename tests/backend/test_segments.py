@@ -140,10 +140,11 @@ class Elsewhere:
         ).data_ptr()
         self.calls: list[int] = []
 
-    def take(self, values: int, index: int) -> StagedSegment:
+    def take(self, values: int, index: int, count: int = 1) -> StagedSegment:
         assert values == self.values
-        self.calls.append(index)
-        return StagedSegment(self.cache, [self._place_of[block] for block in self._segments[index]])
+        self.calls += range(index, index + count)
+        blocks = [block for own in self._segments[index : index + count] for block in own]
+        return StagedSegment(self.cache, [self._place_of[block] for block in blocks])
 
     def release(self, values: int) -> None:
         assert values == self.values
@@ -184,7 +185,7 @@ def test_segments_only_change_the_order_of_sums(name: str, latent: bool) -> None
 
 
 class Broken:
-    def take(self, values: int, index: int) -> StagedSegment:  # noqa: ARG002
+    def take(self, values: int, index: int, count: int = 1) -> StagedSegment:  # noqa: ARG002
         raise LookupError(f"segment {index}")
 
     def release(self, values: int) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from pagoda.backend.base import ColdContexts, KVCache, LatentCache
 from pagoda.backend.cpu.weights import address
 
@@ -27,18 +30,20 @@ class NativeSegments:
         self._firsts = list(accumulate((count for _, count in self.runs), initial=0))
         self._known: dict[int, tuple[KVCache | LatentCache, _native.Cache]] = {}
         """Caches by their ids, which stay theirs as long as they are here."""
+        self._blocks: dict[int, tuple[Sequence[int], Tensor]] = {}
+        """Block numbers of runs as the source gave them last, and as a program reads them."""
 
-    def take(self, values: int, run: int) -> tuple[_native.Cache, Sequence[int]]:
-        """Raises ValueError: segments of a run are in several caches."""
-        numbers = range(*self._firsts[run : run + 2])
-        staged = [self._source.take(values, number) for number in numbers]
-        cache = staged[0].cache
-        if any(segment.cache is not cache for segment in staged):
-            raise ValueError("Segments that are read together are in one cache.")
+    def take(self, values: int, run: int) -> tuple[_native.Cache, int, int]:
+        """Cache of a run, address of its block numbers (int32), and how many they are."""
+        cache, block_ids = self._source.take(values, self._firsts[run], self.runs[run][1])
         found = self._known.get(id(cache))
         if found is None:
             found = self._known[id(cache)] = cache, self._elsewhere(cache)
-        return found[1], [block for segment in staged for block in segment.block_ids]
+        blocks = self._blocks.get(run)
+        if blocks is None or blocks[0] is not block_ids:
+            # Most runs have the same blocks in all layers.
+            blocks = self._blocks[run] = block_ids, torch.tensor(block_ids, dtype=torch.int32)
+        return found[1], blocks[1].data_ptr(), len(block_ids)
 
     def release(self, values: int) -> None:
         self._source.release(values)
