@@ -138,7 +138,7 @@ class ColdContexts:
     """Cold segments of each of the `s` sequences."""
     source: SegmentSource
     in_place: Sequence[bool]
-    """Whether a segment stays until the layer releases it, for each one; neighbours that do may be taken together."""
+    """True of each segment that stays until the layer releases it; neighbours that do may be taken together."""
 
 
 class UnsupportedError(ConfigError):
