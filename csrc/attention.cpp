@@ -176,7 +176,7 @@ struct Attention {
     float* out;
     Memory memory;
     SharedMemory shared;
-    const int32_t* cold_blocks = nullptr;  // of the cold segment that this is the attention over; `cache` has it
+    const int32_t* cold_blocks = nullptr;  // of the cold segments that this is the attention over; `cache` has them
     const Softmax* found = nullptr;        // of rows by their places, where what is found is not the end of it
 
     using Item = AttentionPlan::Item;
@@ -263,7 +263,7 @@ struct Attention {
     void merge_all(const Item& item, int rows, TakeSplit take_split) const {
         const int all = item.heads * rows;
         const int64_t segment = plan.parts.segment, split = plan.parts.split;
-        const bool carries = cold_blocks == nullptr && metadata.sequences[static_cast<size_t>(tile_of(item).sequence)].cold_len > 0;
+        const bool carries = metadata.sequences[static_cast<size_t>(tile_of(item).sequence)].cold_len > 0;
         // What is merged into nothing stays as it is.
         const bool by_segments = carries || (item.end - 1) / segment > item.begin / segment;
         clear(memory.whole, all, padded);
@@ -278,7 +278,7 @@ struct Attention {
             begin = end;
         }
         if (cold_blocks) {
-            carry(item, rows, [&](Softmax own, Softmax carried) { table.merge_segment(rows, padded, carried, own); });
+            carry(item, rows, [&](Softmax own, Softmax carried) { copy(own, rows, carried); });
         } else if (found) {
             keep(item, rows);
         } else {
@@ -286,13 +286,17 @@ struct Attention {
         }
     }
 
+    void copy(Softmax from, int64_t rows, Softmax to) const {
+        std::copy_n(from.highest, rows, to.highest);
+        std::copy_n(from.total, rows, to.total);
+        std::copy_n(from.out, rows * padded, to.out);
+    }
+
     void keep(const Item& item, int rows) const {
         for (int head = 0; head < item.heads; ++head) {
             for (int row = 0; row < rows; ++row) {
-                const Softmax from = memory.whole.from(int64_t{head} * rows + row, padded);
-                const Softmax to = found->from(place(tile_of(item), item.kv_head + head, row), padded);
-                *to.highest = *from.highest, *to.total = *from.total;
-                std::copy_n(from.out, padded, to.out);
+                copy(memory.whole.from(int64_t{head} * rows + row, padded), 1,
+                     found->from(place(tile_of(item), item.kv_head + head, row), padded));
             }
         }
     }
@@ -466,7 +470,7 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, cons
 #pragma omp master
         metadata.staged = metadata.source->take(cache, static_cast<int64_t>(i));
 #pragma omp barrier
-        const StagedSegment staged = metadata.staged;
+        const StagedRun staged = metadata.staged;
         const AttentionPlan& plan = metadata.cold_plan(metadata.cold[i]);
         const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks};
         over.run_all();

@@ -183,22 +183,19 @@ AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks
     }
 }
 
-void AttentionMetadata::set_cold(const std::vector<int64_t>& counts, std::unique_ptr<SegmentSource> source_) {
-    source = std::move(source_);
-    for (size_t i = 0; i < sequences.size(); ++i) {
-        Sequence& own = sequences[i];
-        const int64_t count = counts.at(i);
-        if (count == 0) continue;
-        own.cold_len = count * parts.segment;
+void AttentionMetadata::set_cold(std::vector<ColdRun> runs, std::unique_ptr<SegmentSource> source_) {
+    cold = std::move(runs), source = std::move(source_);
+    for (const ColdRun& run : cold) {
+        Sequence& own = sequences.at(static_cast<size_t>(run.sequence));
+        if (own.cold_len == 0) own.first_carried = num_carried, num_carried += own.query_len;
+        own.cold_len += run.count * parts.segment;
         if (own.cold_len > own.context_len - own.query_len) {
             throw std::invalid_argument(std::to_string(own.query_len) + " tokens of a context of " +
-                                        std::to_string(own.context_len) + " are in " + std::to_string(count) +
-                                        " cold segments of " + std::to_string(parts.segment) + ".");
+                                        std::to_string(own.context_len) + " are in " +
+                                        std::to_string(own.cold_len / parts.segment) + " cold segments of " +
+                                        std::to_string(parts.segment) + ".");
         }
-        own.first_carried = num_carried;
-        num_carried += own.query_len;
-        cold.insert(cold.end(), static_cast<size_t>(count), static_cast<int64_t>(i));
-        cold_plans_.emplace(static_cast<int64_t>(i), AttentionPlan(*this, static_cast<int64_t>(i)));
+        cold_plans_.emplace(run, AttentionPlan(*this, run));
     }
 }
 
@@ -214,7 +211,7 @@ PlanSizes PlanSizes::or_more(const PlanSizes& other) const {
 
 PlanSizes AttentionMetadata::sizes(const Reach& reach) const {
     PlanSizes most = plan(reach);
-    for (const auto& [sequence, own] : cold_plans_) most = most.or_more(own);
+    for (const auto& [run, own] : cold_plans_) most = most.or_more(own);
     return most;
 }
 
@@ -261,9 +258,9 @@ AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const Reach& rea
     add_items(metadata);
 }
 
-AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, int64_t sequence)
+AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const ColdRun& run)
     : group(metadata.shape.num_heads / metadata.shape.num_kv_heads), parts(metadata.parts) {
-    add_tiles(sequence, metadata, [&](Tile& tile) { tile.begin = 0, tile.end = parts.segment; });
+    add_tiles(run.sequence, metadata, [&](Tile& tile) { tile.begin = 0, tile.end = run.count * parts.segment; });
     add_items(metadata);
 }
 

@@ -210,16 +210,22 @@ class PythonGroup final : public Group {
 // all is computed, with what lies in the cache in place of the segments.
 class PythonSegments final : public SegmentSource {
    public:
-    PythonSegments(nb::object segments, int64_t num_blocks)
-        : segments_(std::move(segments)), none_(static_cast<size_t>(num_blocks), 0) {}
+    // `num_blocks` are those of each run.
+    PythonSegments(nb::object segments, std::vector<size_t> num_blocks)
+        : segments_(std::move(segments)), num_blocks_(std::move(num_blocks)) {
+        for (const size_t count : num_blocks_) none_.resize(std::max(none_.size(), count));
+    }
     PythonSegments(const PythonSegments&) = delete;
 
-    StagedSegment take(const Cache& cache, int64_t index) override {
-        StagedSegment staged{&cache, none_.data()};
+    StagedRun take(const Cache& cache, int64_t index) override {
+        StagedRun staged{&cache, none_.data()};
         call([&] {
             const nb::tuple found = nb::borrow<nb::tuple>(segments_.attr("take")(values_of(cache), index));
-            blocks_ = nb::cast<std::vector<int32_t>>(found[1]);
-            if (blocks_.size() != none_.size()) throw std::invalid_argument("a segment has another number of blocks");
+            const auto* blocks = to<int32_t>(nb::cast<Address>(found[1]));
+            blocks_.assign(blocks, blocks + nb::cast<size_t>(found[2]));
+            if (blocks_.size() != num_blocks_.at(static_cast<size_t>(index))) {
+                throw std::invalid_argument("a segment has another number of blocks");
+            }
             const auto* own = nb::cast<const Cache*>(found[0]);
             for (const int32_t block : blocks_) {
                 if (block < 0 || block >= own->num_blocks) throw std::out_of_range("a segment has blocks that are not there");
@@ -251,7 +257,8 @@ class PythonSegments final : public SegmentSource {
 
     nb::object segments_;
     std::vector<int32_t> blocks_;
-    const std::vector<int32_t> none_;
+    const std::vector<size_t> num_blocks_;
+    std::vector<int32_t> none_;
     std::exception_ptr error_;
 };
 
@@ -436,8 +443,14 @@ NB_MODULE(_native, m) {
                                              to<int64_t>(query_lens), to<int64_t>(context_lens),
                                              to<int64_t>(draft_lens), to<int64_t>(block_tables), width, ContextParts(segment));
             })
-        .def("set_cold", [](AttentionMetadata& self, const std::vector<int64_t>& counts, nb::object segments) {
-            self.set_cold(counts, std::make_unique<PythonSegments>(std::move(segments), self.parts.segment / self.shape.block_size));
+        .def("set_cold", [](AttentionMetadata& self, const std::vector<std::pair<int64_t, int64_t>>& runs, nb::object segments) {
+            std::vector<ColdRun> cold;
+            std::vector<size_t> num_blocks;
+            for (const auto& [sequence, count] : runs) {
+                cold.push_back({sequence, count});
+                num_blocks.push_back(static_cast<size_t>(count * self.parts.segment / self.shape.block_size));
+            }
+            self.set_cold(std::move(cold), std::make_unique<PythonSegments>(std::move(segments), std::move(num_blocks)));
         })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
         .def("num_tokens_read", [](const AttentionMetadata& self, int64_t window) { return self.num_tokens_read({.window = window}); })

@@ -143,6 +143,15 @@ struct PlanSizes {
     PlanSizes or_more(const PlanSizes& other) const;
 };
 
+// Cold segments of a sequence, one behind the other, that are read together.
+struct ColdRun {
+    int64_t sequence, count;
+
+    bool operator<(const ColdRun& other) const {
+        return sequence != other.sequence ? sequence < other.sequence : count < other.count;
+    }
+};
+
 struct AttentionPlan : PlanSizes {
     struct Tile {
         int64_t first_token, num_tokens, first_position;
@@ -167,8 +176,8 @@ struct AttentionPlan : PlanSizes {
     };
 
     AttentionPlan(const class AttentionMetadata& metadata, const Reach& reach);
-    // Of all tokens of a sequence over one of its cold segments, of which they see everything; tokens count from its begin.
-    AttentionPlan(const class AttentionMetadata& metadata, int64_t sequence);
+    // Of all tokens of a sequence over some of its cold segments, of which they see everything; tokens count from their begin.
+    AttentionPlan(const class AttentionMetadata& metadata, const ColdRun& run);
     // Over one segment of each sequence, which begins at one of `starts`, or over none of it.
     AttentionPlan(const class AttentionMetadata& metadata, const Reach& reach, const std::vector<int64_t>& starts);
 
@@ -193,9 +202,9 @@ struct AttentionPlan : PlanSizes {
     void add_items(const AttentionMetadata& metadata);
 };
 
-// A segment that lies outside of the cache, as one layer reads it: a cache of the same layer's keys and values, and the
-// numbers of the segment's blocks there.
-struct StagedSegment {
+// Segments that lie outside of the cache, as one layer reads them: a cache of the same layer's keys and values, and the
+// numbers of the segments' blocks there.
+struct StagedRun {
     const Cache* cache;
     const int32_t* blocks;
 };
@@ -204,9 +213,9 @@ struct StagedSegment {
 class SegmentSource {
    public:
     virtual ~SegmentSource() = default;
-    // The segment number `index` of AttentionMetadata::cold of the layer with this cache, once it is there; it stays until
+    // The run number `index` of AttentionMetadata::cold of the layer with this cache, once it is there; it stays until
     // the next call.
-    virtual StagedSegment take(const Cache& cache, int64_t index) = 0;
+    virtual StagedRun take(const Cache& cache, int64_t index) = 0;
     // A layer needs no further segment.
     virtual void release(const Cache& cache) = 0;
     // Throws what went wrong since the last call.
@@ -223,9 +232,9 @@ class AttentionMetadata {
                       const int64_t* context_lens, const int64_t* draft_lens, const int64_t* block_tables, int64_t width,
                       ContextParts parts);
 
-    // The first segments of sequences, so many of each, are cold: they come from `source`, and tables lack their blocks.
-    // Throws std::invalid_argument if queries are among them.
-    void set_cold(const std::vector<int64_t>& counts, std::unique_ptr<SegmentSource> source);
+    // The first segments of sequences are cold: they come from `source` in such runs, those of a sequence one behind the
+    // other, and tables lack their blocks. Throws std::invalid_argument if queries are among them.
+    void set_cold(std::vector<ColdRun> runs, std::unique_ptr<SegmentSource> source);
 
     struct Sequence {
         int64_t first_token, query_len, context_len;
@@ -239,8 +248,7 @@ class AttentionMetadata {
     // Of layers with such a reach. The first call for one comes from one thread alone.
     const AttentionPlan& plan(const Reach& reach) const;
 
-    // Of a sequence over one of its cold segments.
-    const AttentionPlan& cold_plan(int64_t sequence) const { return cold_plans_.at(sequence); }
+    const AttentionPlan& cold_plan(const ColdRun& run) const { return cold_plans_.at(run); }
 
     // Of layers with such a reach, with what cold segments need.
     PlanSizes sizes(const Reach& reach) const;
@@ -267,16 +275,16 @@ class AttentionMetadata {
     bool spread = false;  // some blocks are on other ranks: -1 - *r* on rank *r*
     std::vector<int32_t> blocks;
     ContextParts parts;
-    std::vector<int64_t> cold;  // sequence of each cold segment, in ascending order of both
-    int64_t num_carried = 0;    // tokens of sequences with cold segments
+    std::vector<ColdRun> cold;
+    int64_t num_carried = 0;  // tokens of sequences with cold segments
     std::unique_ptr<SegmentSource> source;
-    mutable StagedSegment staged{};  // what the threads of a team are at
+    mutable StagedRun staged{};  // what the threads of a team are at
 
    private:
     int64_t longest_context_ = 1;
     mutable std::map<Reach, AttentionPlan> plans_;  // of reaches up to the longest context
     mutable std::map<Reach, std::vector<AttentionPlan>> rounds_;
-    std::map<int64_t, AttentionPlan> cold_plans_;
+    std::map<ColdRun, AttentionPlan> cold_plans_;
 };
 
 // RMS norms of queries and keys, null for none: of each head, or of all heads of a token together.

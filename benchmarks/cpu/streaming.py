@@ -3,7 +3,8 @@
 
     python -m benchmarks.cpu.streaming --context 32768 --directory DIR
 
-K and V are written, not computed. The limit is the time in which threads read the same bytes and do nothing else.
+K and V are written, not computed. The limit of host memory is what `pagoda doctor` measures, with as many threads;
+that of the disk is the time in which threads read the same files and do nothing else.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+# Read when torch is loaded: threads wait as they do in a worker.
+from pagoda.worker.pinning import SPIN_COUNT
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
 import msgspec
 import torch
 from cyclopts import App
 
+from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.ipc.machine import available_cores
 from pagoda.messages.frontend import Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -74,14 +82,18 @@ def main(
     keys = [[bytes([i, j]) + bytes(30) for j in range(per_segment)] for i in range(segments)]
     files = _write(plan, loaded, tiers, [key for own in keys for key in own])
     requests = _Requests(loaded, context)
-    for name, places, read in (
-        ("host memory", [HostSlots(own) for own in slots], lambda: _read_arena(tiers)),
-        ("disk", [TierBlocks("disk", own) for own in keys], lambda: _read_files(files)),
+    for name, places, rate in (
+        ("host memory", [HostSlots(own) for own in slots], _memory_rate),
+        (
+            "disk",
+            [TierBlocks("disk", own) for own in keys],
+            lambda: _rate(lambda: _read_files(files)),
+        ),
     ):
         results = requests.decode(places)
         seconds = statistics.median(result.stream_time_s for result in results)
         num_bytes = results[0].streamed_bytes
-        limit = max(_rate(read) for _ in range(3))
+        limit = max(rate() for _ in range(3))
         rest = statistics.median(result.forward_time_s - result.stream_time_s for result in results)
         print(
             f"{name}: {num_bytes / 2**20:.0f} MiB of a step in {seconds:.3f} s "
@@ -150,11 +162,8 @@ class _Requests:
         return result
 
 
-def _read_arena(tiers: KVTiers) -> int:
-    assert tiers.arena is not None
-    memory = torch.frombuffer(tiers.arena.memory, dtype=torch.int64)
-    memory.max()
-    return memory.nbytes
+def _memory_rate() -> float:
+    return measure_read_bandwidth(torch.get_num_threads()).bytes_per_s
 
 
 def _read_files(paths: list[Path]) -> int:

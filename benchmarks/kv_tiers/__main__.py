@@ -10,6 +10,7 @@ _COMMANDS = {
     "chat": "Prompt tokens computed for conversations that outgrow the device, with and without tiers.",
     "no-reuse": "Throughput of prompts that never return, with and without tiers.",
     "stream": "Answers beside a request whose KV does not fit the device.",
+    "long": "Prompt and tokens of one context that grows far beyond the device, at each depth.",
     "swap": "Throughput of requests that outgrow the device together, with a disk and without tiers.",
     "bandwidth": "Blocks between a worker and SSD, beside plain copies of as many bytes.",
 }

@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import aiohttp
@@ -84,3 +85,20 @@ async def _samples(session: aiohttp.ClientSession) -> list[Sample]:
     async with session.get("/metrics") as response:
         text = await response.text()
     return [it for family in text_string_to_metric_families(text) for it in family.samples]
+
+
+def answer_body(prompt: list[int], tokens: int) -> dict[str, object]:
+    """A greedy answer of so many tokens."""
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def token_times(session: aiohttp.ClientSession, body: dict[str, object]) -> list[float]:
+    """Instants at which tokens of an answer came."""
+    async with session.post("/v1/completions", json={**body, "stream": True}) as response:
+        lines = response.content
+        return [time.perf_counter() async for line in lines if line.startswith(b"data: {")]
+
+
+def gaps(times: list[float]) -> list[float]:
+    """Seconds between neighbours."""
+    return [after - before for before, after in pairwise(times)]

@@ -13,12 +13,9 @@ import random
 import statistics
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 
-import aiohttp
-
-from benchmarks.kv_tiers.client import ask, open_session
+from benchmarks.kv_tiers.client import answer_body, ask, gaps, open_session, token_times
 from pagoda.cli import output
 from pagoda.cli.server_process import server_process
 
@@ -69,39 +66,24 @@ async def _measure(base_url: str, context: int, tokens: int) -> None:
     console = output.stdout()
     async with open_session(base_url) as session:
         began = time.perf_counter()
-        await ask(session, "/v1/completions", _body(long_prompt, 1))
+        await ask(session, "/v1/completions", answer_body(long_prompt, 1))
         console.print(f"prompt of {context} tokens: {time.perf_counter() - began:.1f} s")
-        alone = _gaps(await _times(session, _body(long_prompt, 24)))
+        alone = gaps(await token_times(session, answer_body(long_prompt, 24)))
         console.print(f"its tokens alone: {statistics.median(alone) * 1e3:.0f} ms each, median")
-        before = _gaps(await _times(session, _body(short_prompt, tokens)))
-        long = asyncio.create_task(_times(session, _body(long_prompt, 4000)))
+        before = gaps(await token_times(session, answer_body(short_prompt, tokens)))
+        long = asyncio.create_task(token_times(session, answer_body(long_prompt, 4000)))
         await asyncio.sleep(4 * max(alone))
         begun = time.perf_counter()
-        beside = _gaps(await _times(session, _body(short_prompt, tokens)))
+        beside = gaps(await token_times(session, answer_body(short_prompt, tokens)))
         ended = time.perf_counter()
         long.cancel()
         await asyncio.wait([long])
         async with session.get("/v1/load") as response:
             load = await response.json()
-    for name, gaps in (("alone", before), ("beside it", beside)):
-        p99 = sorted(gaps)[len(gaps) * 99 // 100]
+    for name, found in (("alone", before), ("beside it", beside)):
+        p99 = sorted(found)[len(found) * 99 // 100]
         console.print(
-            f"short answer {name}: {statistics.median(gaps) * 1e3:.1f} ms median, {p99 * 1e3:.1f} ms p99, "
-            f"{statistics.mean(gaps) * 1e3:.1f} ms mean, {max(gaps) * 1e3:.1f} ms at most"
+            f"short answer {name}: {statistics.median(found) * 1e3:.1f} ms median, {p99 * 1e3:.1f} ms p99, "
+            f"{statistics.mean(found) * 1e3:.1f} ms mean, {max(found) * 1e3:.1f} ms at most"
         )
     console.print(f"in {ended - begun:.1f} s; {json.dumps(load, sort_keys=True)}", soft_wrap=True)
-
-
-async def _times(session: aiohttp.ClientSession, body: dict[str, object]) -> list[float]:
-    """Instants at which tokens of an answer came."""
-    async with session.post("/v1/completions", json={**body, "stream": True}) as response:
-        lines = response.content
-        return [time.perf_counter() async for line in lines if line.startswith(b"data: {")]
-
-
-def _gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in pairwise(times)]
-
-
-def _body(prompt: list[int], tokens: int) -> dict[str, object]:
-    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}

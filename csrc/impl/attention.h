@@ -108,19 +108,6 @@ constexpr int columns_beside(int rows) {
     return rows * 8 <= sums ? 8 : rows * 4 <= sums ? 4 : 2;
 }
 
-// Rows of a tile up to which its keys and values are read once and no more: they need not stay in the second cache.
-constexpr int kStreamedRows = 6;
-
-// Brings a line of the next tile closer.
-template <int Rows>
-PAGODA_INLINE void prefetch_line(const void* line) {
-    if constexpr (Rows <= kStreamedRows) {
-        prefetch_once(line);
-    } else {
-        prefetch_l2(line);
-    }
-}
-
 template <class M, int Rows, int Cols, class Cell>
 PAGODA_INLINE void score_columns(const typename M::Lane* queries, int query_stride, int64_t lanes,
                                  const Groups<Cell>& keys, int column, float* scores) {
@@ -141,7 +128,7 @@ PAGODA_INLINE void score_columns(const typename M::Lane* queries, int query_stri
         for (int j = 0; j < Cols; ++j) {
             // Of two groups or two lanes in one cache line, one sees to it.
             if (j * kWidth % kGroup == 0 && (sizeof(Cell) == 4 || (i + j * kWidth / kGroup) % 2 == 0)) {
-                prefetch_line<Rows>(soon[j] + i * keys.stride);
+                prefetch_l2(soon[j] + i * keys.stride);
             }
             columns[j] = M::columns(now[j] + i * keys.stride);
         }
@@ -184,7 +171,7 @@ PAGODA_INLINE void add_columns(const float* weights, const Groups<Cell>& values,
 #pragma GCC unroll 8
             for (int j = 0; j < Cols; ++j) {
                 if (j * kWidth * sizeof(Cell) % 64 == 0) {
-                    prefetch_line<Rows>(soon + i * values.stride + j * kWidth);
+                    prefetch_l2(soon + i * values.stride + j * kWidth);
                 }
                 columns[j] = M::columns(now + i * values.stride + j * kWidth);
             }
@@ -388,6 +375,8 @@ void attend_head(const AttendTile& tile, int head, int64_t first, int64_t end, c
     if constexpr (std::is_same_v<M, I16Math>) {
         gather_scales(tile, head, tile.cache.key_scales, first, count, 1.0f, memory.key_scales);
         gather_scales(tile, head, tile.cache.value_scales, first, count, 0.0f, memory.value_scales);
+        prefetch_scales(tile, head, places, tile.cache.key_scales);
+        prefetch_scales(tile, head, places, tile.cache.value_scales);
     }
     const auto with_values = [&](const auto& values) {
         if (reads_keys(tile)) {

@@ -233,4 +233,13 @@ void gather_scales(const AttendTile& tile, int head, const float* scales, int64_
     for (int j = count; j < kKeyTile; ++j) out[j] = beyond;
 }
 
+// Brings the scales closer that are read next: of the next head, or of the next tile's first.
+PAGODA_INLINE void prefetch_scales(const AttendTile& tile, int head, const Places& places, const float* scales) {
+    const int next = head + 1 < tile.heads ? head + 1 : 0;
+    for (const Place& place : next > 0 ? places.now : places.soon) {
+        const float* of_block = block_at<float>(scales, place.block, tile.cache.scale_stride);
+        prefetch_l2(of_block + place.row(tile) + next * tile.block_size);
+    }
+}
+
 }  // namespace

@@ -160,8 +160,8 @@ class AttentionMetadata:
         width: int,
         segment: int,
     ) -> None: ...
-    def set_cold(self, counts: list[int], segments: object) -> None:
-        """Cold segments of each sequence; `segments` is a `NativeSegments`."""
+    def set_cold(self, runs: list[tuple[int, int]], segments: object) -> None:
+        """Sequence and number of cold segments that are read together; `segments` is a `NativeSegments`."""
 
     @property
     def num_tokens(self) -> int: ...

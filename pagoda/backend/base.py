@@ -109,7 +109,7 @@ class StagedSegment(NamedTuple):
     cache: KVCache | LatentCache
     """Blocks of the layer in other memory of the host, in a backend's own layout; they may lie apart."""
     block_ids: Sequence[int]
-    """Numbers of the segment's blocks, in order."""
+    """Numbers of the segment's blocks, or of those of several, in order."""
 
 
 class SegmentSource(Protocol):
@@ -119,10 +119,11 @@ class SegmentSource(Protocol):
     numbers: the source remembers whose it was.
     """
 
-    def take(self, values: int, index: int) -> StagedSegment:
+    def take(self, values: int, index: int, count: int = 1) -> StagedSegment:
         """Segment number `index` of the layer whose cache has its values, or its latents, at this address.
 
-        It stays until the layer takes another one or releases it.
+        It stays until the layer takes another one or releases it. Of those that are in place, it may be taken
+        together with those behind it, `count` in all.
         """
 
     def release(self, values: int) -> None:
@@ -136,6 +137,8 @@ class ColdContexts:
     counts: list[int]
     """Cold segments of each of the `s` sequences."""
     source: SegmentSource
+    in_place: Sequence[bool]
+    """True of each segment that stays until the layer releases it; neighbours that do may be taken together."""
 
 
 class UnsupportedError(ConfigError):

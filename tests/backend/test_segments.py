@@ -140,10 +140,11 @@ class Elsewhere:
         ).data_ptr()
         self.calls: list[int] = []
 
-    def take(self, values: int, index: int) -> StagedSegment:
+    def take(self, values: int, index: int, count: int = 1) -> StagedSegment:
         assert values == self.values
-        self.calls.append(index)
-        return StagedSegment(self.cache, [self._place_of[block] for block in self._segments[index]])
+        self.calls += range(index, index + count)
+        blocks = [block for own in self._segments[index : index + count] for block in own]
+        return StagedSegment(self.cache, [self._place_of[block] for block in blocks])
 
     def release(self, values: int) -> None:
         assert values == self.values
@@ -164,7 +165,8 @@ def test_where_segments_lie_changes_no_bit(
     assert whole.isfinite().all()
     torch.set_num_threads(3)
     source = Elsewhere(layer, segment, block_size, counts)
-    found = layer.attend(segment, ColdContexts(counts, source))
+    in_place = [number % 5 != 2 for number in range(sum(counts))]
+    found = layer.attend(segment, ColdContexts(counts, source, in_place))
     assert torch.equal(found, whole)
     assert source.calls == [*range(sum(counts)), -1]
 
@@ -183,7 +185,7 @@ def test_segments_only_change_the_order_of_sums(name: str, latent: bool) -> None
 
 
 class Broken:
-    def take(self, values: int, index: int) -> StagedSegment:  # noqa: ARG002
+    def take(self, values: int, index: int, count: int = 1) -> StagedSegment:  # noqa: ARG002
         raise LookupError(f"segment {index}")
 
     def release(self, values: int) -> None:
@@ -194,7 +196,7 @@ class Broken:
 def test_what_a_source_raises_ends_the_step(name: str) -> None:
     layer = Layer.random(name, False, FORMATS[1], 16, seed=4)
     with pytest.raises(LookupError, match="segment 0"):
-        layer.attend(128, ColdContexts([2, 0, 0, 0], Broken()))
+        layer.attend(128, ColdContexts([2, 0, 0, 0], Broken(), [True, True]))
     assert layer.attend(128).isfinite().all()
 
 
@@ -202,4 +204,4 @@ def test_what_a_source_raises_ends_the_step(name: str) -> None:
 def test_cold_segments_lie_before_all_queries(name: str) -> None:
     layer = Layer.random(name, False, FORMATS[1], 16, seed=4)
     with pytest.raises(ValueError, match="3 cold segments of 128"):
-        layer.attend(128, ColdContexts([0, 0, 3, 0], Broken()))
+        layer.attend(128, ColdContexts([0, 0, 3, 0], Broken(), [True, False, True]))

@@ -430,7 +430,8 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         )
         cold = batch.cold.get(group)
         if cold is not None:
-            native.set_cold(cold.counts, NativeSegments(cold.source, self._native_memory))
+            segments = NativeSegments(cold, self._native_memory)
+            native.set_cold(segments.runs, segments)
         return NativeAttentionMetadata(native, num_heads, head_dim)
 
     def _native_memory(self, cache: KVCache | LatentCache) -> _native.Cache:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING
 
-from pagoda.backend.base import KVCache, LatentCache, SegmentSource
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import ColdContexts, KVCache, LatentCache
 from pagoda.backend.cpu.weights import address
 
 if TYPE_CHECKING:
@@ -17,19 +21,29 @@ class NativeSegments:
     """A source of segments as a native program calls it."""
 
     def __init__(
-        self, source: SegmentSource, native_cache: Callable[[KVCache | LatentCache], _native.Cache]
+        self, cold: ColdContexts, native_cache: Callable[[KVCache | LatentCache], _native.Cache]
     ) -> None:
-        self._source = source
+        self._source = cold.source
         self._native_cache = native_cache
+        self.runs = list(_runs(cold))
+        """Sequence and number of segments that are read together."""
+        self._firsts = list(accumulate((count for _, count in self.runs), initial=0))
         self._known: dict[int, tuple[KVCache | LatentCache, _native.Cache]] = {}
         """Caches by their ids, which stay theirs as long as they are here."""
+        self._blocks: dict[int, tuple[Sequence[int], Tensor]] = {}
+        """Block numbers of runs as the source gave them last, and as a program reads them."""
 
-    def take(self, values: int, index: int) -> tuple[_native.Cache, Sequence[int]]:
-        cache, block_ids = self._source.take(values, index)
+    def take(self, values: int, run: int) -> tuple[_native.Cache, int, int]:
+        """Cache of a run, address of its block numbers (int32), and how many they are."""
+        cache, block_ids = self._source.take(values, self._firsts[run], self.runs[run][1])
         found = self._known.get(id(cache))
         if found is None:
             found = self._known[id(cache)] = cache, self._elsewhere(cache)
-        return found[1], block_ids
+        blocks = self._blocks.get(run)
+        if blocks is None or blocks[0] is not block_ids:
+            # Most runs have the same blocks in all layers.
+            blocks = self._blocks[run] = block_ids, torch.tensor(block_ids, dtype=torch.int32)
+        return found[1], blocks[1].data_ptr(), len(block_ids)
 
     def release(self, values: int) -> None:
         self._source.release(values)
@@ -52,3 +66,11 @@ class NativeSegments:
             )
         num_blocks = len(next(iter(tensors.values())))
         return self._native_cache(cache).elsewhere(*places, num_blocks, strides.pop())
+
+
+def _runs(cold: ColdContexts) -> Iterator[tuple[int, int]]:
+    in_place = iter(cold.in_place)
+    for sequence, count in enumerate(cold.counts):
+        for is_in_place, alike in groupby(islice(in_place, count)):
+            length = len(list(alike))
+            yield from [(sequence, length)] if is_in_place else [(sequence, 1)] * length

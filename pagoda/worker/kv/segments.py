@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -164,9 +164,9 @@ class SegmentStreams:
     def in_host(self, place: int) -> AnyCache:
         return self._host[place]
 
-    def lost(self, place: int, group: int) -> StagedSegment:
-        """Zeros in place of a segment that cannot be read."""
-        return StagedSegment(self._zeros[place], [0] * self.num_blocks[group])
+    def lost(self, place: int, group: int, count: int) -> StagedSegment:
+        """Zeros in place of segments that cannot be read."""
+        return StagedSegment(self._zeros[place], [0] * count * self.num_blocks[group])
 
     def segment_bytes(self, place: int, group: int) -> int:
         return self.num_blocks[group] * self._parts[place].num_bytes
@@ -224,7 +224,9 @@ class StepSegments:
         self._cold = cold
         self.contexts = {
             group: ColdContexts(
-                list(map(len, places)), _GroupSegments(self, group, _in_order(places))
+                list(map(len, places)),
+                _GroupSegments(self, group, _in_order(places)),
+                [isinstance(found, HostSlots) for *_, found in _in_order(places)],
             )
             for group, places in cold.items()
         }
@@ -248,25 +250,32 @@ class StepSegments:
             self._filling = None
 
     def take(
-        self, group: int, values: int, number: int, segment: tuple[int, int, HostSlots | TierBlocks]
+        self,
+        group: int,
+        values: int,
+        number: int,
+        count: int,
+        segment: tuple[int, int, Sequence[int] | TierBlocks],
     ) -> StagedSegment:
+        """Segments from `number` on, in the order of layers: the sequence and the number there of the first one,
+        and slots of the arena or blocks of a tier, which has one segment at a time."""
         streams, place = self._streams, self._streams.place_of[values]
         sequence, index, found = segment
         if self._began is None:
             self._began = time.perf_counter()
         if sequence in self.streamed.lost:
-            return streams.lost(place, group)
-        if isinstance(found, HostSlots):
-            staged = StagedSegment(streams.in_host(place), found.slots)
+            return streams.lost(place, group, count)
+        if not isinstance(found, TierBlocks):
+            staged = StagedSegment(streams.in_host(place), found)
         else:
             if self._filling is None:
                 raise RuntimeError("Segments are taken of a step that has not begun.")
             half, lost = self._filling.take((group, place, number), index)
             if lost is not None:
                 self.streamed.lost[sequence] = lost
-                return streams.lost(place, group)
+                return streams.lost(place, group, count)
             staged = streams.staged(place, found.tier, half, group)
-        self.streamed.num_bytes += streams.segment_bytes(place, group)
+        self.streamed.num_bytes += count * streams.segment_bytes(place, group)
         return staged
 
     def release(self) -> None:
@@ -300,9 +309,19 @@ class _GroupSegments:
         segments: Sequence[tuple[int, int, HostSlots | TierBlocks]],
     ) -> None:
         self._step, self._group, self._segments = step, group, segments
+        self._slots: dict[tuple[int, int], Sequence[int]] = {}
+        """Slots of segments in the arena, by the number of the first and how many they are."""
 
-    def take(self, values: int, index: int) -> StagedSegment:
-        return self._step.take(self._group, values, index, self._segments[index])
+    def take(self, values: int, index: int, count: int = 1) -> StagedSegment:
+        sequence, number, found = self._segments[index]
+        if isinstance(found, TierBlocks):
+            return self._step.take(self._group, values, index, count, (sequence, number, found))
+        slots = self._slots.get((index, count))
+        if slots is None:
+            places = [place for *_, place in self._segments[index : index + count]]
+            of_each = (place.slots for place in places if isinstance(place, HostSlots))
+            slots = self._slots[index, count] = list(chain.from_iterable(of_each))
+        return self._step.take(self._group, values, index, count, (sequence, number, slots))
 
     def release(self, values: int) -> None:  # noqa: ARG002
         self._step.release()
