@@ -67,10 +67,11 @@ class Dispatcher:
         tracer: Tracer | None = None,
         clock: Clock | None = None,
         no_replica_timeout_s: float = math.inf,
+        max_requests: int | None = None,
     ) -> None:
         """`keeps_half` is as in `OutlierDetector`. `tracer` is that of this process. A request that finds no
         replica that takes requests for `no_replica_timeout_s` on `clock` (by default the event loop's) is
-        refused."""
+        refused, and so is one beyond `max_requests`, running and waiting; None takes as many as replicas do."""
         self._tracer = tracer or Tracer("frontend")
         self._clock = clock or LoopClock()
         self._offload = offload
@@ -83,7 +84,7 @@ class Dispatcher:
         self.quarantine = self._placer.quarantine
         self.requests = self._placer.requests
         """The requests that have not ended, by id."""
-        self._admission = Admission(self.slots.sums, self._clock)
+        self._admission = Admission(self.slots.sums, self._clock, max_requests)
         self._judge_timer: asyncio.TimerHandle | None = None
         for replica in replicas:
             self.slots.add(replica)

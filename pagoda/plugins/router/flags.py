@@ -25,6 +25,9 @@ class JoinFlags:
         None
     )
     """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
+    pool: Annotated[str, Parameter(show_default=False)] = ""
+    """The pool of these routers to work in, where several have this model; by default the one of the model's name
+    here, or else the first of them."""
     etcd_cacert: Path | None = None
     """A PEM file of the authorities by which an etcd at etcds://... is known, instead of those of this machine."""
     etcd_cert: Path | None = None
@@ -47,4 +50,4 @@ class JoinFlags:
             entrance,  # sockets, which other servers need not have
         )
 
-        return entrance(server, self.join, self.etcd_files)
+        return entrance(server, self.join, self.etcd_files, self.pool)

@@ -15,7 +15,7 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
-from pagoda.messages.frontend import EngineFailed, Hello
+from pagoda.messages.frontend import EngineFailed, Hello, HostPool, PoolModel
 from pagoda.messages.tracing import ClockPing, ClockPong, FragmentPart, HostTraceStopped, StartTrace
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
@@ -35,6 +35,21 @@ class Identity:
     model: str
     model_digest: str
     is_router: bool
+    pool: str = ""
+    """The pool of routers that a host belongs to; empty leaves the choice to its model."""
+    pools: tuple[PoolModel, ...] = ()
+    """The pools of a router; empty if it has one, of its `model`."""
+    number: int = 0
+    """Number of a router's pool, as which it is one of the hosts of a router above."""
+
+    @property
+    def host_id(self) -> str:
+        """The id by which routers know a host, or one pool of a router below."""
+        return f"{self.id}-{self.number}" if self.number else self.id
+
+    @property
+    def offered(self) -> tuple[PoolModel, ...]:
+        return self.pools or (PoolModel("", self.model, self.model_digest),)
 
 
 class HostClient:
@@ -60,6 +75,8 @@ class HostClient:
         self._hello_timeout_s = hello_timeout_s
         self._trace: FetchedTrace | None = None
         self._has_spoken = False
+        self.pool = ""
+        """The router's pool that the host has named."""
         self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         self._socket = sockets.client(self._receive, lambda: self._lose("hung up"))
@@ -84,7 +101,7 @@ class HostClient:
             raise ConfigError(
                 f"{self._address!r} is not an address like tcp://HOST:PORT."
             ) from None
-        self.send(Hello(model=self._router.model, model_digest=self._router.model_digest))
+        self.send(Hello(pools=self._router.offered))
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 await self.replica.wait_open()
@@ -134,6 +151,8 @@ class HostClient:
             case HostTraceStopped() | FragmentPart():
                 if self._trace is not None:
                     self._trace.receive(message)
+            case HostPool(pool):
+                self.pool = pool
             case EngineFailed(reason):
                 self.replica.fail(ConfigError(reason))
             case _:

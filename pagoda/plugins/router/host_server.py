@@ -29,7 +29,6 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
-    PROTOCOL_VERSION,
     AbortRequests,
     EngineFailed,
     EngineReady,
@@ -37,6 +36,7 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     HostLeave,
+    HostPool,
     LoadQuery,
     RequestRefused,
     SubscribeCache,
@@ -50,6 +50,7 @@ from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import HostTrace
 from pagoda.plugins.router.messages import HostMessage, RouterMessage
+from pagoda.plugins.router.pools import pool_for
 from pagoda.plugins.router.request_checks import check_request
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.request_tracker import REFUSED, TIMED_OUT, RequestTracker
@@ -160,7 +161,7 @@ class HostServer:
     def _limits(self) -> EngineReady:
         limits, identity = self._endpoint.limits, self._identity
         routers = (identity.id, *limits.routers) if identity.is_router else limits.routers
-        return msgspec.structs.replace(limits, host_id=identity.id, routers=routers)
+        return msgspec.structs.replace(limits, host_id=identity.host_id, routers=routers)
 
     @property
     def _is_ready(self) -> bool:
@@ -254,12 +255,14 @@ class HostServer:
             router.unsubscribe = None
 
     def _welcome(self, router: _Router, hello: Hello) -> None:
-        problem = self._refusal_of(hello)
-        if problem:
-            _log.warning("a router is refused: %s", problem)
-            self._send(router, EngineFailed(problem, is_user_error=True))
+        try:
+            pool = pool_for(self._identity, hello)
+        except ConfigError as error:
+            _log.warning("a router is refused: %s", error)
+            self._send(router, EngineFailed(str(error), is_user_error=True))
             return
         router.is_welcome = True
+        self._send(router, HostPool(pool.pool))
         self._send(router, self._limits)
         if self._tracer.session is not None:
             self._compare_clock(router)
@@ -267,20 +270,6 @@ class HostServer:
             self._report(router, None)
         if self._leaves:
             self._send(router, HostLeave())
-
-    def _refusal_of(self, hello: Hello) -> str:
-        own = self._identity
-        if hello.protocol_version != PROTOCOL_VERSION:
-            return (
-                f"The router speaks protocol {hello.protocol_version}, the host {PROTOCOL_VERSION}; "
-                "install the same version of Pagoda on both."
-            )
-        if hello.model_digest != own.model_digest:
-            return (
-                f"The router serves {hello.model}, and {own.model} at the host is another model or another "
-                "version of it; serve the same files."
-            )
-        return ""
 
     async def _trace(
         self, router: _Router, trace: HostTrace, message: StartTrace | StopTrace | FetchFragment

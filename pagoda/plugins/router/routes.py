@@ -48,7 +48,7 @@ def _host(context: RequestContext, report: HostReport) -> dict[str, Any]:
         "id": report.id or None,
         "object": "host",
         "address": report.address.removeprefix("tcp://"),
-        "model": context.service.config.served_model_name,
+        "model": report.pool or context.service.config.served_model_name,
         "role": report.role,
         "state": report.state,
         "reason": report.reason or None,

@@ -62,7 +62,7 @@ class Router(Closing):
         self.dispatcher = self.hosts.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.hosts, self.discovery, sockets, self.identity)
+        self.registry = Registry({"": self.hosts}, self.discovery, sockets, self.identity)
 
     @property
     def address(self) -> str:

@@ -86,7 +86,7 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
 async def test_another_version_is_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.plugins.router.host_server.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("pagoda.plugins.router.pools.PROTOCOL_VERSION", 1)
     async with Router() as router, ScriptedHost(router):
         await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
         assert "install the same version of Pagoda on both" in caplog.text
