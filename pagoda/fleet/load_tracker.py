@@ -2,7 +2,7 @@
 """The work of each replica: every request counts at one replica, from its placement until it leaves there.
 
 Work is counted in tokens: those of the prompt that are not computed yet, as far as the engine says, and those of
-the answer that are still to come, which counts as one of the usual length until it ends.
+the answer that are still to come, as far as its length is known or can be expected (`AnswerLeft`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Container
 from itertools import count
+
+from pagoda.fleet.answer_lengths import AnswerLeft
 
 _STALE_TOKENS = 32
 _STALE_SHIFT = 3
@@ -35,17 +37,23 @@ class ReplicaWork:
 class RequestWork:
     """The work of one request at one replica."""
 
-    __slots__ = ("num_tokens", "output_tokens", "prompt_tokens", "replica")
+    __slots__ = ("answer", "num_tokens", "output_tokens", "prompt_tokens", "replica")
 
     def __init__(
-        self, replica: ReplicaWork, num_tokens: int, *, num_cached_tokens: int, output_tokens: float
+        self,
+        replica: ReplicaWork,
+        num_tokens: int,
+        *,
+        num_cached_tokens: int,
+        answer: AnswerLeft | None = None,
     ) -> None:
-        """The first tokens of the request are believed to be cached; `output_tokens` are expected to come."""
+        """The first tokens of the request are believed to be cached; without `answer`, one token comes."""
         self.replica = replica
+        self.answer = answer
         self.num_tokens = num_tokens
         """Tokens that the replica was given, cached or not."""
         self.prompt_tokens = max(0, num_tokens - num_cached_tokens)
-        self.output_tokens = max(1, round(output_tokens))
+        self.output_tokens = 1 if answer is None else answer.look()
         replica.pending_tokens += self.pending_tokens
 
     @property
@@ -57,11 +65,11 @@ class RequestWork:
 
         Returns the number of tokens that have been computed for them.
         """
-        num_prompt_tokens = self.prompt_tokens
-        done = min(num_tokens, self.output_tokens - 1)
-        self.output_tokens -= done
+        num_prompt_tokens, before = self.prompt_tokens, self.output_tokens
+        if self.answer is not None:
+            self.output_tokens = self.answer.after(num_tokens, before)
         self.prompt_tokens = 0
-        self._shrink(done + num_prompt_tokens)
+        self._shrink(before - self.output_tokens + num_prompt_tokens)
         return num_tokens + num_prompt_tokens
 
     def prompt_progress(self, num_computed_tokens: int) -> int:
@@ -76,6 +84,7 @@ class RequestWork:
         self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:
+        """Takes so many tokens off the replica's work; a negative number adds some."""
         replica = self.replica
         replica.pending_tokens -= num_tokens
         if replica.pending_tokens < replica.floor:

@@ -147,7 +147,7 @@ async def _compute_at(
 ) -> AsyncIterator[TokenChunk]:
     """Lets a replica that answers requests compute a prompt for another one; some of it may be cached there."""
     num_tokens = len(copy.prompt_token_ids) + len(copy.output_token_ids)
-    work = RequestWork(slot.work, num_tokens, num_cached_tokens=num_cached, output_tokens=1)
+    work = RequestWork(slot.work, num_tokens, num_cached_tokens=num_cached)
     try:
         chunks = cast(AsyncGenerator[TokenChunk, None], slot.replica.generate(copy))
         async with aclosing(chunks):
