@@ -65,7 +65,8 @@ class ServedModel(NamedTuple):
 
 
 class Catalogue:
-    """The models of one server by all names; the first is meant by requests that name none."""
+    """The models of one server by all names; the first is meant by requests that name none. Their adapters stay
+    the same. A request costs the same with any number of models."""
 
     def __init__(
         self, models: Sequence[ServedModel], splits: Mapping[str, Mapping[str, float]]
@@ -74,6 +75,7 @@ class Catalogue:
         above 0. Names differ."""
         self.models = {served.model.name: served for served in models}
         self._aliases = {alias: one for one in models for alias in one.model.aliases}
+        self._adapters = {a.name: (one, a) for one in models for a in one.generator.adapters}
         self._splits = splits
         self.default = models[0]
 
@@ -92,8 +94,8 @@ class Catalogue:
             one = self.models[next(iter(shares))]
             if one in seen:
                 yield name, one, None
-        for one in seen:
-            for adapter in one.generator.adapters:
+        for one, adapter in self._adapters.values():
+            if one in seen:
                 yield adapter.name, one, adapter
 
     def find(
@@ -107,11 +109,8 @@ class Catalogue:
             served = self.models[share_of(self._splits[name], client.id)]
         else:
             served = self.models.get(name) or self._aliases.get(name)
-            for one in self.models.values() if served is None else ():
-                adapter = one.generator.adapters.find(name)
-                if adapter is not None:
-                    served = one
-                    break
+            if served is None:
+                served, adapter = self._adapters.get(name, (None, None))
         if served is None or not served.model.serves(client):
             return None
         return served, adapter
