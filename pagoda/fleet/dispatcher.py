@@ -160,6 +160,12 @@ class Dispatcher:
         num_unplaced = sum(tracked.placement is None for tracked in self.requests.values())
         return sum_of_loads(loads, num_unplaced=num_unplaced, counted=counted)
 
+    def work_besides(self, via: str) -> int:
+        """The pending tokens of all requests but those of one router (`GenerateRequest.via`). As many senders are
+        looked at as there are."""
+        works = self._placer.senders.items()
+        return sum(work.pending_tokens for sender, work in works if sender != via)
+
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""
         if self.slots.failure is not None:

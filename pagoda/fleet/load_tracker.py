@@ -21,12 +21,14 @@ _STALE_SHIFT = 3
 class ReplicaWork:
     """The summed work of the requests at one replica."""
 
-    __slots__ = ("floor", "number", "on_floor", "pending_tokens", "ticket")
+    __slots__ = ("floor", "number", "on_floor", "others", "pending_tokens", "ticket")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pending_tokens = 0
-        """Zero exactly when the replica has no request."""
+        """Work of all requests at the replica, those of others included; zero exactly when it has none."""
+        self.others = 0
+        """Pending tokens of requests that others have sent there, as far as it has told."""
         self.floor = -1
         """Pending tokens below which `on_floor` is called."""
         self.on_floor: Callable[[ReplicaWork], None] = lambda _: None
@@ -34,10 +36,32 @@ class ReplicaWork:
         """Number of the valid entry in a `LeastLoaded`; -1 without one."""
 
 
+    def set_others(self, pending_tokens: int) -> None:
+        """Takes note of the work that the replica has from others."""
+        self.shrink(self.others - pending_tokens)
+        self.others = pending_tokens
+
+    def shrink(self, num_tokens: int) -> None:
+        """Takes so many tokens off the work; a negative number adds some."""
+        self.pending_tokens -= num_tokens
+        if self.pending_tokens < self.floor:
+            self.on_floor(self)
+
+
+class SenderWork:
+    """The work of the requests that one sender has given to any replicas."""
+
+    __slots__ = ("num_requests", "pending_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.pending_tokens = 0
+
+
 class RequestWork:
     """The work of one request at one replica."""
 
-    __slots__ = ("answer", "num_tokens", "output_tokens", "prompt_tokens", "replica")
+    __slots__ = ("answer", "sender", "num_tokens", "output_tokens", "prompt_tokens", "replica")
 
     def __init__(
         self,
@@ -46,15 +70,18 @@ class RequestWork:
         *,
         num_cached_tokens: int,
         answer: AnswerLeft | None = None,
+        sender: SenderWork | None = None,
     ) -> None:
-        """The first tokens of the request are believed to be cached; without `answer`, one token comes."""
+        """The first tokens of the request are believed to be cached; without `answer`, one token comes. The work
+        counts for `sender`, too."""
         self.replica = replica
+        self.sender = sender or SenderWork()
         self.answer = answer
         self.num_tokens = num_tokens
         """Tokens that the replica was given, cached or not."""
         self.prompt_tokens = max(0, num_tokens - num_cached_tokens)
         self.output_tokens = 1 if answer is None else answer.look()
-        replica.pending_tokens += self.pending_tokens
+        self._shrink(-self.pending_tokens)
 
     @property
     def pending_tokens(self) -> int:
@@ -84,11 +111,8 @@ class RequestWork:
         self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:
-        """Takes so many tokens off the replica's work; a negative number adds some."""
-        replica = self.replica
-        replica.pending_tokens -= num_tokens
-        if replica.pending_tokens < replica.floor:
-            replica.on_floor(replica)
+        self.sender.pending_tokens -= num_tokens
+        self.replica.shrink(num_tokens)
 
 
 class LeastLoaded:

@@ -14,7 +14,7 @@ from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import EngineDeadError, NoReplicaError, OverloadedError
 from pagoda.fleet.answer_lengths import AnswerLeft, AnswerLengths
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.load_tracker import RequestWork
+from pagoda.fleet.load_tracker import RequestWork, SenderWork
 from pagoda.fleet.placement import (
     LONE_CRASHES,
     MAX_CRASHES,
@@ -46,6 +46,8 @@ class Placer:
         self._clock = clock
         self._no_replica_timeout_s = no_replica_timeout_s
         self._lengths = AnswerLengths()
+        self.senders: dict[str, SenderWork] = {}
+        """The work of requests at replicas by `GenerateRequest.via`, as long as there is some."""
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
         self.quarantine = SuspectQuarantine(slots.takers)
@@ -156,6 +158,8 @@ class Placer:
         longest = sampling.max_tokens or 1
         ends_early = sampling.stop_token_ids or not sampling.ignore_eos
         least = sampling.min_tokens if ends_early else longest
+        sender = self.senders.setdefault(request.via, SenderWork())
+        sender.num_requests += 1
         tracked.state = TrackedState.QUEUED
         placement = tracked.placement = slot.requests[tracked] = Placement(
             slot,
@@ -164,6 +168,7 @@ class Placer:
                 tracked.num_tokens,
                 num_cached_tokens=num_cached_tokens,
                 answer=AnswerLeft(self._lengths, num_tokens, longest, least),
+                sender=sender,
             ),
             began_at=self._clock.now(),
             keys=keys,
@@ -212,6 +217,10 @@ class Placer:
         slot.left.set()
         self._takers.on_leave(slot)
         placement.work.close()
+        sender = placement.work.sender
+        sender.num_requests -= 1
+        if not sender.num_requests:
+            del self.senders[tracked.request.via]
 
 
 class SuspectQuarantine:

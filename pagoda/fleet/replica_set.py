@@ -124,7 +124,10 @@ class ReplicaSet:
         slot = ReplicaSlot(number, name, replica, PrefixIndex(0, replica=number, union=self._cache))
         self._slots[number] = self._by_replica[replica] = slot
         self._names.add(name)
-        slot.unwatch = replica.watch(partial(self._on_change, slot))
+        ends = ExitStack()
+        ends.callback(replica.watch(partial(self._on_change, slot)))
+        ends.callback(replica.watch_work_of_others(slot.work.set_others))
+        slot.unwatch = ends.close
         return slot
 
     async def start(self) -> None:

@@ -152,6 +152,8 @@ class GenerateRequest(
     """Id that all requests of one body of a client share, and no other; empty for a request of its own."""
     speculates: bool = True
     """False if no drafts are wanted. Has no effect on the answer."""
+    via: str = ""
+    """The router that has sent the request, as the host that it came to numbers routers; empty for a host's own."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -181,6 +183,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     protocol_version: int = PROTOCOL_VERSION
     pools: Annotated[tuple[PoolModel, ...], Meta(max_length=MAX_POOLS)] = ()
+
+
+class HostWork(msgspec.Struct, frozen=True, tag="work"):
+    """The work of a host for others than the router that is told, whenever that has changed by much."""
+
+    pending_tokens: Count
 
 
 class HostPool(msgspec.Struct, frozen=True, tag="pool"):

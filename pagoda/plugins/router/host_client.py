@@ -15,7 +15,7 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
-from pagoda.messages.frontend import EngineFailed, Hello, HostPool, PoolModel
+from pagoda.messages.frontend import EngineFailed, Hello, HostPool, HostWork, PoolModel
 from pagoda.messages.tracing import ClockPing, ClockPong, FragmentPart, HostTraceStopped, StartTrace
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
@@ -153,6 +153,8 @@ class HostClient:
                     self._trace.receive(message)
             case HostPool(pool):
                 self.pool = pool
+            case HostWork(pending_tokens):
+                self.replica.take_work_of_others(pending_tokens)
             case EngineFailed(reason):
                 self.replica.fail(ConfigError(reason))
             case _:

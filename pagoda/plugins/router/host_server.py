@@ -23,7 +23,7 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.fleet.endpoint import Endpoint, ReplicaState, Unsubscribe
+from pagoda.fleet.endpoint import ReplicaState, SharedEndpoint, Unsubscribe
 from pagoda.fleet.fleet import TraceOwner
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
@@ -37,6 +37,7 @@ from pagoda.messages.frontend import (
     Hello,
     HostLeave,
     HostPool,
+    HostWork,
     LoadQuery,
     RequestRefused,
     SubscribeCache,
@@ -44,7 +45,7 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeCache,
 )
-from pagoda.messages.ranges import MAX_ITEMS
+from pagoda.messages.ranges import MAX_ITEMS, capped
 from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTrace, StopTrace
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import HostSockets
@@ -59,12 +60,21 @@ from pagoda.telemetry.tracer import Tracer
 _PARTING_S = 0.1
 """Seconds from when a router has hung up until the socket refuses messages to it; with a wide margin."""
 
+_TELL_S = 0.02
+"""Seconds between two looks at the work that routers have here."""
+_TOLD_SHARE = 8
+"""Routers are told of one another's work when it has changed by an eighth."""
+
 _log = logging.getLogger(__name__)
 
 
 class _Router:
-    def __init__(self, identity: bytes) -> None:
+    def __init__(self, identity: bytes, number: int) -> None:
         self.identity = identity
+        self.via = str(number)
+        """The router's name in requests here."""
+        self.told_tokens = 0
+        """The work of others that the router was last told of."""
         self.is_welcome = False
         """The router has said hello and fits this host."""
         self.requests: dict[str, asyncio.Task[None]] = {}
@@ -85,7 +95,7 @@ class HostServer:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: SharedEndpoint,
         sockets: HostSockets,
         address: str,
         identity: Identity,
@@ -108,6 +118,10 @@ class HostServer:
         self._routers: dict[bytes, _Router] = {}
         self._request_ids: set[str] = set()
         """Ids of requests that run."""
+        self._num_routers = 0
+        """Routers so far."""
+        self._telling: asyncio.TimerHandle | None = None
+        """The next time that routers are told of one another's work; None while there is none."""
         self._num_renamed = 0
         self._leaves = False
         self._flushing: list[_Router] = []
@@ -147,8 +161,9 @@ class HostServer:
 
     async def close(self) -> None:
         self._unwatch()
-        if self._parting is not None:
-            self._parting.cancel()
+        for timer in (self._parting, self._telling):
+            if timer is not None:
+                timer.cancel()
         tasks = [task for router in self._routers.values() for task in router.requests.values()]
         for router in list(self._routers.values()):
             self._drop(router)
@@ -216,7 +231,8 @@ class HostServer:
             return
         router = self._routers.get(identity)
         if router is None:
-            router = self._routers[identity] = _Router(identity)
+            self._num_routers += 1
+            router = self._routers[identity] = _Router(identity, self._num_routers)
         try:
             self._handle(router, message)
         except Exception:  # one router must not end the service of all
@@ -298,6 +314,22 @@ class HostServer:
             )
             self._send(router, report)
 
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(_TELL_S, self._tell_work)
+
+    def _tell_work(self) -> None:
+        """Tells each router of the work of others, where that is another than it was told. Goes on until there is
+        none."""
+        self._telling = None
+        for router in self._welcome_routers():
+            tokens = self._endpoint.work_besides(router.via)
+            if abs(tokens - router.told_tokens) > router.told_tokens // _TOLD_SHARE:
+                router.told_tokens = tokens
+                self._send(router, HostWork(capped(tokens)))
+        if self._request_ids or any(router.told_tokens for router in self._routers.values()):
+            self._tell_soon()
+
     def _begin(self, router: _Router, request: GenerateRequest) -> None:
         wire_id = request.wire_id or request.request_id
         if wire_id in router.requests:
@@ -309,7 +341,9 @@ class HostServer:
             self._num_renamed += 1
             request_id = f"{request.request_id}#{self._num_renamed}"
             request = msgspec.structs.replace(request, request_id=request_id)
+        request = msgspec.structs.replace(request, via=router.via)
         self._request_ids.add(request.request_id)
+        self._tell_soon()
         task = asyncio.create_task(self._generate(router, wire_id, request))
         router.requests[wire_id] = task
         task.add_done_callback(partial(self._end, router, wire_id, request.request_id))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from pagoda.messages.frontend import EngineMessage, FrontendMessage, HostLeave, HostPool
+from pagoda.messages.frontend import EngineMessage, FrontendMessage, HostLeave, HostPool, HostWork
 from pagoda.messages.ranges import Name, Sentence
 from pagoda.messages.tracing import (
     ClockPing,
@@ -44,6 +44,6 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """True if the host need not announce itself again: the router will never use it."""
 
 
-HostMessage = EngineMessage | HostLeave | HostPool | ClockPing | HostTraceStopped | FragmentPart
+HostMessage = EngineMessage | HostLeave | HostPool | HostWork | ClockPing | HostTraceStopped | FragmentPart
 """Messages from a host to a router."""
 RouterMessage = FrontendMessage | ClockPong | FetchFragment
