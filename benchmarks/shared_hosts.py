@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several routers that share hosts against one router, in virtual time: `python -m benchmarks.shared_hosts`.
 
-Routers, hosts and the messages between them are the real ones; the network takes half a millisecond, and steps take
-the time of a cost model. Each request comes to a router drawn at random. Hosts tell routers of one another's work;
-the last row leaves that out.
+Routers, hosts and the messages between them are the real ones; the network takes half a millisecond, and steps
+take the time of a cost model. Each request comes to a router drawn at random. Hosts tell routers of one another's
+work; the last row leaves that out.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ async def _serve(
         await dispatcher.start()
         identity = Identity(f"host{number}", "sim", "digest", is_router=False)
         address = f"tcp://host{number}:1"
-        hosts.append(
-            (dispatcher, HostServer(dispatcher, sockets(identity.id), address, identity))
-        )
+        hosts.append((dispatcher, HostServer(dispatcher, sockets(identity.id), address, identity)))
     routers: list[Dispatcher] = []
     clients: list[HostClient] = []
     for number in range(setting.num_routers):

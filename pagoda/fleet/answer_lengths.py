@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens of an answer are still to come: the conditional expectation, from the lengths of answers seen.
 
-Lengths are counted in buckets, four to each doubling. An answer of n tokens that has not ended is one of those that
-are longer, and so its rest grows with n where some answers are very long; it never is next to nothing because the
-usual answer would have ended. Beyond all that was seen, lengths count as scale-free (density 1/length²): what has
-lasted long will last long.
+Lengths are counted in buckets, four to each doubling. An answer of n tokens that has not ended is one of those
+that are longer, and so its rest grows with n where some answers are very long; it never is next to nothing because
+the usual answer would have ended. Beyond all that was seen, lengths count as scale-free (density 1/length²): what
+has lasted long will last long.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class AnswerLengths:
         lengths += self._weights_above[last] * longest
         if not weight > 0:
             return most_left
-        return min(most_left, max(1, reached + 1 - num_tokens, round(lengths / weight) - num_tokens))
+        return min(
+            most_left, max(1, reached + 1 - num_tokens, round(lengths / weight) - num_tokens)
+        )
 
     def _accumulate(self) -> None:
         gain = self._gain

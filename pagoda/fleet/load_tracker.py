@@ -21,12 +21,14 @@ _STALE_SHIFT = 3
 class ReplicaWork:
     """The summed work of the requests at one replica."""
 
-    __slots__ = ("floor", "number", "on_floor", "others", "pending_tokens", "ticket")
+    __slots__ = ("floor", "handicap", "number", "on_floor", "others", "pending_tokens", "ticket")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pending_tokens = 0
         """Work of all requests at the replica, those of others included; zero exactly when it has none."""
+        self.handicap = 0
+        """`Replica.handicap`; changes only while the replica is in no `LeastLoaded`."""
         self.others = 0
         """Pending tokens of requests that others have sent there, as far as it has told."""
         self.floor = -1
@@ -35,6 +37,10 @@ class ReplicaWork:
         self.ticket = -1
         """Number of the valid entry in a `LeastLoaded`; -1 without one."""
 
+    @property
+    def cost(self) -> int:
+        """Pending tokens as policies weigh them: with what the replica's place is worth."""
+        return self.pending_tokens + self.handicap
 
     def set_others(self, pending_tokens: int) -> None:
         """Takes note of the work that the replica has from others."""
@@ -61,7 +67,7 @@ class SenderWork:
 class RequestWork:
     """The work of one request at one replica."""
 
-    __slots__ = ("answer", "sender", "num_tokens", "output_tokens", "prompt_tokens", "replica")
+    __slots__ = ("answer", "num_tokens", "output_tokens", "prompt_tokens", "replica", "sender")
 
     def __init__(
         self,
@@ -125,7 +131,7 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, ReplicaWork]] = []
-        """(pending tokens, ticket, replica); valid where the ticket is the replica's."""
+        """(cost, ticket, replica); valid where the ticket is the replica's."""
         self._tickets = count()
         self._size = 0
 
@@ -144,10 +150,10 @@ class LeastLoaded:
         found: list[ReplicaWork] = []
         aside = []
         while heap and len(found) < num_replicas:
-            pending_tokens, ticket, work = heap[0]
+            cost, ticket, work = heap[0]
             if ticket != work.ticket:
                 heapq.heappop(heap)
-            elif work.pending_tokens > pending_tokens:
+            elif work.cost > cost:
                 heapq.heapreplace(heap, self._entry(work))
             else:
                 aside.append(heapq.heappop(heap))
@@ -168,4 +174,4 @@ class LeastLoaded:
         pending_tokens = work.pending_tokens
         stale_tokens = max(_STALE_TOKENS, pending_tokens >> _STALE_SHIFT)
         work.floor = max(1, pending_tokens - stale_tokens) if pending_tokens else 0
-        return pending_tokens, work.ticket, work
+        return work.cost, work.ticket, work

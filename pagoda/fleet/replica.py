@@ -111,6 +111,8 @@ class Replica:
         self.transport = transport
         self.name = name
         """Name for operators, the same in all routers; empty: the dispatcher numbers the replica."""
+        self.handicap = 0
+        """Tokens of waiting elsewhere that count as much as the peer's distance and price."""
         self.is_leaving = False
         """The peer has said that it takes no new requests."""
         self.blames_requests = True
@@ -194,6 +196,11 @@ class Replica:
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
+
+    def set_handicap(self, num_tokens: int) -> None:
+        if num_tokens != self.handicap:
+            self.handicap = num_tokens
+            self._notify()
 
     def watch_work_of_others(self, listener: Callable[[int], None]) -> Unsubscribe:
         """Tells `listener` of the pending tokens that the peer has from others than this process, whenever it says

@@ -206,6 +206,7 @@ class ReplicaSet:
             slot.prefixes.clear()
         if slot.limits is not None:
             self._take_limits(slot)
+        self.takers.set_handicap(slot, slot.replica.handicap)
         self.takers.refit(slot)
         if slot.replica.state is ReplicaState.DEGRADED:
             self.listener.on_worker_lost(slot)

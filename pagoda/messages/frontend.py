@@ -153,7 +153,7 @@ class GenerateRequest(
     speculates: bool = True
     """False if no drafts are wanted. Has no effect on the answer."""
     via: str = ""
-    """The router that has sent the request, as the host that it came to numbers routers; empty for a host's own."""
+    """The router that has sent the request, as the host that it came to numbers routers; empty for its own."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -192,9 +192,13 @@ class HostWork(msgspec.Struct, frozen=True, tag="work"):
 
 
 class HostPool(msgspec.Struct, frozen=True, tag="pool"):
-    """A host's answer to `Hello`, before its limits: the router's pool that it belongs to."""
+    """A host's answer to `Hello`, before its limits: the router's pool that it belongs to, and where it is."""
 
     pool: Name
+    region: Name = ""
+    """The operator's name for the place of the host."""
+    price: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """What the host costs beside others, in the operator's unit."""
 
 
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):

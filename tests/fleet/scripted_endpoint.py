@@ -192,7 +192,7 @@ class ScriptedEndpoint:
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def work_besides(self, via: str) -> int:
+    def work_besides(self, via: str) -> int:  # noqa: ARG002
         return 0
 
     async def load(self) -> LoadReport:

@@ -129,7 +129,8 @@ def route(
         pools = {name: _pool_of(name, spec) for name, spec in file.pools.items()}
         named = [_named(name, spec, pools[name], server) for name, spec in file.pools.items()]
         splits = file.models
-    routed = RouterConfig(discover, keys, {name: pool.config for name, pool in pools.items()})
+    configs = {name: pool.config for name, pool in pools.items()}
+    routed = RouterConfig(discover, keys, configs, flags.region)
     first = next(iter(pools.values()))
     tracer = Tracer("router")
     faults = Faults(plan_of(os.environ))
@@ -188,6 +189,7 @@ def _pool_of(name: str, spec: PoolSpec) -> _ServedPool:
         policy=spec.policy,
         remote_prefill_min_tokens=spec.remote_prefill_min_tokens,
         no_replica_timeout_s=spec.no_replica_timeout,
+        distance=spec.distance,
         max_requests=spec.max_requests,
     )
     try:

@@ -19,11 +19,11 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.fleet import Entrance, Fleet
 from pagoda.ipc.addresses import Advertised
 from pagoda.ipc.curve import start_authenticator
-from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.frontend import PoolModel
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.plugins.router.discovery.base import Context, Register, Registration
 from pagoda.plugins.router.discovery.choice import registering
+from pagoda.plugins.router.flags import JoinFlags
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.host_sockets import CurveSockets
@@ -43,6 +43,8 @@ class JoinConfig:
     models: Sequence[PoolModel]
     """For each pool of the server its model, by the name here, and the pool of routers that it is to belong to;
     empty: that of the model."""
+    region: str = ""
+    price: float = 0.0
     tracker: RequestTracker = field(default_factory=RequestTracker)
 
     @property
@@ -50,24 +52,24 @@ class JoinConfig:
         return Entrance(lambda fleet: HostDoor(fleet, self), self.tracker)
 
 
-def entrance(
-    server: ServerStart, join: str | None, etcd_files: TlsFiles, pool: str = ""
-) -> Entrance:
-    """The entrance of a server for routers, in whose `pool` it is to be; they are told of it where `join` says.
+def entrance(server: ServerStart, flags: JoinFlags) -> Entrance:
+    """The entrance of a server for routers, which are told of it where the flags say.
     Raises ConfigError: a flag lacks another or has an impossible value."""
     tracker = RequestTracker()
     tracker.subscribe(on_finish=log_answer)
     if server.spans is not None:
         server.spans.follow(tracker)
-    keys = server.cluster.keys("--join" if join is not None else "--advertise with a port")
-    if pool and server.models:
+    keys = server.cluster.keys("--join" if flags.join is not None else "--advertise with a port")
+    if flags.pool and server.models:
         raise ConfigError("--pool is for servers of one model; pools of --pools have their names.")
-    own = PoolModel(pool, server.name, model_digest(server.files))
+    own = PoolModel(flags.pool, server.name, model_digest(server.files))
     config = JoinConfig(
-        register=registering(join, keys, etcd_files),
+        register=registering(flags.join, keys, flags.etcd_files),
         keys=keys,
-        advertised=Advertised.parse(server.cluster.advertise, join),
+        advertised=Advertised.parse(server.cluster.advertise, flags.join),
         models=server.models or (own,),
+        region=flags.region,
+        price=flags.price,
         tracker=tracker,
     )
     return config.entrance
@@ -107,7 +109,14 @@ class HostDoor:
         model = self._config.models[number]
         host, port = advertised.host, advertised.port
         identity = Identity(
-            fleet.id, model.model, model.digest, fleet.is_router, pool=model.pool, number=number
+            fleet.id,
+            model.model,
+            model.digest,
+            fleet.is_router,
+            pool=model.pool,
+            region=self._config.region,
+            price=self._config.price,
+            number=number,
         )
         server = self._servers[number] = HostServer(
             dispatcher,

@@ -50,7 +50,7 @@ from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTr
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import HostTrace
-from pagoda.plugins.router.messages import HostMessage, RouterMessage
+from pagoda.plugins.router.messages import HostMessage, HostPing, HostPong, RouterMessage
 from pagoda.plugins.router.pools import pool_for
 from pagoda.plugins.router.request_checks import check_request
 from pagoda.telemetry.clocks import ClockComparison
@@ -254,6 +254,8 @@ class HostServer:
                 router.unsubscribe = self._endpoint.subscribe_cache(partial(self._send, router))
             case UnsubscribeCache():
                 self._unsubscribe(router)
+            case HostPing(number):
+                self._send(router, HostPong(number))
             case LoadQuery():
                 self._report(router, message.query_id)
             case StartTrace() | StopTrace() | FetchFragment() if router.is_welcome:
@@ -278,7 +280,8 @@ class HostServer:
             self._send(router, EngineFailed(str(error), is_user_error=True))
             return
         router.is_welcome = True
-        self._send(router, HostPool(pool.pool))
+        own = self._identity
+        self._send(router, HostPool(pool.pool, own.region, own.price))
         self._send(router, self._limits)
         if self._tracer.session is not None:
             self._compare_clock(router)

@@ -12,6 +12,7 @@ import zmq
 from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.curve import start_authenticator
+from pagoda.messages.frontend import HostPool
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.plugins.router.discovery.base import Context, Discover
@@ -30,6 +31,8 @@ class RouterConfig:
     discover: Discover
     keys: CurveKeys
     pools: Mapping[str, PoolConfig]
+    region: str = ""
+    """The router's own."""
 
 
 class HostMembers:
@@ -62,7 +65,11 @@ class HostMembers:
 
     def identity(self, fleet_id: str) -> Identity:
         """This router as its hosts, and routers above, see it."""
-        return router_identity(fleet_id, self._config.pools)
+        return router_identity(fleet_id, self._config.pools, self._config.region)
+
+    def _weigh(self, place: HostPool, round_trip_s: float) -> int:
+        pool = self._config.pools.get(place.pool)
+        return 0 if pool is None else pool.distance.tokens(place, round_trip_s, self._config.region)
 
     async def start(self, fleet: Fleet) -> None:
         """Returns when a host has been found. Raises ConfigError: hosts cannot be looked for."""
@@ -74,6 +81,7 @@ class HostMembers:
             CurveSockets(self._context, config.keys, fleet.faults),
             self.identity(fleet.id),
             self._tracer,
+            self._weigh,
         )
         if self._order is not None:
             self.registry.start_trace(self._order)

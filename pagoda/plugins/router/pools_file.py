@@ -23,6 +23,7 @@ from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.messages.frontend import MAX_POOLS
+from pagoda.plugins.router.pools import NO_DISTANCE, Distance
 from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS
 
 _FLAG = "--pools"
@@ -48,6 +49,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     no_replica_timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)] = (
         DEFAULT_NO_REPLICA_TIMEOUT_S
     )
+    distance: Distance = NO_DISTANCE
     max_requests: Count | None = None
     request_timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     least_priority: Annotated[int, Meta(ge=-(2**31) + 1, lt=2**31)] | None = None

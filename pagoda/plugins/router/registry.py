@@ -18,11 +18,12 @@ from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
+from pagoda.messages.frontend import HostPool
 from pagoda.messages.load import LoadReport
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.router.discovery.base import Discovery
-from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity
+from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity, Weigh
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
 from pagoda.plugins.router.messages import HostRecord
@@ -33,6 +34,8 @@ _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
 _DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
 _LEFT = "It has finished, and ends."
+
+_NOWHERE = HostPool("")
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +48,8 @@ class HostReport:
     state: str
     """`connecting`, `refused`, `leaving` (it gets nothing new), or the `ReplicaState` of one that is used."""
     reason: str = ""
-    pool: str = ""
-    """The pool that the host is in."""
+    place: HostPool = _NOWHERE
+    round_trip_s: float | None = None
     role: Role = Role.NONE
     since: float | None = None
     """Unix time from which on the host is used."""
@@ -90,9 +93,11 @@ class Registry:
         sockets: HostSockets,
         router: Identity,
         tracer: Tracer | None = None,
+        weigh: Weigh = lambda _place, _round_trip_s: 0,
     ) -> None:
-        """`pools` are those that `router` offers, by name."""
+        """`pools` are those that `router` offers, by name. `weigh` is as in `HostClient`."""
         self._tracer = tracer
+        self._weigh = weigh
         self._pools = pools
         self._discovery = discovery
         self._sockets = sockets
@@ -173,7 +178,8 @@ class Registry:
             host.limits.host_id,
             entry.record.address,
             host.state if self._is_wanted(entry, host) else "leaving",
-            pool=entry.pool,
+            place=_NOWHERE if entry.client is None else entry.client.welcome,
+            round_trip_s=None if entry.client is None else entry.client.round_trip_s,
             role=host.limits.role,
             since=since,
             num_requests=0 if entry.host is None else self._pools[entry.pool].num_requests(host),
@@ -217,6 +223,7 @@ class Registry:
                 self._router,
                 self._tracer,
                 hello_timeout_s=HELLO_TIMEOUT_S,
+                weigh=self._weigh,
             )
         except zmq.ZMQError as error:
             self._set_problem(
@@ -242,7 +249,7 @@ class Registry:
         try:
             if await first_of(host.start(), entry.unnamed.wait()) != 0:
                 return 0  # it may be named again by now
-            entry.pool = "" if entry.client is None else entry.client.pool
+            entry.pool = "" if entry.client is None else entry.client.welcome.pool
             self._check(entry, host)
             self._set_problem(entry, "")
             await self._use(entry, host)
@@ -274,7 +281,7 @@ class Registry:
         for block_size in self._block_sizes[entry.pool]:
             if block_size != limits.block_size:
                 raise ConfigError(
-                    f"The host has KV blocks of {limits.block_size} tokens, and others of its model here "
+                    f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this pool "
                     f"{block_size}; give all the same --block-size."
                 )
 

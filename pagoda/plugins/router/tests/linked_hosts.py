@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
@@ -115,10 +115,10 @@ class Host(Closing):
         self._keys = keys
         self._memberships: list[Membership] = []
 
-    async def dial(self, tracer: Tracer | None = None) -> HostClient:
+    async def dial(self, tracer: Tracer | None = None, **options: Any) -> HostClient:
         """A router's connection to this host."""
         router = Identity("router", "m", "1", is_router=True)
-        client = HostClient(self._sockets, self.record.address, router, tracer)
+        client = HostClient(self._sockets, self.record.address, router, tracer, **options)
         await client.start()
         return client
 

@@ -337,7 +337,7 @@ async def test_a_host_with_other_blocks_than_the_others_is_refused(
         await router.until_hosts(1)
         told.tell([host.record, other.record])
         problem = (
-            "blocks of 32 tokens, and other hosts of this router 16; give all the same --block-size"
+            "blocks of 32 tokens, and other hosts of this pool 16; give all the same --block-size"
         )
         await until(lambda: problem in caplog.text)
         assert len(router.dispatcher.replicas) == 1
