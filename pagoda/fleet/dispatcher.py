@@ -323,6 +323,8 @@ class Dispatcher:
         if chunk.queue_time_s is not None and not tracked.token_ids:
             before_s = placement.began_at - tracked.accepted_at
             chunk = msgspec.structs.replace(chunk, queue_time_s=before_s + chunk.queue_time_s)
+        # The first token may be that of the engine which computes the prompt.
+        is_fetching = placement.fetches_kv and placement.num_tokens <= 1
         if token_ids:
             num_computed = placement.work.output_progress(len(token_ids))
             if not tracked.token_ids:
@@ -339,7 +341,7 @@ class Dispatcher:
             slot.received(chunk.received_ns)
         if chunk.finish_reason is not FinishReason.ERROR and len(self.slots) > 1:
             now, since = self._clock.now(), placement.waits_since
-            waited_s = 0.0 if since is None else now - since
+            waited_s = None if is_fetching else 0.0 if since is None else now - since
             slot.health.progress(tracked.request_id, num_computed, now, waited_s)
         placement.waits_since = None
         if token_ids or chunk.finish_reason is not None:

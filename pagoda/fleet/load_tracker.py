@@ -21,12 +21,23 @@ _STALE_SHIFT = 3
 class ReplicaWork:
     """The summed work of the requests at one replica."""
 
-    __slots__ = ("floor", "handicap", "number", "on_floor", "others", "pending_tokens", "ticket")
+    __slots__ = (
+        "floor",
+        "handicap",
+        "number",
+        "on_floor",
+        "others",
+        "pending_tokens",
+        "prompt_tokens",
+        "ticket",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pending_tokens = 0
         """Work of all requests at the replica, those of others included; zero exactly when it has none."""
+        self.prompt_tokens = 0
+        """The part of it that prompts of this dispatcher's requests are; a further prompt waits for these."""
         self.handicap = 0
         """`Replica.handicap`; changes only while the replica is in no `LeastLoaded`."""
         self.others = 0
@@ -87,6 +98,7 @@ class RequestWork:
         """Tokens that the replica was given, cached or not."""
         self.prompt_tokens = max(0, num_tokens - num_cached_tokens)
         self.output_tokens = 1 if answer is None else answer.look()
+        replica.prompt_tokens += self.prompt_tokens
         self._shrink(-self.pending_tokens)
 
     @property
@@ -102,6 +114,7 @@ class RequestWork:
         if self.answer is not None:
             self.output_tokens = self.answer.after(num_tokens, before)
         self.prompt_tokens = 0
+        self.replica.prompt_tokens -= num_prompt_tokens
         self._shrink(before - self.output_tokens + num_prompt_tokens)
         return num_tokens + num_prompt_tokens
 
@@ -110,10 +123,12 @@ class RequestWork:
         left = max(0, self.num_tokens - num_computed_tokens)
         done = max(0, self.prompt_tokens - left)
         self.prompt_tokens -= done
+        self.replica.prompt_tokens -= done
         self._shrink(done)
         return done
 
     def close(self) -> None:
+        self.replica.prompt_tokens -= self.prompt_tokens
         self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:

@@ -49,6 +49,7 @@ def test_the_work_of_a_replica_is_that_of_its_requests_and_the_least_is_found(
         for replica in replicas:
             mine = [request for request in requests if request.replica is replica]
             assert replica.pending_tokens == sum(request.pending_tokens for request in mine)
+            assert replica.prompt_tokens == sum(request.prompt_tokens for request in mine)
             assert all(a.output_tokens >= 1 and a.prompt_tokens >= 0 for a in mine)
         [found] = least.first(1, ())
         fewest = min(replica.pending_tokens for replica in replicas)
