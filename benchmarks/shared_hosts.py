@@ -35,7 +35,7 @@ _REQUESTS = 1600
 
 @dataclass(frozen=True)
 class Setting:
-    """How many routers there are, and whether they hear of one another's work."""
+    """Number of routers, and whether they hear of one another's work."""
 
     num_routers: int
     are_told: bool = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of an answer are still to come: the conditional expectation, from the lengths of answers seen.
+"""Tokens of an answer that are still to come: the conditional expectation, from the lengths of answers seen.
 
 Lengths are counted in buckets, four to each doubling. An answer of n tokens that has not ended is one of those
 that are longer, and so its rest grows with n where some answers are very long; it never is next to nothing because

@@ -198,7 +198,7 @@ class HostPool(msgspec.Struct, frozen=True, tag="pool"):
     region: Name = ""
     """The operator's name for the place of the host."""
     price: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
-    """What the host costs beside others, in the operator's unit."""
+    """Cost of the host beside others, in the operator's unit."""
 
 
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):

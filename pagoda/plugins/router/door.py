@@ -41,8 +41,8 @@ class JoinConfig:
     keys: CurveKeys
     advertised: Advertised
     models: Sequence[PoolModel]
-    """For each pool of the server its model, by the name here, and the pool of routers that it is to belong to;
-    empty: that of the model."""
+    """Model of each pool of the server, by the name here, and the pool of routers that it is to belong to; empty:
+    that of the model."""
     region: str = ""
     price: float = 0.0
     tracker: RequestTracker = field(default_factory=RequestTracker)

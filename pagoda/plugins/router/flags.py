@@ -32,7 +32,7 @@ class JoinFlags:
     region: Annotated[str, Parameter(show_default=False)] = ""
     """The place of this server, which routers may weigh (--pools) and show."""
     price: Annotated[float, Parameter(validator=Number(gte=0, lte=1e9))] = 0.0
-    """What this server costs beside others, in any unit that is the same for all, for routers that weigh it."""
+    """Cost of this server beside others, in any unit that is the same for all, for routers that weigh it."""
     etcd_cacert: Path | None = None
     """A PEM file of the authorities by which an etcd at etcds://... is known, instead of those of this machine."""
     etcd_cert: Path | None = None

@@ -19,8 +19,8 @@ from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the place of a host is worth, in tokens of work before a request elsewhere. A far host gets a request
-    when nearer ones have so much more to do."""
+    """Worth of the place of a host, in tokens of work before a request elsewhere. A far host gets a request when
+    nearer ones have so much more to do."""
 
     tokens_per_second: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Tokens that a host computes in a second, by which seconds of distance are weighed; 0 weighs none."""

@@ -148,7 +148,7 @@ def _check_shape(path: Path, root: Any) -> None:
 
 
 def _problems(file: PoolsFile) -> Iterator[tuple[list[str], str]]:
-    """What does not fit together, each with the steps to its place."""
+    """Sentences about values that do not fit together, each with the steps to its place."""
     taken: dict[str, str] = dict.fromkeys(file.pools, "a pool")
     for name, pool in file.pools.items():
         where = ["pools", name]

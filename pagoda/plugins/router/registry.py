@@ -111,7 +111,7 @@ class Registry:
         self._first = asyncio.Event()
         self._is_closed = False
         self._block_sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        """For each pool, hosts in use by the block size of their KV caches."""
+        """Hosts in use, by pool and by the block size of their KV caches."""
         self._following = asyncio.create_task(
             keep_going(lambda: discovery.follow(self), "the search for hosts")
         )
