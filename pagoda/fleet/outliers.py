@@ -147,7 +147,7 @@ class ReplicaHealth:
         self.probe, self.num_tokens = request_id, 0
 
     def work_for_others(self, num_tokens: int) -> None:
-        """Records tokens of a prompt that the replica has computed for another one, meanwhile."""
+        """Records tokens that the replica has computed meanwhile for others than the requests that are judged."""
         self.num_tokens += num_tokens
 
     def is_ejected(self, now: float) -> bool:

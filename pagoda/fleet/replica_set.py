@@ -126,7 +126,7 @@ class ReplicaSet:
         self._names.add(name)
         ends = ExitStack()
         ends.callback(replica.watch(partial(self._on_change, slot)))
-        ends.callback(replica.watch_work_of_others(slot.work.set_others))
+        ends.callback(replica.watch_work_of_others(partial(_on_work_of_others, slot)))
         slot.unwatch = ends.close
         return slot
 
@@ -382,3 +382,10 @@ class ReplicaSet:
             ejection.duration_s,
             ejection.reason,
         )
+
+
+def _on_work_of_others(slot: ReplicaSlot, pending_tokens: int) -> None:
+    """Takes note of what others have at a replica. What they have no more was done in the time of the requests here,
+    whose pace would seem slow else."""
+    slot.health.work_for_others(max(0, slot.work.others - pending_tokens))
+    slot.work.set_others(pending_tokens)

@@ -20,7 +20,8 @@ class RoundTrips:
     def __init__(self, send: Callable[[HostPing], None]) -> None:
         self._send = send
         self._number = 0
-        self._sent_at = 0.0
+        self._sent_at: float | None = None
+        """Instant of the ping that is not answered; None without one."""
         self._latest: deque[float] = deque(maxlen=_FIRST)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -31,11 +32,11 @@ class RoundTrips:
         self._send(HostPing(self._number))
 
     def pong(self, number: int) -> float:
-        """Takes the answer to a ping; returns the seconds of a round trip."""
+        """Takes the answer to a ping; returns the seconds of a round trip. Other answers say nothing."""
         loop = asyncio.get_running_loop()
-        if number == self._number:
+        if number == self._number and self._sent_at is not None:
             self._latest.append(loop.time() - self._sent_at)
-            self._number += 1  # a second answer says nothing
+            self._sent_at = None
             self._timer = loop.call_later(self._pause_s, self.start)
         return min(self._latest, default=0.0)
 
