@@ -385,7 +385,7 @@ class ReplicaSet:
 
 
 def _on_work_of_others(slot: ReplicaSlot, pending_tokens: int) -> None:
-    """Takes note of what others have at a replica. What they have no more was done in the time of the requests here,
-    whose pace would seem slow else."""
+    """Takes note of what others have at a replica. What they have no more was done in the time of the requests
+    here, whose pace would seem slow else."""
     slot.health.work_for_others(max(0, slot.work.others - pending_tokens))
     slot.work.set_others(pending_tokens)

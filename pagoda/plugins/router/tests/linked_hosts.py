@@ -11,7 +11,7 @@ import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
 from virtual_fleet import request
 
-from pagoda.fleet.endpoint import Endpoint
+from pagoda.fleet.endpoint import SharedEndpoint
 from pagoda.fleet.fleet import TraceOwner, new_id
 from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -92,7 +92,7 @@ class Host(Closing):
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: SharedEndpoint,
         keys: CurveKeys = KEYS,
         port: str = "*",
         tracker: RequestTracker | None = None,
