@@ -80,7 +80,7 @@ async def _serve(
             client = HostClient(sockets(identity.id), f"tcp://host{host}:1", identity)
             await client.start()
             if not setting.are_told:
-                client.replica.take_work_of_others = lambda _: None  # type: ignore[method-assign]
+                client.replica.take_work_of_others = lambda _: None  # type: ignore[method-assign,assignment]
             routers[-1].add(client.replica)
             clients.append(client)
     loop, draw = asyncio.get_running_loop(), random.Random(7)
