@@ -12,6 +12,7 @@ import asyncio
 import time
 
 from benchmarks.figure import Figure
+from pagoda.api.catalogue import Catalogue, NamedModel, ServedModel
 from pagoda.cli import output
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.dispatcher import Dispatcher
@@ -31,9 +32,14 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
+from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.telemetry.tracer import Tracer
+from pagoda.text.model_text import synthetic_model_text
+from pagoda.text.text_generator import TextGenerator
 
 SIZES = (10, 100, 1_000, 10_000)
+_POOLS = ((1, 100), (10, 100), (100, 100))
+"""Numbers of pools, and of hosts in each."""
 _NUM_REQUESTS = 2_000
 _LIMITS = EngineReady(
     max_model_len=2**15,
@@ -139,6 +145,43 @@ async def dispatch_s(size: int, policy: PolicyName) -> float:
     return duration_s / _NUM_REQUESTS
 
 
+def catalogue(num_pools: int, hosts_per_pool: int) -> Catalogue:
+    """Models of as many pools, each of which falls back on the next one."""
+    names = [f"pool{number}" for number in range(num_pools)]
+    text = synthetic_model_text()
+    served = []
+    for number, name in enumerate(names):
+        dispatcher, _ = fleet(hosts_per_pool, "prefix-affinity")
+        generator = TextGenerator(dispatcher, text, RequestTracker(), name=name)
+        after = names[(number + 1) % num_pools]
+        model = NamedModel(name, lambda: text, aliases=(f"{name}-alias",), fallback=(after,))
+        served.append(ServedModel(model, generator, dispatcher))
+    return Catalogue(served, {"mixed": dict.fromkeys(names[:2], 1.0)})
+
+
+async def place_by_name(models: Catalogue, number: int) -> None:
+    """Finds the model of a request by one of its names, places the request, and takes it off again."""
+    asked = request(number)
+    client = ClientRequest(id=asked.request_id, arrived_ns=0)
+    found = models.find(f"pool{number % len(models.models)}-alias", client)
+    if found is None:
+        raise RuntimeError("The benchmark has asked for a model that it has not made.")
+    served = models.choose(found[0], client)
+    await cancel_all([await begin(served.dispatcher, asked)])
+
+
+async def pools_s(num_pools: int, hosts_per_pool: int) -> float:
+    """Seconds for one request that names one of many models."""
+    models = catalogue(num_pools, hosts_per_pool)
+    began = time.perf_counter()
+    for number in range(_NUM_REQUESTS):
+        await place_by_name(models, number)
+    duration_s = time.perf_counter() - began
+    for served in models.models.values():
+        await served.dispatcher.close()
+    return duration_s / _NUM_REQUESTS
+
+
 async def judging_s(size: int = 1_000, *, per_replica: int = 4) -> float:
     """Seconds to judge busy replicas once: each has requests that have just got on."""
     dispatcher, peers = fleet(size, "round-robin")
@@ -184,6 +227,15 @@ def figures(sizes: tuple[int, ...], policies: tuple[PolicyName, ...]) -> list[Fi
         )
         for policy in policies
         for size in sizes
+    ]
+    found += [
+        Figure(
+            what=f"dispatch of one request by its model, {pools} pools of {hosts:,} hosts",
+            measured=f"{1e6 * asyncio.run(pools_s(pools, hosts)):.0f} µs",
+            target="≤ 300 µs, flat to within 2 ×",
+            command=command,
+        )
+        for pools, hosts in _POOLS
     ]
     found.append(
         Figure(

@@ -34,7 +34,7 @@ async def load_lora_adapter(context: RequestContext) -> web.StreamResponse:
     config = context.service.config
     names = (config.served_model_name, *config.model_aliases)
     if body.base_model_name is not None:
-        context.service.check_model(body.base_model_name)
+        context.service.check_model(body.base_model_name, context.client_request)
     if body.load_inplace:
         refuse("load_inplace", "is not supported; unload the adapter first")
     await generator.adapters.load(body.lora_name, body.lora_path, names)

@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.auth.file_watch import FileWatch, WatchedFiles
+from pagoda.api.catalogue import Catalogue, ServedModel
 from pagoda.api.http.app import ApiServer
 from pagoda.api.http.listener import Listener
 from pagoda.api.monitoring.service_manager import ServiceManager
@@ -29,7 +30,7 @@ from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.trace_ending import EXIT_S
 from pagoda.telemetry.tracer import ProfileConfig, Tracer
 from pagoda.text.model_text import ModelText
-from pagoda.text.text_generator import start_generator
+from pagoda.text.text_generator import TextGenerator, start_generator
 
 _log = logging.getLogger("pagoda.api")
 
@@ -100,7 +101,6 @@ async def serve(
     service.fleet = fleet
     tracing.join(fleet)
     watch.start()
-    dispatcher = fleet.dispatcher
     manager = ServiceManager(os.environ)
     telling = asyncio.create_task(manager.tell_of_loading())
     try:
@@ -109,13 +109,17 @@ async def serve(
             return
         await cancel_all([telling])
         service.generator = loading.result()
+        if server.api.models:
+            named = asyncio.ensure_future(_load_models(service, fleet))
+            if not await signals.before(named):
+                return
         service.has_settled.set()
         for state in service.states.values():
             state.start()
-        on_ready(url, dispatcher.limits)
+        on_ready(url, service.ready_generator().endpoint.limits)
         manager.tell_ready(url)
-        telling = asyncio.create_task(manager.feed_watchdog(dispatcher.health))
-        failed = asyncio.ensure_future(dispatcher.wait_failed())
+        telling = asyncio.create_task(manager.feed_watchdog(fleet.health))
+        failed = asyncio.ensure_future(fleet.dispatcher.wait_failed())
         if await signals.before(failed):
             raise failed.result()
         manager.tell_stopping(server.drain_timeout_s)
@@ -123,9 +127,9 @@ async def serve(
         service.draining = True
         await _stop(service)
         _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
-        draining = asyncio.ensure_future(dispatcher.drain(server.drain_timeout_s))
+        draining = asyncio.ensure_future(fleet.drain(server.drain_timeout_s))
         if not await signals.before(draining, last=True):
-            await dispatcher.drain(0.0)
+            await fleet.drain(0.0)
     finally:
         service.draining = True
         service.has_settled.set()
@@ -141,6 +145,21 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()
+
+
+async def _load_models(service: Service, fleet: Fleet) -> None:
+    """Completes the models of a server of several, of which the default one is loaded.
+    Raises ConfigError: the text side of one cannot be loaded."""
+    default, tracker = service.ready_generator(), service.tracker
+    served: list[ServedModel] = []
+    for model, dispatcher in zip(service.config.models, fleet.pools.values(), strict=True):
+        text = default.text if not served else await asyncio.to_thread(model.load_text)
+        generator = TextGenerator(
+            dispatcher, text, tracker, model.adapters, fleet.faults, model.name
+        )
+        served.append(ServedModel(model, generator, dispatcher))
+    service.generator = served[0].generator
+    service.catalogue = Catalogue(served, service.config.splits)
 
 
 async def _stop(service: Service) -> None:

@@ -14,6 +14,7 @@ from pagoda.api.answers.answer_log import log_answer
 from pagoda.api.auth.key_limits import KeyLimits
 from pagoda.api.auth.keys import NO_KEYS, ApiKeys
 from pagoda.api.bodies.ignored_fields import IgnoredNames
+from pagoda.api.catalogue import Catalogue, NamedModel
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.handoffs import Handoffs, NoHandoffs
 from pagoda.api.http.allowed_hosts import ANY_HOST, AllowedHosts
@@ -23,8 +24,11 @@ from pagoda.api.monitoring.request_metrics import RequestMetrics
 from pagoda.api.openai.chat_store import ChatStore
 from pagoda.checkpoints.card import ModelCard
 from pagoda.concurrency.async_utils import LongWork
+from pagoda.fleet.endpoint import Health
 from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.trace_control import TraceControl
+from pagoda.messages.adapters import Adapter
+from pagoda.messages.load import LoadReport
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.text_generator import TextGenerator
 
@@ -75,6 +79,10 @@ class ApiConfig:
     """Seconds after which a request ends whose client gives it no time of its own; None for none."""
     stall_timeout_s: float = 60.0
     """Seconds after which a client that reads nothing of an answer is cut off."""
+    models: Sequence[NamedModel] = ()
+    """The models of a server of several, of which the first has the names above; empty if it has one."""
+    splits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Further names, and the shares of their requests that several of `models` get."""
     max_connections: int = UNLIMITED
     """Open connections; at the limit those that wait longest for a request are closed."""
     options: Mapping[type[Any], Any] = field(default_factory=dict)
@@ -104,6 +112,9 @@ class Service:
 
     config: ApiConfig
     generator: TextGenerator | None = None
+    """The only model's, or the default one's."""
+    catalogue: Catalogue | None = None
+    """The models of a server of several; None while they are loaded, and where there is one."""
     draining: bool = False
     fleet: Fleet | None = None
     """The engines or hosts; None until their start begins."""
@@ -140,10 +151,11 @@ class Service:
         return cast(T, self.states[kind])
 
     def ready_generator(self) -> TextGenerator:
-        """Raises ApiError: 503, the model is still loading."""
+        """The generator of the only model, or of the first one that has had a host.
+        Raises ApiError: 503, the model is still loading."""
         if self.generator is None:
             raise unavailable("The model is loading.")
-        return self.generator
+        return self.generator if self.catalogue is None else self.catalogue.first_started.generator
 
     async def hold_while_loading(self, timeout_s: float | None) -> None:
         """Returns when the model is loaded or will not be, or when it has taken too long for the server or for the
@@ -169,35 +181,97 @@ class Service:
     def admit(self, model: str | None, client_request: ClientRequest) -> TextGenerator:
         """The generator for a new request that names `model`.
         Raises ApiError: 503 while loading or draining, 404 for a model that is not served here."""
-        self.check_model(model)
+        self.check_model(model, client_request)
         if self.draining:
             raise unavailable("The server is shutting down.")
-        generator = self.ready_generator().of_client(client_request)
-        adapter = None if model is None else generator.adapters.find(model)
-        return generator if adapter is None else generator.with_adapter(adapter)
+        return self.named(model, client_request, answers=True).of_client(client_request)
+
+    def named(
+        self, model: str | None, client_request: ClientRequest, *, answers: bool = False
+    ) -> TextGenerator:
+        """The generator that a name means; where it `answers`, that of another model may take its place.
+        Raises ApiError: 404, the model is not served here; 503, it has not been loaded."""
+        self.check_model(model, client_request)
+        generator = self.ready_generator()
+        if self.catalogue is None:
+            adapter = None if model is None else generator.adapters.find(model)
+            return generator if adapter is None else generator.with_adapter(adapter)
+        found = self.catalogue.find(model, client_request)
+        served, adapter = found or (self.catalogue.default, None)
+        if answers:
+            if adapter is None:
+                served = self.catalogue.choose(served, client_request)
+            self._apply_rules(served.model, client_request)
+            is_default = served is self.catalogue.default
+            client_request.model = "" if is_default else served.model.name
+        if not served.has_started:
+            raise unavailable(f"The model {served.model.name!r} has no host yet.")
+        return served.generator if adapter is None else served.generator.with_adapter(adapter)
+
+    def _apply_rules(self, model: NamedModel, client_request: ClientRequest) -> None:
+        """Holds a request to what its model allows."""
+        if model.least_priority is not None:
+            least = max(client_request.least_priority, model.least_priority)
+            client_request.least_priority = least
+        if client_request.timeout_s in (None, self.config.request_timeout_s):
+            client_request.timeout_s = model.request_timeout_s or client_request.timeout_s
 
     def name_of(self, generator: TextGenerator) -> str:
         """The name under which a generator answers: the model's, or that of an adapter."""
-        adapter = generator.adapter
-        return self.config.served_model_name if adapter is None else adapter.name
+        if generator.adapter is not None:
+            return generator.adapter.name
+        return generator.name or self.config.served_model_name
+
+    def names(
+        self, client_request: ClientRequest
+    ) -> list[tuple[str, TextGenerator, Adapter | None]]:
+        """All names under which the client may ask, models before their adapters.
+        Raises ApiError: 503, the model is still loading."""
+        generator = self.ready_generator()
+        if self.catalogue is not None:
+            found = self.catalogue.names(client_request)
+            return [(name, served.generator, adapter) for name, served, adapter in found]
+        names = (self.config.served_model_name, *self.config.model_aliases)
+        models: list[tuple[str, TextGenerator, Adapter | None]]
+        models = [(name, generator, None) for name in names]
+        return models + [(adapter.name, generator, adapter) for adapter in generator.adapters]
+
+    async def health(self) -> Health:
+        """Ready as soon as one of the models makes progress. Raises ApiError: as `ready_generator`."""
+        if self.catalogue is None or self.fleet is None:
+            return await self.ready_generator().endpoint.health()
+        return await self.fleet.health()
+
+    async def load(self) -> LoadReport:
+        """The load of the whole server. Raises ApiError: as `ready_generator`; EngineDeadError: all engines were
+        given up."""
+        if self.catalogue is None or self.fleet is None:
+            return await self.ready_generator().endpoint.load()
+        return await self.fleet.load()
 
     def check_room(self, client_request: ClientRequest) -> None:
         """Raises OverloadedError if the waiting queue is full for this client, whatever its request says."""
         if self.fleet is not None and self.generator is not None and not self.draining:
-            self.fleet.dispatcher.check_room(client_request.key_name, client_request.weight)
+            self.fleet.check_room(client_request.key_name, client_request.weight)
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ApiError: 404, the model is not served here; 503, the name may be an adapter's of a model that is
-        loading."""
+    def check_model(self, model: str | None, client_request: ClientRequest) -> None:
+        """Raises ApiError: 404, the model is not served here; 503, the name may be that of an adapter, or one of
+        several models, that is loading."""
         served = self.config.served_model_name
-        if model is None or model == served or model in self.config.model_aliases:
+        if self.config.models:
+            self.ready_generator()
+        if self.catalogue is not None:
+            found = self.catalogue.find(model, client_request) is not None
+            served = "one of those that /v1/models lists"
+        else:
+            found = model is None or model == served or model in self.config.model_aliases
+            served = repr(served)
+        if found or model is None or self.config.any_model_name:
             return
-        if self.config.any_model_name:
-            return
-        if self.ready_generator().adapters.find(model) is None:
+        if self.catalogue is not None or self.ready_generator().adapters.find(model) is None:
             raise ApiError(
                 404,
-                f"The model {model[:200]!r} is not served here; it is {served!r}.",
+                f"The model {model[:200]!r} is not served here; it is {served}.",
                 "model",
                 "model_not_found",
             )

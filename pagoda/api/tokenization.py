@@ -50,8 +50,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 async def tokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(TokenizeRequest)
-    context.service.check_model(body.model)
-    generator = context.service.ready_generator().of_client(context.client_request)
+    client = context.client_request
+    generator = context.service.named(body.model, client).of_client(client)
     if body.content is not None:
         tokens = await _llama_tokens(body, generator)
         return await context.sized_json({"tokens": tokens}, len(body.content))
@@ -129,8 +129,8 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
 
 async def detokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(DetokenizeRequest)
-    context.service.check_model(body.model)
-    generator = context.service.ready_generator().of_client(context.client_request)
+    client = context.client_request
+    generator = context.service.named(body.model, client).of_client(client)
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")

@@ -14,6 +14,7 @@ from pagoda.errors import ConfigError
 from pagoda.fleet.fleet import Entrance
 from pagoda.ipc.addresses import Advertised
 from pagoda.ipc.curve import read_cluster_key
+from pagoda.messages.frontend import PoolModel
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.request_spans import RequestSpans
 
@@ -53,6 +54,10 @@ class ServerStart:
     cluster: ClusterOptions
     spans: RequestSpans | None
     """Spans that are made of answers."""
+    name: str
+    """Name of the model in the API."""
+    models: tuple[PoolModel, ...] = ()
+    """The models of a server of several, by their names here; empty if it has one."""
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from pagoda.api.auth.file_watch import WatchedFiles
 from pagoda.api.auth.keys import ApiKeys
 from pagoda.api.auth.keys_file import read_keys
 from pagoda.api.bodies.ignored_fields import IgnoredNames
+from pagoda.api.catalogue import NamedModel
 from pagoda.api.http.allowed_hosts import hosts_for
 from pagoda.api.http.connections import max_connections, raise_descriptor_limit
 from pagoda.api.http.cors import CorsOrigins
@@ -51,12 +52,12 @@ from pagoda.llm.engine_options import (
 )
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import EngineConfig, KVTiersConfig
-from pagoda.messages.frontend import EngineReady
+from pagoda.messages.frontend import EngineReady, PoolModel
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.request_spans import RequestSpans
 from pagoda.telemetry.tracer import Tracer
 from pagoda.text.answer_formats import AUTO, ParserChoice
-from pagoda.text.model_text import SpecialTokensInText, load_text
+from pagoda.text.model_text import ModelText, SpecialTokensInText, load_text
 from pagoda.version import __version__
 
 _log = logging.getLogger("pagoda.cli")
@@ -167,6 +168,20 @@ class ServerOptions:
     def name(self, files: ModelFiles) -> str:
         """The name in answers."""
         return self.served_model_name[0] if self.served_model_name else files.served_name
+
+    def load_text(
+        self, files: ModelFiles, chat_template: Path | None = None, *, simulated: bool = False
+    ) -> ModelText:
+        """The text side of a model, with `chat_template` in place of that of the flag.
+        Raises ConfigError: a file or a flag cannot be used."""
+        return load_text(
+            files,
+            simulated=simulated,
+            chat_template=chat_template or self.chat_template,
+            parsers=self.parsers,
+            switches=self.switches,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
 
     def check_adapters(self, adapters: Sequence[Adapter], files: ModelFiles) -> None:
         """Raises ConfigError: an adapter has a name of the model."""
@@ -333,29 +348,47 @@ def run_server(
     *,
     tiers: KVTiersConfig | None = None,
     simulated: bool = False,
+    models: Sequence[NamedModel] = (),
+    splits: Mapping[str, Mapping[str, float]] | None = None,
+    offered: tuple[PoolModel, ...] = (),
 ) -> int:
     """Serves the API over a fleet, to clients and to whom flags of plugins let in, until SIGTERM or Ctrl-C.
 
     Args:
+        models: The models of a server of several, as the fleet's pools; the first is that of `files`.
+        splits: Names whose requests several models share (`Catalogue`).
+        offered: What routers above are told of `models`.
         started: When the command began, on the clock of `time.perf_counter`.
         simulated: The text is that of the simulated executor's tokens.
     """
     server, cluster, profile, plugins = options
     raise_descriptor_limit()  # connections are bounded by what it is then
     spans = server.spans(files)
-    entrance = plugins.entrance(ServerStart(files, cluster, spans))
+    load_own = partial(server.load_text, files, simulated=simulated)
+    own_name = models[0].name if models else server.name(files)
+    entrance = plugins.entrance(ServerStart(files, cluster, spans, own_name, offered))
     config = server.config(files)
+    if models:
+        first = models[0]
+        api = replace(
+            config.api,
+            served_model_name=first.name,
+            model_aliases=first.aliases,
+            models=models,
+            splits=splits or {},
+        )
+        config = replace(config, api=api)
 
     def announce(url: str, limits: EngineReady) -> None:
         """Tells the operator what is served, where, and how to ask it."""
         console = output.stdout()
-        name = server.name(files)
+        name = ", ".join(model.name for model in models) or own_name
         is_router = tracer.role == "router"
         facts = _facts(name, files, tiers, limits, config.api.api_keys, is_router=is_router)
         console.print(output.facts(facts))
         seconds = time.perf_counter() - started
         console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
-        curl = curl_line(url, name, asks_for_key=bool(config.api.api_keys))
+        curl = curl_line(url, own_name, asks_for_key=bool(config.api.api_keys))
         console.print(f"\n{curl}\n", soft_wrap=True)
         sys.stdout.flush()
         settle_heap()
@@ -367,15 +400,7 @@ def run_server(
             serve_api(
                 config,
                 partial(make_fleet, entrance),
-                partial(
-                    load_text,
-                    files,
-                    simulated=simulated,
-                    chat_template=server.chat_template,
-                    parsers=server.parsers,
-                    switches=server.switches,
-                    special_tokens_in_text=server.special_tokens_in_text,
-                ),
+                models[0].load_text if models else load_own,
                 on_ready=announce,
                 profile=profile.config(),
                 tracer=tracer,

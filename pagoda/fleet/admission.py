@@ -9,6 +9,7 @@ is taken as a whole, however much that is, as a long prompt is; engines get so m
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +30,10 @@ class Admission:
     """Bounds the requests of a dispatcher to what its replicas can run and queue: more would be refused by all
     replicas in turn, or wait for one without end."""
 
-    def __init__(self, sums: LimitSums, clock: Clock) -> None:
+    def __init__(self, sums: LimitSums, clock: Clock, max_requests: int | None = None) -> None:
+        """Lets in `max_requests` at most, running and waiting, besides what the replicas bound."""
         self._sums = sums
+        self._max_requests = sys.maxsize if max_requests is None else max_requests
         self._room = WaitingRoom(clock)
         """Requests that no engine has begun to compute."""
         self._num_begun = 0
@@ -90,11 +93,14 @@ class Admission:
         """Ids of requests that make room for another, mostly none. Raises OverloadedError: there is no room."""
         if request.body in self._bodies:
             return []
-        return self._evictions(_newcomer(request), self._sums.room_for(request))
+        return self._evictions(_newcomer(request), self._room_for(request))
+
+    def _room_for(self, request: GenerateRequest) -> int:
+        return min(self._sums.room_for(request), self._max_requests)
 
     def check(self, tenant: str, weight: float) -> None:
         """Raises OverloadedError if there is no room for a request of the tenant, however short it is."""
-        self._evictions(Newcomer("", tenant, weight, 0), self._sums.room_for(_ANY_REQUEST))
+        self._evictions(Newcomer("", tenant, weight, 0), self._room_for(_ANY_REQUEST))
 
     def _evictions(self, newcomer: Newcomer, room: int) -> list[str]:
         bounds = Bounds(room - self._num_begun, self._sums.max_queued_tokens)
@@ -131,7 +137,7 @@ class Admission:
         num_requests = self._num_begun + room.num_requests + 1
         num_tokens = room.num_tokens + len(request.prompt_token_ids)
         most_tokens = self._sums.total.max_num_waiting_tokens // 2
-        return num_tokens <= most_tokens and num_requests <= self._sums.room_for(request)
+        return num_tokens <= most_tokens and num_requests <= self._room_for(request)
 
     def _let_go(self) -> None:
         """Lets requests that are held go to engines, as many as have room."""

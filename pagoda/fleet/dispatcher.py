@@ -67,10 +67,11 @@ class Dispatcher:
         tracer: Tracer | None = None,
         clock: Clock | None = None,
         no_replica_timeout_s: float = math.inf,
+        max_requests: int | None = None,
     ) -> None:
         """`keeps_half` is as in `OutlierDetector`. `tracer` is that of this process. A request that finds no
         replica that takes requests for `no_replica_timeout_s` on `clock` (by default the event loop's) is
-        refused."""
+        refused, and so is one beyond `max_requests`, running and waiting; None takes as many as replicas do."""
         self._tracer = tracer or Tracer("frontend")
         self._clock = clock or LoopClock()
         self._offload = offload
@@ -83,7 +84,7 @@ class Dispatcher:
         self.quarantine = self._placer.quarantine
         self.requests = self._placer.requests
         """The requests that have not ended, by id."""
-        self._admission = Admission(self.slots.sums, self._clock)
+        self._admission = Admission(self.slots.sums, self._clock, max_requests)
         self._judge_timer: asyncio.TimerHandle | None = None
         for replica in replicas:
             self.slots.add(replica)
@@ -158,6 +159,12 @@ class Dispatcher:
         loads, counted = await self.slots.loads()
         num_unplaced = sum(tracked.placement is None for tracked in self.requests.values())
         return sum_of_loads(loads, num_unplaced=num_unplaced, counted=counted)
+
+    def work_besides(self, via: str) -> int:
+        """The pending tokens of all requests but those of one router (`GenerateRequest.via`). As many senders are
+        looked at as there are."""
+        works = self._placer.senders.items()
+        return sum(work.pending_tokens for sender, work in works if sender != via)
 
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""
@@ -316,6 +323,8 @@ class Dispatcher:
         if chunk.queue_time_s is not None and not tracked.token_ids:
             before_s = placement.began_at - tracked.accepted_at
             chunk = msgspec.structs.replace(chunk, queue_time_s=before_s + chunk.queue_time_s)
+        # The first token may be that of the engine which computes the prompt.
+        is_fetching = placement.fetches_kv and placement.num_tokens <= 1
         if token_ids:
             num_computed = placement.work.output_progress(len(token_ids))
             if not tracked.token_ids:
@@ -332,7 +341,7 @@ class Dispatcher:
             slot.received(chunk.received_ns)
         if chunk.finish_reason is not FinishReason.ERROR and len(self.slots) > 1:
             now, since = self._clock.now(), placement.waits_since
-            waited_s = 0.0 if since is None else now - since
+            waited_s = None if is_fetching else 0.0 if since is None else now - since
             slot.health.progress(tracked.request_id, num_computed, now, waited_s)
         placement.waits_since = None
         if token_ids or chunk.finish_reason is not None:

@@ -123,3 +123,11 @@ class BodyEndpoint(Endpoint, Protocol):
         Raises OverloadedError: the endpoint drains.
         """
         ...
+
+
+class SharedEndpoint(Endpoint, Protocol):
+    """An endpoint that several routers send requests to."""
+
+    def work_besides(self, via: str) -> int:
+        """The pending tokens of all requests but those of one router (`GenerateRequest.via`)."""
+        ...

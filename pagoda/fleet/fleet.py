@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from pagoda.errors import OverloadedError
 from pagoda.faults.injector import Faults
 from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.fleet.endpoint import Health
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.messages.engine_config import EngineConfig
+from pagoda.messages.figures import merged
+from pagoda.messages.load import LoadReport
 from pagoda.messages.tracing import StartTrace
 from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.request_tracker import RequestTracker
@@ -28,7 +32,9 @@ class Members(Protocol):
     """The replicas behind the dispatcher of a server: the engines of this host, or a router's hosts."""
 
     @property
-    def dispatcher(self) -> Dispatcher: ...
+    def pools(self) -> Mapping[str, Dispatcher]:
+        """The dispatcher of each model that is served, by its name in a router's configuration, the default one
+        first. The only one has no name."""
 
     @property
     def is_router(self) -> bool:
@@ -95,11 +101,12 @@ class EngineMembers:
 
     def __init__(self, dispatcher: Dispatcher, engines: Sequence[EngineClient] = ()) -> None:
         """`engines` are the replicas of the dispatcher that trace."""
-        self.dispatcher = dispatcher
+        self._dispatcher = dispatcher
+        self.pools = {"": dispatcher}
         self._engines = engines
 
     async def start(self, _: Fleet) -> None:
-        await self.dispatcher.start()
+        await self._dispatcher.start()
 
     def start_trace(self, order: StartTrace) -> None:
         for engine in self._engines:
@@ -113,7 +120,7 @@ class EngineMembers:
         await asyncio.gather(*(engine.trace_ended() for engine in self._engines))
 
     async def close(self) -> None:
-        await self.dispatcher.close()
+        await self._dispatcher.close()
 
 
 class Fleet:
@@ -130,7 +137,9 @@ class Fleet:
     ) -> None:
         """`tracer` and `faults` are those of this process. No `entrance` lets in clients of the API alone."""
         self.members = members
-        self.dispatcher = members.dispatcher
+        self.pools = members.pools
+        self.dispatcher = next(iter(members.pools.values()))
+        """The default pool's."""
         self.is_router = members.is_router
         self.tracer = tracer or Tracer("frontend")
         self.adapters = adapters or AdapterRegistry()
@@ -181,6 +190,39 @@ class Fleet:
         """Tells all who ask through the entrance to send nothing new; running requests continue."""
         if self._open is not None:
             await self._open.leave()
+
+    def check_room(self, tenant: str, weight: float) -> None:
+        """Raises OverloadedError: no pool takes a request of this tenant, however short it is."""
+        refusals: list[OverloadedError] = []
+        for dispatcher in self.pools.values():
+            try:
+                return dispatcher.check_room(tenant, weight)
+            except OverloadedError as error:
+                refusals.append(error)
+        raise min(refusals, key=lambda error: error.retry_after_s)
+
+    async def health(self) -> Health:
+        """Ready as soon as one of the pools is."""
+        found = await asyncio.gather(*(one.health() for one in self.pools.values()))
+        return next((health for health in found if health.ready), found[0])
+
+    async def load(self) -> LoadReport:
+        """The report of all pools together. Raises EngineDeadError: as `Dispatcher.load`."""
+        if len(self.pools) == 1:
+            return await self.dispatcher.load()
+        reports = await asyncio.gather(*(one.load() for one in self.pools.values()))
+        named = [
+            msgspec.structs.replace(replica, model=name)
+            for name, report in zip(self.pools, reports, strict=True)
+            for replica in report.replicas
+        ]
+        is_ready = any(report.is_worker_ready for report in reports)
+        return msgspec.structs.replace(
+            merged(reports), is_worker_ready=is_ready, replicas=tuple(named)
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        await asyncio.gather(*(one.drain(timeout_s) for one in self.pools.values()))
 
     async def close(self) -> None:
         if self._open is not None:

@@ -2,7 +2,7 @@
 """The work of each replica: every request counts at one replica, from its placement until it leaves there.
 
 Work is counted in tokens: those of the prompt that are not computed yet, as far as the engine says, and those of
-the answer that are still to come, which counts as one of the usual length until it ends.
+the answer that are still to come, as far as its length is known or can be expected (`AnswerLeft`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Container
 from itertools import count
+
+from pagoda.fleet.answer_lengths import AnswerLeft
 
 _STALE_TOKENS = 32
 _STALE_SHIFT = 3
@@ -19,34 +21,85 @@ _STALE_SHIFT = 3
 class ReplicaWork:
     """The summed work of the requests at one replica."""
 
-    __slots__ = ("floor", "number", "on_floor", "pending_tokens", "ticket")
+    __slots__ = (
+        "floor",
+        "handicap",
+        "number",
+        "on_floor",
+        "others",
+        "pending_tokens",
+        "prompt_tokens",
+        "ticket",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pending_tokens = 0
-        """Zero exactly when the replica has no request."""
+        """Work of all requests at the replica, those of others included; zero exactly when it has none."""
+        self.prompt_tokens = 0
+        """The part of it that prompts of this dispatcher's requests are; a further prompt waits for these."""
+        self.handicap = 0
+        """`Replica.handicap`; changes only while the replica is in no `LeastLoaded`."""
+        self.others = 0
+        """Pending tokens of requests that others have sent there, as far as it has told."""
         self.floor = -1
         """Pending tokens below which `on_floor` is called."""
         self.on_floor: Callable[[ReplicaWork], None] = lambda _: None
         self.ticket = -1
         """Number of the valid entry in a `LeastLoaded`; -1 without one."""
 
+    @property
+    def cost(self) -> int:
+        """Pending tokens as policies weigh them: with what the replica's place is worth."""
+        return self.pending_tokens + self.handicap
+
+    def set_others(self, pending_tokens: int) -> None:
+        """Takes note of the work that the replica has from others."""
+        self.shrink(self.others - pending_tokens)
+        self.others = pending_tokens
+
+    def shrink(self, num_tokens: int) -> None:
+        """Takes so many tokens off the work; a negative number adds some."""
+        self.pending_tokens -= num_tokens
+        if self.pending_tokens < self.floor:
+            self.on_floor(self)
+
+
+class SenderWork:
+    """The work of the requests that one sender has given to any replicas."""
+
+    __slots__ = ("num_requests", "pending_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.pending_tokens = 0
+
 
 class RequestWork:
     """The work of one request at one replica."""
 
-    __slots__ = ("num_tokens", "output_tokens", "prompt_tokens", "replica")
+    __slots__ = ("answer", "num_tokens", "output_tokens", "prompt_tokens", "replica", "sender")
 
     def __init__(
-        self, replica: ReplicaWork, num_tokens: int, *, num_cached_tokens: int, output_tokens: float
+        self,
+        replica: ReplicaWork,
+        num_tokens: int,
+        *,
+        num_cached_tokens: int,
+        answer: AnswerLeft | None = None,
+        sender: SenderWork | None = None,
     ) -> None:
-        """The first tokens of the request are believed to be cached; `output_tokens` are expected to come."""
+        """The first tokens of the request are believed to be cached; without `answer`, one token comes. The work
+        counts for `sender`, too."""
         self.replica = replica
+        self.sender = sender or SenderWork()
+        self.answer = answer
         self.num_tokens = num_tokens
         """Tokens that the replica was given, cached or not."""
         self.prompt_tokens = max(0, num_tokens - num_cached_tokens)
-        self.output_tokens = max(1, round(output_tokens))
-        replica.pending_tokens += self.pending_tokens
+        self.output_tokens = 1 if answer is None else answer.look()
+        replica.prompt_tokens += self.prompt_tokens
+        self._shrink(-self.pending_tokens)
 
     @property
     def pending_tokens(self) -> int:
@@ -57,11 +110,12 @@ class RequestWork:
 
         Returns the number of tokens that have been computed for them.
         """
-        num_prompt_tokens = self.prompt_tokens
-        done = min(num_tokens, self.output_tokens - 1)
-        self.output_tokens -= done
+        num_prompt_tokens, before = self.prompt_tokens, self.output_tokens
+        if self.answer is not None:
+            self.output_tokens = self.answer.after(num_tokens, before)
         self.prompt_tokens = 0
-        self._shrink(done + num_prompt_tokens)
+        self.replica.prompt_tokens -= num_prompt_tokens
+        self._shrink(before - self.output_tokens + num_prompt_tokens)
         return num_tokens + num_prompt_tokens
 
     def prompt_progress(self, num_computed_tokens: int) -> int:
@@ -69,17 +123,17 @@ class RequestWork:
         left = max(0, self.num_tokens - num_computed_tokens)
         done = max(0, self.prompt_tokens - left)
         self.prompt_tokens -= done
+        self.replica.prompt_tokens -= done
         self._shrink(done)
         return done
 
     def close(self) -> None:
+        self.replica.prompt_tokens -= self.prompt_tokens
         self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:
-        replica = self.replica
-        replica.pending_tokens -= num_tokens
-        if replica.pending_tokens < replica.floor:
-            replica.on_floor(replica)
+        self.sender.pending_tokens -= num_tokens
+        self.replica.shrink(num_tokens)
 
 
 class LeastLoaded:
@@ -92,7 +146,7 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, ReplicaWork]] = []
-        """(pending tokens, ticket, replica); valid where the ticket is the replica's."""
+        """(cost, ticket, replica); valid where the ticket is the replica's."""
         self._tickets = count()
         self._size = 0
 
@@ -111,10 +165,10 @@ class LeastLoaded:
         found: list[ReplicaWork] = []
         aside = []
         while heap and len(found) < num_replicas:
-            pending_tokens, ticket, work = heap[0]
+            cost, ticket, work = heap[0]
             if ticket != work.ticket:
                 heapq.heappop(heap)
-            elif work.pending_tokens > pending_tokens:
+            elif work.cost > cost:
                 heapq.heapreplace(heap, self._entry(work))
             else:
                 aside.append(heapq.heappop(heap))
@@ -135,4 +189,4 @@ class LeastLoaded:
         pending_tokens = work.pending_tokens
         stale_tokens = max(_STALE_TOKENS, pending_tokens >> _STALE_SHIFT)
         work.floor = max(1, pending_tokens - stale_tokens) if pending_tokens else 0
-        return pending_tokens, work.ticket, work
+        return work.cost, work.ticket, work

@@ -128,8 +128,11 @@ class ReplicaHealth:
         """Instant at which the replica has its full share again, or had."""
         return self.ejected_until + RETURN_S
 
-    def progress(self, request_id: str, num_tokens: int, now: float, waited_s: float) -> None:
-        """Records that `num_tokens` more of a request are computed, after its client waited for `waited_s`.
+    def progress(
+        self, request_id: str, num_tokens: int, now: float, waited_s: float | None
+    ) -> None:
+        """Records that `num_tokens` more of a request are computed, after its client waited for `waited_s`; None
+        where it waited for another replica, whose KV it needs.
 
         A client that takes its time does not make a replica slow: time in which nobody waits does not count.
         """
@@ -137,10 +140,15 @@ class ReplicaHealth:
         self.num_failures = 0
         self.num_tokens += num_tokens
         if self.probe == request_id:
-            self.pace.add(self.num_tokens, waited_s)
+            if waited_s is not None:
+                self.pace.add(self.num_tokens, waited_s)
         elif self.probe is not None:
             return
         self.probe, self.num_tokens = request_id, 0
+
+    def work_for_others(self, num_tokens: int) -> None:
+        """Records tokens that the replica has computed meanwhile for others than the requests that are judged."""
+        self.num_tokens += num_tokens
 
     def is_ejected(self, now: float) -> bool:
         return now < self.ejected_until

@@ -12,8 +12,9 @@ from operator import attrgetter
 
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import EngineDeadError, NoReplicaError, OverloadedError
+from pagoda.fleet.answer_lengths import AnswerLeft, AnswerLengths
 from pagoda.fleet.endpoint import ReplicaState
-from pagoda.fleet.load_tracker import RequestWork
+from pagoda.fleet.load_tracker import RequestWork, SenderWork
 from pagoda.fleet.placement import (
     LONE_CRASHES,
     MAX_CRASHES,
@@ -30,8 +31,6 @@ from pagoda.kv.block_keys import prefix_keys
 
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
-_USUAL_WEIGHT = 0.02
-"""Weight of the latest answer in the moving average of answer lengths."""
 _RETRY_S = 1
 """Delay told to clients while all replicas count as full."""
 
@@ -46,7 +45,9 @@ class Placer:
         slots.takers.on_room = self._on_room
         self._clock = clock
         self._no_replica_timeout_s = no_replica_timeout_s
-        self._usual_output_tokens = 64.0
+        self._lengths = AnswerLengths()
+        self.senders: dict[str, SenderWork] = {}
+        """The work of requests at replicas by `GenerateRequest.via`, as long as there is some."""
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
         self.quarantine = SuspectQuarantine(slots.takers)
@@ -153,7 +154,12 @@ class Placer:
         self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
     ) -> Placement:
         request, keys = tracked.request, self._keys_of(tracked)
-        num_left = (request.work.sampling.max_tokens or 1) - len(tracked.token_ids)
+        sampling, num_tokens = request.work.sampling, len(tracked.token_ids)
+        longest = sampling.max_tokens or 1
+        ends_early = sampling.stop_token_ids or not sampling.ignore_eos
+        least = sampling.min_tokens if ends_early else longest
+        sender = self.senders.setdefault(request.via, SenderWork())
+        sender.num_requests += 1
         tracked.state = TrackedState.QUEUED
         placement = tracked.placement = slot.requests[tracked] = Placement(
             slot,
@@ -161,7 +167,8 @@ class Placer:
                 slot.work,
                 tracked.num_tokens,
                 num_cached_tokens=num_cached_tokens,
-                output_tokens=min(num_left, self._usual_output_tokens),
+                answer=AnswerLeft(self._lengths, num_tokens, longest, least),
+                sender=sender,
             ),
             began_at=self._clock.now(),
             keys=keys,
@@ -176,8 +183,8 @@ class Placer:
         return placement
 
     def observe_length(self, num_output_tokens: int) -> None:
-        """Takes the length of an answer that has ended into the average."""
-        self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)
+        """Takes note of the length of an answer that has ended."""
+        self._lengths.observe(num_output_tokens)
 
     def _keys_of(self, tracked: TrackedRequest) -> list[int]:
         if not self._slots.uses_prefixes():
@@ -210,6 +217,10 @@ class Placer:
         slot.left.set()
         self._takers.on_leave(slot)
         placement.work.close()
+        sender = placement.work.sender
+        sender.num_requests -= 1
+        if not sender.num_requests:
+            del self.senders[tracked.request.via]
 
 
 class SuspectQuarantine:

@@ -30,7 +30,7 @@ class Candidate(msgspec.Struct, frozen=True):
     replica: str
     """The name, which stays the same however many replicas there are, in all routers, and when it comes back."""
     pending_tokens: int
-    """Work of the requests that the replica has."""
+    """Work of the replica's requests, and the tokens of waiting that its distance and price are worth."""
     num_cached_tokens: int = 0
     """Leading tokens of the request that are believed to be in the replica's prefix cache."""
     num_sharing: int = 0

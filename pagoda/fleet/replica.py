@@ -111,6 +111,8 @@ class Replica:
         self.transport = transport
         self.name = name
         """Name for operators, the same in all routers; empty: the dispatcher numbers the replica."""
+        self.handicap = 0
+        """Tokens of waiting elsewhere that count as much as the peer's distance and price."""
         self.is_leaving = False
         """The peer has said that it takes no new requests."""
         self.blames_requests = True
@@ -124,6 +126,7 @@ class Replica:
         self._opened_or_failed = asyncio.Event()
         self._draining = False
         self._listeners: list[Callable[[], None]] = []
+        self._work_listeners: list[Callable[[int], None]] = []
         self._cache_listeners: list[CacheListener] = []
         self._step_listeners: list[StepListener] = []
         self._answers: dict[str, _Answer] = {}
@@ -193,6 +196,21 @@ class Replica:
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
+
+    def set_handicap(self, num_tokens: int) -> None:
+        if num_tokens != self.handicap:
+            self.handicap = num_tokens
+            self._notify()
+
+    def watch_work_of_others(self, listener: Callable[[int], None]) -> Unsubscribe:
+        """Tells `listener` of the pending tokens that the peer has from others than this process, whenever it says
+        how many these are. Until then, and from an engine, it has none."""
+        self._work_listeners.append(listener)
+        return partial(self._work_listeners.remove, listener)
+
+    def take_work_of_others(self, pending_tokens: int) -> None:
+        for listener in self._work_listeners:
+            listener(pending_tokens)
 
     async def wait_open(self) -> None:
         """Returns when the peer has been ready once. Raises PagodaError if the connection fails before."""

@@ -124,7 +124,10 @@ class ReplicaSet:
         slot = ReplicaSlot(number, name, replica, PrefixIndex(0, replica=number, union=self._cache))
         self._slots[number] = self._by_replica[replica] = slot
         self._names.add(name)
-        slot.unwatch = replica.watch(partial(self._on_change, slot))
+        ends = ExitStack()
+        ends.callback(replica.watch(partial(self._on_change, slot)))
+        ends.callback(replica.watch_work_of_others(partial(_on_work_of_others, slot)))
+        slot.unwatch = ends.close
         return slot
 
     async def start(self) -> None:
@@ -203,6 +206,7 @@ class ReplicaSet:
             slot.prefixes.clear()
         if slot.limits is not None:
             self._take_limits(slot)
+        self.takers.set_handicap(slot, slot.replica.handicap)
         self.takers.refit(slot)
         if slot.replica.state is ReplicaState.DEGRADED:
             self.listener.on_worker_lost(slot)
@@ -378,3 +382,10 @@ class ReplicaSet:
             ejection.duration_s,
             ejection.reason,
         )
+
+
+def _on_work_of_others(slot: ReplicaSlot, pending_tokens: int) -> None:
+    """Takes note of what others have at a replica. What they have no more was done in the time of the requests
+    here, whose pace would seem slow else."""
+    slot.health.work_for_others(max(0, slot.work.others - pending_tokens))
+    slot.work.set_others(pending_tokens)

@@ -111,6 +111,12 @@ class Takers:
         self._list(slot, None)
         slot.limits = limits
 
+    def set_handicap(self, slot: ReplicaSlot, num_tokens: int) -> None:
+        """Weighs the place of the replica from now on; `refit` follows."""
+        if num_tokens != slot.work.handicap:
+            self._list(slot, None)
+            slot.work.handicap = num_tokens
+
     def refit(self, slot: ReplicaSlot) -> None:
         """Puts the replica on the list where it belongs after a change."""
         was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
@@ -236,4 +242,4 @@ class Takers:
         num_cached = slot.prefixes.num_cached(keys)
         num_sharing = slot.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
         num_cached_tokens = num_cached * slot.limits.block_size if slot.limits else 0
-        return Candidate(slot.name, slot.work.pending_tokens, num_cached_tokens, num_sharing)
+        return Candidate(slot.name, slot.work.cost, num_cached_tokens, num_sharing)

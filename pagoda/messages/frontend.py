@@ -38,10 +38,12 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
+MAX_POOLS = 256
+"""Pools of a router, each of which serves one model."""
 
 
 class FinishReason(enum.StrEnum):
@@ -150,6 +152,8 @@ class GenerateRequest(
     """Id that all requests of one body of a client share, and no other; empty for a request of its own."""
     speculates: bool = True
     """False if no drafts are wanted. Has no effect on the answer."""
+    via: str = ""
+    """The router that has sent the request, as the host that it came to numbers routers; empty for its own."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -160,16 +164,41 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
+class PoolModel(msgspec.Struct, frozen=True):
+    """A pool of a router, and the model that its hosts serve."""
+
+    pool: Name
+    """Name of the pool, which clients ask for; empty for the only one of a router of one model."""
+    model: Name
+    digest: Name
+    """Digest of tokenizer and weights; equal where answers are alike."""
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A frontend's first message; answered by `EngineReady` as soon as the engine is.
 
-    A host refuses routers of another `model`; an engine reads the version alone.
+    A host joins one of a router's `pools`, or refuses a router that has none for it; an engine reads the version
+    alone.
     """
 
     protocol_version: int = PROTOCOL_VERSION
-    model: str = ""
-    model_digest: str = ""
-    """Digest of tokenizer and weights; equal where answers are alike."""
+    pools: Annotated[tuple[PoolModel, ...], Meta(max_length=MAX_POOLS)] = ()
+
+
+class HostWork(msgspec.Struct, frozen=True, tag="work"):
+    """The work of a host for others than the router that is told, whenever that has changed by much."""
+
+    pending_tokens: Count
+
+
+class HostPool(msgspec.Struct, frozen=True, tag="pool"):
+    """A host's answer to `Hello`, before its limits: the router's pool that it belongs to, and where it is."""
+
+    pool: Name
+    region: Name = ""
+    """The operator's name for the place of the host."""
+    price: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """Cost of the host beside others, in the operator's unit."""
 
 
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):

@@ -361,5 +361,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The remaining work of these requests, as policies weigh it."""
     num_losses: Count = 0
     """Engines lost: the replica's own, or those behind it."""
+    model: Name = ""
+    """Name of the pool of a router of several models."""
     report: LoadReport | None = None
     """The replica's report, its earlier engines included; None while it does not answer."""

@@ -39,6 +39,8 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     """Time of the first byte, on the clock of the tracker."""
     key_name: str = ""
     """The name of the API key of the request, never the key; empty without keys."""
+    model: str = ""
+    """Name of the model that answers; empty for the only one of a server, or the default one."""
     weight: float = 1.0
     """The weight of that key beside others."""
     least_priority: int = LOWEST_PRIORITY

@@ -142,10 +142,12 @@ class TextGenerator:
         tracker: RequestTracker,
         adapters: AdapterRegistry | None = None,
         faults: Faults | None = None,
+        name: str = "",
     ) -> None:
-        """`faults` are those of this process."""
+        """`faults` are those of this process; `name` is the model's where a server has several."""
         self._tokenize = (faults or Faults(None)).before("frontend.tokenize", text.tokenizer.encode)
         self.adapters = adapters or AdapterRegistry()
+        self.name = name
         self.adapter: Adapter | None = None
         """The adapter that answers; None for the model alone."""
         self.endpoint = endpoint

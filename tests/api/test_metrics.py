@@ -264,9 +264,12 @@ def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
     record = started(tracker, key_name="alice")
     tracker.add_tokens(record, 2)
     tracker.add_tokens(record, 1)
-    assert {key: own.num_tokens for key, own in metrics.by_key.items()} == {"alice": 3, "bob": 0}
+    assert {key: own.num_tokens for (_, key), own in metrics.by_client.items()} == {
+        "alice": 3,
+        "bob": 0,
+    }
     tracker.finish(record, "abort")
-    assert metrics.by_key["alice"].finished["abort"] == 1
+    assert metrics.by_client["", "alice"].finished["abort"] == 1
     assert metrics.total("request_generated_tokens").sum == 3
     assert metrics.total("request_duration_seconds").sum == 0
 

@@ -192,6 +192,9 @@ class ScriptedEndpoint:
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    def work_besides(self, via: str) -> int:  # noqa: ARG002
+        return 0
+
     async def load(self) -> LoadReport:
         return self.report or LoadReport(num_running=len(self.requests))
 

@@ -11,8 +11,17 @@ from contextlib import ExitStack
 import pytest
 from operations import assert_constant, assert_linear
 
-from benchmarks.dispatch_scale import StaticPeer, begin, fleet, place_one, request
+from benchmarks.dispatch_scale import (
+    StaticPeer,
+    begin,
+    catalogue,
+    fleet,
+    place_by_name,
+    place_one,
+    request,
+)
 from benchmarks.simulation.event_loop import VirtualTimeLoop
+from pagoda.api.catalogue import Catalogue
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
@@ -51,6 +60,24 @@ def test_placing_a_request_takes_as_long_in_any_fleet(policy: PolicyName, loops)
         return lambda: runner.run(place_some())
 
     assert_constant(make, (10, 32, 128, 1024), slack=1.2)
+
+
+def test_a_request_that_names_a_model_takes_as_long_among_any_number_of_pools(loops) -> None:
+    def make(num_pools: int) -> Callable[[], object]:
+        runner = loops()
+
+        async def make_models() -> Catalogue:
+            return catalogue(num_pools, 20)
+
+        models = runner.run(make_models())
+
+        async def place_some() -> None:
+            for number in range(8):
+                await place_by_name(models, number * num_pools // 8)
+
+        return lambda: runner.run(place_some())
+
+    assert_constant(make, (1, 8, 64), slack=1.2)
 
 
 def test_finding_a_long_prefix_takes_hardly_longer_than_finding_a_short_one() -> None:

@@ -31,6 +31,7 @@ from pagoda.messages.frontend import (
     EngineMessage,
     FrontendMessage,
     Hello,
+    PoolModel,
 )
 from pagoda.messages.transfers import TransferMessage, Transfers
 from pagoda.messages.worker import StepPlan, WorkerMessage, WorkerOrder, WorkerReady
@@ -185,7 +186,7 @@ def _open_router_orders(room: Path) -> Iterator[Feed]:
             identity = Identity("host", "m", "1", is_router=False)
             server = HostServer(dispatcher, sockets, "tcp://h:1", identity)
             [socket] = sockets.opened
-            hello = Hello(model="m", model_digest="1")
+            hello = Hello(pools=(PoolModel("", "m", "1"),))
             for item in (msgspec.msgpack.encode(hello), *items):
                 socket.take([b"router", item])
             await _turns()

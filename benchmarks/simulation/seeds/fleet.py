@@ -210,7 +210,7 @@ class Router:
         self._table = HostTable()
         identity = Identity(f"{self.name}-{self._num_starts}", "sim", "digest", is_router=True)
         sockets = SimSockets(self._around.hosts, self.process)
-        self.registry = Registry(self.members, _Names(self._table), sockets, identity, tracer)
+        self.registry = Registry({"": self.members}, _Names(self._table), sockets, identity, tracer)
         self.looks_for_hosts = True
         for host in hosts:
             self.name_host(host.address, host)

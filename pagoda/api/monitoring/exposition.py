@@ -117,7 +117,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     )
     if snapshot.report is not None:
         yield from _dispatcher(snapshot.model_name, snapshot.report)
-        yield from _replicas(snapshot.model_name, reports)
+        models = {one.name: one.model or snapshot.model_name for one in snapshot.report.replicas}
+        yield from _replicas(models, reports)
 
 
 def _requests(snapshot: Snapshot) -> Iterator[Metric]:
@@ -127,8 +128,8 @@ def _requests(snapshot: Snapshot) -> Iterator[Metric]:
         "Answers that have ended, by the reason of their end.",
         ["model_name", "key", "finish_reason"],
         {
-            (model, key, reason): count
-            for key, own in requests.by_key.items()
+            (of or model, key, reason): count
+            for (of, key), own in requests.by_client.items()
             for reason, count in own.finished.items()
         },
     )
@@ -136,7 +137,7 @@ def _requests(snapshot: Snapshot) -> Iterator[Metric]:
         "pagoda_answer_tokens_total",
         "Tokens of answers, as they come.",
         ["model_name", "key"],
-        {(model, key): own.num_tokens for key, own in requests.by_key.items()},
+        {(of or model, key): own.num_tokens for (of, key), own in requests.by_client.items()},
     )
     yield _gauge(
         "pagoda_longest_wait_seconds",
@@ -154,7 +155,10 @@ def _requests(snapshot: Snapshot) -> Iterator[Metric]:
         },
     )
     for name, kind in HISTOGRAMS.items():
-        series = {(model, key): own.histograms[name] for key, own in requests.by_key.items()}
+        series = {
+            (of or model, key): own.histograms[name]
+            for (of, key), own in requests.by_client.items()
+        }
         yield _histograms(f"pagoda_{name}", kind.help_text, ["model_name", "key"], series)
 
 
@@ -164,13 +168,16 @@ def _dispatcher(model: str, report: LoadReport) -> Iterator[Metric]:
         "pagoda_replica_ready",
         "Whether a replica computes.",
         _REPLICA,
-        {(model, replica.name): replica.state == "ready" for replica in report.replicas},
+        {
+            (replica.model or model, replica.name): replica.state == "ready"
+            for replica in report.replicas
+        },
     )
     yield _counter(
         "pagoda_engine_restarts_total",
         "Engines lost; each is started again, unless too many were lost in a row.",
         _REPLICA,
-        {(model, replica.name): replica.num_losses for replica in report.replicas},
+        {(replica.model or model, replica.name): replica.num_losses for replica in report.replicas},
     )
     yield _gauge(
         "pagoda_num_requests_unplaced",
@@ -180,9 +187,10 @@ def _dispatcher(model: str, report: LoadReport) -> Iterator[Metric]:
     )
 
 
-def _replicas(model: str, reports: Mapping[str, LoadReport]) -> Iterator[Metric]:
+def _replicas(models: Mapping[str, str], reports: Mapping[str, LoadReport]) -> Iterator[Metric]:
+    """Metrics of replicas; `models` has the model of each."""
     for field, figures in figures_of(LoadReport).items():
-        own = {(model, name): getattr(report, field) for name, report in reports.items()}
+        own = {(models[name], name): getattr(report, field) for name, report in reports.items()}
         for figure in figures:
             if figure.name and (not figure.label or any(own.values())):
                 yield _declared(figure, _REPLICA, own)
@@ -190,22 +198,28 @@ def _replicas(model: str, reports: Mapping[str, LoadReport]) -> Iterator[Metric]
         ("pagoda_step_tokens", "Tokens of a step.", step_tokens),
         ("pagoda_step_sequences", "Requests that take part in a step.", step_sequences),
     ):
-        histograms = {(model, replica): steps(report) for replica, report in reports.items()}
+        histograms = {
+            (models[replica], replica): steps(report) for replica, report in reports.items()
+        }
         yield _histograms(name, help_text, _REPLICA, histograms)
     yield _counter(
         "pagoda_step_phase_seconds_total",
         "Where the time of steps went.",
         (*_REPLICA, "phase"),
         {
-            (model, replica, phase): getattr(report.steps, field)
+            (models[replica], replica, phase): getattr(report.steps, field)
             for replica, report in reports.items()
             for phase, field in PHASES.items()
         },
     )
     tiers = {
-        (model, name, tier.name): tier for name, report in reports.items() for tier in report.tiers
+        (models[name], name, tier.name): tier
+        for name, report in reports.items()
+        for tier in report.tiers
     }
-    usage = {(model, name, "device"): device_usage(report) for name, report in reports.items()}
+    usage = {
+        (models[name], name, "device"): device_usage(report) for name, report in reports.items()
+    }
     usage |= {
         labels: tier.num_blocks / tier.num_total_blocks
         for labels, tier in tiers.items()
@@ -265,7 +279,7 @@ def step_sequences(report: LoadReport) -> Histogram:
 
 def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
     model, requests = snapshot.model_name, snapshot.requests
-    finished = [own.finished for own in requests.by_key.values()]
+    finished = [own.finished for own in requests.by_client.values()]
     reasons = sorted({reason for counts in finished for reason in counts} - {REFUSED})
     yield _counter(
         "vllm:request_success_total",

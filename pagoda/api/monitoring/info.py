@@ -13,9 +13,11 @@ from aiohttp import web
 from pagoda.api.answers.running_answers import running_answers
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.http.request_context import RequestContext
+from pagoda.fleet.endpoint import ReplicaState
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role
+from pagoda.text.text_generator import TextGenerator
 from pagoda.version import __version__
 
 _KV_CONNECTOR = "NixlConnector"
@@ -28,10 +30,10 @@ async def health_live(context: RequestContext) -> web.StreamResponse:
 
 async def health_ready(context: RequestContext) -> web.StreamResponse:
     """The model makes progress; 503 if it does not, with the reason for those who have the API key."""
-    generator = context.service.ready_generator()
+    context.service.ready_generator()
     if context.service.draining:
         raise unavailable("The server is shutting down.")
-    health = await generator.endpoint.health()
+    health = await context.service.health()
     if not health.ready and not context.has_key:
         raise unavailable("The server is not ready.")
     if not health.ready:
@@ -51,43 +53,52 @@ async def model(context: RequestContext) -> web.StreamResponse:
     return context.json(one_model(context, _model))
 
 
-Describe = Callable[[RequestContext, str], dict[str, Any]]
+Describe = Callable[[RequestContext, str, TextGenerator], dict[str, Any]]
 """Description of the model or adapter of a name, as an API has it."""
 
 
 def all_models(context: RequestContext, describe: Describe) -> list[dict[str, Any]]:
-    """The model by all its names, then the adapters."""
-    config = context.service.config
-    names = (config.served_model_name, *config.model_aliases)
-    adapters = context.service.ready_generator().adapters
-    shown = [describe(context, name) for name in names]
-    return shown + [_adapter(context, adapter, describe) for adapter in adapters]
+    """Each model by all its names, and the adapters."""
+    found = context.service.names(context.client_request)
+    return [_entry(context, *one, describe) for one in found]
 
 
 def one_model(context: RequestContext, describe: Describe) -> dict[str, Any]:
     """The model or adapter that the path names. Raises ApiError: 404, it is not served here."""
-    context.service.check_model(context.path_argument)
     name = context.path_argument
-    adapter = context.service.ready_generator().adapters.find(name)
-    return describe(context, name) if adapter is None else _adapter(context, adapter, describe)
+    generator = context.service.named(name, context.client_request)
+    return _entry(context, name, generator, generator.adapter, describe)
 
 
-def _adapter(context: RequestContext, adapter: Adapter, describe: Describe) -> dict[str, Any]:
-    parent = context.service.config.served_model_name
-    own = {"root": adapter.path, "parent": parent}
-    return {**describe(context, adapter.name), **own}
+def _entry(
+    context: RequestContext,
+    name: str,
+    generator: TextGenerator,
+    adapter: Adapter | None,
+    describe: Describe,
+) -> dict[str, Any]:
+    described = describe(context, name, generator)
+    if adapter is None:
+        return described
+    parent = generator.name or context.service.config.served_model_name
+    return {**described, "root": adapter.path, "parent": parent}
 
 
-def _model(context: RequestContext, name: str) -> dict[str, Any]:
-    limits = context.service.ready_generator().endpoint.limits
+def longest_sequence(generator: TextGenerator) -> int | None:
+    """Tokens of the longest sequence that a model takes; None for one of several that has had no host yet."""
+    endpoint = generator.endpoint
+    return None if endpoint.state is ReplicaState.STARTING else endpoint.limits.max_model_len
+
+
+def _model(context: RequestContext, name: str, generator: TextGenerator) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": context.service.created,
         "owned_by": "pagoda",
-        "root": context.service.config.served_model_name,
+        "root": generator.name or context.service.config.served_model_name,
         "parent": None,
-        "max_model_len": limits.max_model_len,
+        "max_model_len": longest_sequence(generator),
     }
 
 
@@ -117,7 +128,7 @@ async def server_info(context: RequestContext) -> web.StreamResponse:
 
 async def load(context: RequestContext) -> web.StreamResponse:
     """The load of the whole server and of each replica: requests, pending tokens, KV blocks."""
-    report = await context.service.ready_generator().endpoint.load()
+    report = await context.service.load()
     return context.json(
         {
             "draining": context.service.draining,
@@ -138,6 +149,7 @@ def figures(report: LoadReport) -> dict[str, Any]:
 def _replica(replica: ReplicaLoad) -> dict[str, Any]:
     return {
         "name": replica.name,
+        **({"model": replica.model} if replica.model else {}),
         "state": replica.state,
         "num_requests": replica.num_requests,
         "weighed_tokens": replica.weighed_tokens,

@@ -48,8 +48,8 @@ async def _snapshot(service: Service) -> Snapshot:
     report, limits = None, None
     if service.generator is not None:
         try:
-            endpoint = service.generator.endpoint
-            report, limits = await endpoint.load(), endpoint.limits
+            report = await service.load()
+            limits = service.ready_generator().endpoint.limits
         except EngineDeadError:
             pass  # what was counted of requests is still there
     return Snapshot(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of requests for `/metrics`, by API key, made in the event loop as answers come.
+"""Counts of requests for `/metrics`, by model and API key, made in the event loop as answers come.
 
-The number of series depends on keys, routes, statuses and error codes only, whatever clients send.
+The number of series depends on models, keys, routes, statuses and error codes only, whatever clients send.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class RequestMetrics:
 
     def __init__(self, keys: Sequence[str] = ("",)) -> None:
         """`keys` are the names of those that there are; others may come too."""
-        self.by_key = {key: KeyFigures() for key in keys}
+        self.by_client = {("", key): KeyFigures() for key in keys}
+        """Figures by the model, which is empty for the default one, and the name of the API key."""
         self.refusals: Counter[Refusal] = Counter()
 
     def follow(self, tracker: RequestTracker) -> None:
@@ -129,26 +130,27 @@ class RequestMetrics:
     def copy(self) -> RequestMetrics:
         """The figures as they are now, for another thread."""
         copied = RequestMetrics(())
-        copied.by_key = {key: own.copy() for key, own in self.by_key.items()}
+        copied.by_client = {client: own.copy() for client, own in self.by_client.items()}
         copied.refusals = self.refusals.copy()
         return copied
 
     def total(self, name: str) -> Histogram:
         return total(
-            [own.histograms[name] for own in self.by_key.values()], HISTOGRAMS[name].bounds
+            [own.histograms[name] for own in self.by_client.values()], HISTOGRAMS[name].bounds
         )
 
     def _on_start(self, record: RequestStatistics) -> None:
-        if record.client_request.key_name not in self.by_key:
-            self.by_key[record.client_request.key_name] = KeyFigures()
+        client = record.client_request.model, record.client_request.key_name
+        if client not in self.by_client:
+            self.by_client[client] = KeyFigures()
 
     def _on_tokens(
         self, record: RequestStatistics, num_tokens: int, waited_ns: int, is_first: bool
     ) -> None:
-        figures = self.by_key[record.client_request.key_name]
+        figures = self.by_client[record.client_request.model, record.client_request.key_name]
         figures.num_tokens += num_tokens
         histogram = figures.first_token if is_first else figures.next_token
         histogram.observe(waited_ns / 1e9)
 
     def _on_finish(self, record: RequestStatistics) -> None:
-        self.by_key[record.client_request.key_name].end(record)
+        self.by_client[record.client_request.model, record.client_request.key_name].end(record)

@@ -9,7 +9,8 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.http.request_context import RequestContext
-from pagoda.api.monitoring.info import all_models, one_model
+from pagoda.api.monitoring.info import all_models, longest_sequence, one_model
+from pagoda.text.text_generator import TextGenerator
 
 VERSION_HEADER = "anthropic-version"
 """The header by which Anthropic's clients are known."""
@@ -26,9 +27,9 @@ async def model(context: RequestContext) -> web.StreamResponse:
     return context.json(one_model(context, _model))
 
 
-def _model(context: RequestContext, name: str) -> dict[str, Any]:
+def _model(context: RequestContext, name: str, generator: TextGenerator) -> dict[str, Any]:
     created = datetime.fromtimestamp(context.service.created, UTC)
-    max_model_len = context.service.ready_generator().endpoint.limits.max_model_len
+    max_model_len = longest_sequence(generator)
     return {
         "type": "model",
         "id": name,

@@ -106,7 +106,8 @@ class PrefillOffload:
             pending_there=pending_there,
         ):
             return self._prefill.generate
-        most = pending_here + (1 + slot.num_streams) * num_left - self._min_tokens
+        waits_here = slot.work.prompt_tokens - placement.work.prompt_tokens
+        most = waits_here + (1 + slot.num_streams) * num_left - self._min_tokens
         block_size = slots.sums.total.block_size
         found = [
             (_cost(helper, tracked.num_tokens - num_cached), helper.number, num_cached)
@@ -147,21 +148,25 @@ async def _compute_at(
 ) -> AsyncIterator[TokenChunk]:
     """Lets a replica that answers requests compute a prompt for another one; some of it may be cached there."""
     num_tokens = len(copy.prompt_token_ids) + len(copy.output_token_ids)
-    work = RequestWork(slot.work, num_tokens, num_cached_tokens=num_cached, output_tokens=1)
+    work = RequestWork(slot.work, num_tokens, num_cached_tokens=num_cached)
     try:
         chunks = cast(AsyncGenerator[TokenChunk, None], slot.replica.generate(copy))
         async with aclosing(chunks):
             async for chunk in chunks:
                 if chunk.num_computed_tokens is not None:
-                    work.prompt_progress(chunk.num_computed_tokens)
+                    slot.health.work_for_others(work.prompt_progress(chunk.num_computed_tokens))
+                elif chunk.token_ids:
+                    slot.health.work_for_others(work.output_progress(len(chunk.token_ids)))
                 yield chunk
     finally:
         work.close()
 
 
 def _cost(slot: ReplicaSlot, num_tokens: int) -> int:
-    """The work until a replica has computed so many tokens of a prompt, as `is_better_here` counts it."""
-    return slot.work.pending_tokens + (1 + slot.num_streams) * num_tokens
+    """The tokens for which a prompt waits at a replica that answers as well, and for which streams wait there: its
+    own and those of the prompts before it, once for the request and its own once more for each stream. Answers run
+    beside prompts, and so the rest of these does not count."""
+    return slot.work.prompt_tokens + (1 + slot.num_streams) * num_tokens
 
 
 def is_better_here(

@@ -85,8 +85,7 @@ async def show(context: RequestContext) -> web.StreamResponse:
     if not name:
         raise ApiError(400, "model is missing.", "model")
     service = context.service
-    service.check_model(served_name(service, name))
-    generator = service.ready_generator()
+    generator = service.named(served_name(service, name), context.client_request)
     text, limits = generator.text, generator.endpoint.limits
     card = await _card(context)
     kind = card.architecture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from pagoda.cli.cluster import ROUTERS, ServerStart
 from pagoda.fleet.fleet import Entrance
@@ -25,6 +26,13 @@ class JoinFlags:
         None
     )
     """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
+    pool: Annotated[str, Parameter(show_default=False)] = ""
+    """The pool of these routers to work in, where several have this model; by default the one of the model's name
+    here, or else the first of them."""
+    region: Annotated[str, Parameter(show_default=False)] = ""
+    """The place of this server, which routers may weigh (--pools) and show."""
+    price: Annotated[float, Parameter(validator=Number(gte=0, lte=1e9))] = 0.0
+    """Cost of this server beside others, in any unit that is the same for all, for routers that weigh it."""
     etcd_cacert: Path | None = None
     """A PEM file of the authorities by which an etcd at etcds://... is known, instead of those of this machine."""
     etcd_cert: Path | None = None
@@ -47,4 +55,4 @@ class JoinFlags:
             entrance,  # sockets, which other servers need not have
         )
 
-        return entrance(server, self.join, self.etcd_files)
+        return entrance(server, self)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -15,14 +16,17 @@ from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
-from pagoda.messages.frontend import EngineFailed, Hello
+from pagoda.messages.frontend import EngineFailed, Hello, HostPool, HostWork, PoolModel
 from pagoda.messages.tracing import ClockPing, ClockPong, FragmentPart, HostTraceStopped, StartTrace
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
-from pagoda.plugins.router.messages import HostMessage, RouterMessage
+from pagoda.plugins.router.messages import HostMessage, HostPong, RouterMessage
+from pagoda.plugins.router.round_trips import RoundTrips
 from pagoda.telemetry.tracer import Tracer
 
 HELLO_TIMEOUT_S = 10.0
+Weigh = Callable[[HostPool, float], int]
+"""Gives the tokens of waiting that the place of a host is worth, and so many seconds of a round trip."""
 HANG_TIMEOUT_S = 30.0
 """Seconds of silence after which a host that owes an answer counts as lost. Heartbeats of the socket
 (`pagoda.ipc.event_socket`) notice a dead host or a cut line, but go on when the host's event loop hangs."""
@@ -35,6 +39,23 @@ class Identity:
     model: str
     model_digest: str
     is_router: bool
+    pool: str = ""
+    """The pool of routers that a host belongs to; empty leaves the choice to its model."""
+    pools: tuple[PoolModel, ...] = ()
+    """The pools of a router; empty if it has one, of its `model`."""
+    region: str = ""
+    price: float = 0.0
+    number: int = 0
+    """Number of a router's pool, as which it is one of the hosts of a router above."""
+
+    @property
+    def host_id(self) -> str:
+        """The id by which routers know a host, or one pool of a router below."""
+        return f"{self.id}-{self.number}" if self.number else self.id
+
+    @property
+    def offered(self) -> tuple[PoolModel, ...]:
+        return self.pools or (PoolModel("", self.model, self.model_digest),)
 
 
 class HostClient:
@@ -49,8 +70,10 @@ class HostClient:
         *,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         hang_timeout_s: float = HANG_TIMEOUT_S,
+        weigh: Weigh = lambda _place, _round_trip_s: 0,
     ) -> None:
-        """`address` is `tcp://host:port`; `router` and `tracer` are those of this process.
+        """`address` is `tcp://host:port`; `router` and `tracer` are those of this process; `weigh` gives the
+        tokens of waiting that the host's place is worth (`Replica.handicap`).
 
         Raises zmq.ZMQError if there is no socket left.
         """
@@ -60,6 +83,12 @@ class HostClient:
         self._hello_timeout_s = hello_timeout_s
         self._trace: FetchedTrace | None = None
         self._has_spoken = False
+        self.welcome = HostPool("")
+        """The router's pool that the host has named, and its place."""
+        self.round_trip_s: float | None = None
+        """The shortest of the latest round trips; None before the first."""
+        self._weigh = weigh
+        self._pings = RoundTrips(self.send)
         self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         self._socket = sockets.client(self._receive, lambda: self._lose("hung up"))
@@ -84,7 +113,7 @@ class HostClient:
             raise ConfigError(
                 f"{self._address!r} is not an address like tcp://HOST:PORT."
             ) from None
-        self.send(Hello(model=self._router.model, model_digest=self._router.model_digest))
+        self.send(Hello(pools=self._router.offered))
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 await self.replica.wait_open()
@@ -117,6 +146,7 @@ class HostClient:
         """Gives the host up: its requests continue at other hosts. `reason` is a clause. May be called twice."""
         if self._trace is not None:
             self._trace.lose(reason)
+        self._pings.stop()
         self.replica.fail(EngineLostError(f"The host at {self._address} {reason}."))
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -134,6 +164,14 @@ class HostClient:
             case HostTraceStopped() | FragmentPart():
                 if self._trace is not None:
                     self._trace.receive(message)
+            case HostPool():
+                self.welcome = message
+                self._pings.start()
+            case HostPong(number):
+                self.round_trip_s = self._pings.pong(number)
+                self.replica.set_handicap(self._weigh(self.welcome, self.round_trip_s))
+            case HostWork(pending_tokens):
+                self.replica.take_work_of_others(pending_tokens)
             case EngineFailed(reason):
                 self.replica.fail(ConfigError(reason))
             case _:

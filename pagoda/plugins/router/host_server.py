@@ -23,13 +23,12 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.fleet.endpoint import Endpoint, ReplicaState, Unsubscribe
+from pagoda.fleet.endpoint import ReplicaState, SharedEndpoint, Unsubscribe
 from pagoda.fleet.fleet import TraceOwner
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.door import pieces
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
-    PROTOCOL_VERSION,
     AbortRequests,
     EngineFailed,
     EngineReady,
@@ -37,6 +36,8 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     HostLeave,
+    HostPool,
+    HostWork,
     LoadQuery,
     RequestRefused,
     SubscribeCache,
@@ -44,12 +45,13 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeCache,
 )
-from pagoda.messages.ranges import MAX_ITEMS
+from pagoda.messages.ranges import MAX_ITEMS, capped
 from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTrace, StopTrace
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import HostTrace
-from pagoda.plugins.router.messages import HostMessage, RouterMessage
+from pagoda.plugins.router.messages import HostMessage, HostPing, HostPong, RouterMessage
+from pagoda.plugins.router.pools import pool_for
 from pagoda.plugins.router.request_checks import check_request
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.request_tracker import REFUSED, TIMED_OUT, RequestTracker
@@ -58,12 +60,21 @@ from pagoda.telemetry.tracer import Tracer
 _PARTING_S = 0.1
 """Seconds from when a router has hung up until the socket refuses messages to it; with a wide margin."""
 
+_TELL_S = 0.02
+"""Seconds between two looks at the work that routers have here."""
+_TOLD_SHARE = 8
+"""Routers are told of one another's work when it has changed by an eighth."""
+
 _log = logging.getLogger(__name__)
 
 
 class _Router:
-    def __init__(self, identity: bytes) -> None:
+    def __init__(self, identity: bytes, number: int) -> None:
         self.identity = identity
+        self.via = str(number)
+        """The router's name in requests here."""
+        self.told_tokens = 0
+        """The work of others that the router was last told of."""
         self.is_welcome = False
         """The router has said hello and fits this host."""
         self.requests: dict[str, asyncio.Task[None]] = {}
@@ -84,7 +95,7 @@ class HostServer:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: SharedEndpoint,
         sockets: HostSockets,
         address: str,
         identity: Identity,
@@ -107,6 +118,10 @@ class HostServer:
         self._routers: dict[bytes, _Router] = {}
         self._request_ids: set[str] = set()
         """Ids of requests that run."""
+        self._num_routers = 0
+        """Routers so far."""
+        self._telling: asyncio.TimerHandle | None = None
+        """The next time that routers are told of one another's work; None while there is none."""
         self._num_renamed = 0
         self._leaves = False
         self._flushing: list[_Router] = []
@@ -146,8 +161,9 @@ class HostServer:
 
     async def close(self) -> None:
         self._unwatch()
-        if self._parting is not None:
-            self._parting.cancel()
+        for timer in (self._parting, self._telling):
+            if timer is not None:
+                timer.cancel()
         tasks = [task for router in self._routers.values() for task in router.requests.values()]
         for router in list(self._routers.values()):
             self._drop(router)
@@ -160,7 +176,7 @@ class HostServer:
     def _limits(self) -> EngineReady:
         limits, identity = self._endpoint.limits, self._identity
         routers = (identity.id, *limits.routers) if identity.is_router else limits.routers
-        return msgspec.structs.replace(limits, host_id=identity.id, routers=routers)
+        return msgspec.structs.replace(limits, host_id=identity.host_id, routers=routers)
 
     @property
     def _is_ready(self) -> bool:
@@ -215,7 +231,8 @@ class HostServer:
             return
         router = self._routers.get(identity)
         if router is None:
-            router = self._routers[identity] = _Router(identity)
+            self._num_routers += 1
+            router = self._routers[identity] = _Router(identity, self._num_routers)
         try:
             self._handle(router, message)
         except Exception:  # one router must not end the service of all
@@ -237,6 +254,8 @@ class HostServer:
                 router.unsubscribe = self._endpoint.subscribe_cache(partial(self._send, router))
             case UnsubscribeCache():
                 self._unsubscribe(router)
+            case HostPing(number):
+                self._send(router, HostPong(number))
             case LoadQuery():
                 self._report(router, message.query_id)
             case StartTrace() | StopTrace() | FetchFragment() if router.is_welcome:
@@ -254,12 +273,15 @@ class HostServer:
             router.unsubscribe = None
 
     def _welcome(self, router: _Router, hello: Hello) -> None:
-        problem = self._refusal_of(hello)
-        if problem:
-            _log.warning("a router is refused: %s", problem)
-            self._send(router, EngineFailed(problem, is_user_error=True))
+        try:
+            pool = pool_for(self._identity, hello)
+        except ConfigError as error:
+            _log.warning("a router is refused: %s", error)
+            self._send(router, EngineFailed(str(error), is_user_error=True))
             return
         router.is_welcome = True
+        own = self._identity
+        self._send(router, HostPool(pool.pool, own.region, own.price))
         self._send(router, self._limits)
         if self._tracer.session is not None:
             self._compare_clock(router)
@@ -267,20 +289,6 @@ class HostServer:
             self._report(router, None)
         if self._leaves:
             self._send(router, HostLeave())
-
-    def _refusal_of(self, hello: Hello) -> str:
-        own = self._identity
-        if hello.protocol_version != PROTOCOL_VERSION:
-            return (
-                f"The router speaks protocol {hello.protocol_version}, the host {PROTOCOL_VERSION}; "
-                "install the same version of Pagoda on both."
-            )
-        if hello.model_digest != own.model_digest:
-            return (
-                f"The router serves {hello.model}, and {own.model} at the host is another model or another "
-                "version of it; serve the same files."
-            )
-        return ""
 
     async def _trace(
         self, router: _Router, trace: HostTrace, message: StartTrace | StopTrace | FetchFragment
@@ -309,6 +317,22 @@ class HostServer:
             )
             self._send(router, report)
 
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(_TELL_S, self._tell_work)
+
+    def _tell_work(self) -> None:
+        """Tells each router of the work of others, where that is another than it was told. Goes on until there is
+        none."""
+        self._telling = None
+        for router in self._welcome_routers():
+            tokens = self._endpoint.work_besides(router.via)
+            if abs(tokens - router.told_tokens) > router.told_tokens // _TOLD_SHARE:
+                router.told_tokens = tokens
+                self._send(router, HostWork(capped(tokens)))
+        if self._request_ids or any(router.told_tokens for router in self._routers.values()):
+            self._tell_soon()
+
     def _begin(self, router: _Router, request: GenerateRequest) -> None:
         wire_id = request.wire_id or request.request_id
         if wire_id in router.requests:
@@ -320,7 +344,9 @@ class HostServer:
             self._num_renamed += 1
             request_id = f"{request.request_id}#{self._num_renamed}"
             request = msgspec.structs.replace(request, request_id=request_id)
+        request = msgspec.structs.replace(request, via=router.via)
         self._request_ids.add(request.request_id)
+        self._tell_soon()
         task = asyncio.create_task(self._generate(router, wire_id, request))
         router.requests[wire_id] = task
         task.add_done_callback(partial(self._end, router, wire_id, request.request_id))

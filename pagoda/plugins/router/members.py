@@ -1,39 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts of a router, behind its dispatcher."""
+"""The hosts of a router, behind a dispatcher for each pool."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import zmq
 
-from pagoda.fleet.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.fleet.fleet import Fleet
-from pagoda.fleet.policies import DEFAULT_POLICY, POLICIES, PolicyName
+from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.curve import start_authenticator
+from pagoda.messages.frontend import HostPool
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.plugins.router.discovery.base import Context, Discover
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import CurveSockets
-from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
+from pagoda.plugins.router.pools import PoolConfig, router_identity
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.tracer import Tracer
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The hosts of a router, and the choice among them."""
+    """The hosts of a router, and its pools by name, the default one first."""
 
     discover: Discover
     keys: CurveKeys
-    model: str
-    model_digest: str
-    policy: PolicyName = DEFAULT_POLICY
-    remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
-    """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
-    no_replica_timeout_s: float = DEFAULT_NO_REPLICA_TIMEOUT_S
-    """Seconds that a request waits while no host takes requests."""
+    pools: Mapping[str, PoolConfig]
+    region: str = ""
+    """The router's own."""
 
 
 class HostMembers:
@@ -48,17 +47,29 @@ class HostMembers:
         self._context: Context = zmq.Context()
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._hosts = PrefillDecodeRouter(
-            POLICIES[config.policy],
-            config.remote_prefill_min_tokens,
-            self._tracer,
-            no_replica_timeout_s=config.no_replica_timeout_s,
-        )
-        self.dispatcher = self._hosts.dispatcher
+        self._hosts = {name: self._opened(pool) for name, pool in config.pools.items()}
+        self.pools = {name: hosts.dispatcher for name, hosts in self._hosts.items()}
         self.registry: Registry | None = None
         """None before the start."""
         self._order: StartTrace | None = None
         """The trace under way."""
+
+    def _opened(self, pool: PoolConfig) -> PrefillDecodeRouter:
+        return PrefillDecodeRouter(
+            POLICIES[pool.policy],
+            pool.remote_prefill_min_tokens,
+            self._tracer,
+            no_replica_timeout_s=pool.no_replica_timeout_s,
+            max_requests=pool.max_requests,
+        )
+
+    def identity(self, fleet_id: str) -> Identity:
+        """This router as its hosts, and routers above, see it."""
+        return router_identity(fleet_id, self._config.pools, self._config.region)
+
+    def _weigh(self, place: HostPool, round_trip_s: float) -> int:
+        pool = self._config.pools.get(place.pool)
+        return 0 if pool is None else pool.distance.tokens(place, round_trip_s, self._config.region)
 
     async def start(self, fleet: Fleet) -> None:
         """Returns when a host has been found. Raises ConfigError: hosts cannot be looked for."""
@@ -68,8 +79,9 @@ class HostMembers:
             self._hosts,
             config.discover(self._context),
             CurveSockets(self._context, config.keys, fleet.faults),
-            Identity(fleet.id, config.model, config.model_digest, is_router=True),
+            self.identity(fleet.id),
             self._tracer,
+            self._weigh,
         )
         if self._order is not None:
             self.registry.start_trace(self._order)
@@ -90,5 +102,5 @@ class HostMembers:
     async def close(self) -> None:
         if self.registry is not None:
             await self.registry.close()
-        await self._hosts.close()
+        await asyncio.gather(*(hosts.close() for hosts in self._hosts.values()))
         self._context.term()

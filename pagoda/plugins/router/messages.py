@@ -7,8 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from pagoda.messages.frontend import EngineMessage, FrontendMessage, HostLeave
-from pagoda.messages.ranges import Name, Sentence
+from pagoda.messages.frontend import EngineMessage, FrontendMessage, HostLeave, HostPool, HostWork
+from pagoda.messages.ranges import Count, Name, Sentence
 from pagoda.messages.tracing import (
     ClockPing,
     ClockPong,
@@ -44,6 +44,25 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """True if the host need not announce itself again: the router will never use it."""
 
 
-HostMessage = EngineMessage | HostLeave | ClockPing | HostTraceStopped | FragmentPart
+class HostPing(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks a host for a `HostPong` at once, by which a router measures how far away it is."""
+
+    number: Count
+
+
+class HostPong(msgspec.Struct, frozen=True, tag="pong"):
+    number: Count
+
+
+HostMessage = (
+    EngineMessage
+    | HostLeave
+    | HostPool
+    | HostWork
+    | HostPong
+    | ClockPing
+    | HostTraceStopped
+    | FragmentPart
+)
 """Messages from a host to a router."""
-RouterMessage = FrontendMessage | ClockPong | FetchFragment
+RouterMessage = FrontendMessage | HostPing | ClockPong | FetchFragment

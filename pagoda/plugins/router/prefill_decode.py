@@ -37,11 +37,12 @@ class PrefillDecodeRouter:
         tracer: Tracer | None = None,
         *,
         no_replica_timeout_s: float = math.inf,
+        max_requests: int | None = None,
     ) -> None:
         """`policy` chooses among hosts that answer; prefill hosts are chosen by what waits for them.
 
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
-        `no_replica_timeout_s` is as in `Dispatcher`.
+        `no_replica_timeout_s` and `max_requests` are as in `Dispatcher`.
         """
         # Decode hosts compute what no prefill host does, so all prefill hosts may be ejected.
         by_work = POLICIES["least-pending-tokens"]
@@ -56,6 +57,7 @@ class PrefillDecodeRouter:
             offload,
             tracer=tracer,
             no_replica_timeout_s=no_replica_timeout_s,
+            max_requests=max_requests,
         )
         self.prefill.watch(self.dispatcher.slots.update_subscriptions)
         self._unwatch: dict[Replica, Callable[[], None]] = {}

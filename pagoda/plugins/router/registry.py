@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -17,11 +18,12 @@ from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
+from pagoda.messages.frontend import HostPool
 from pagoda.messages.load import LoadReport
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.router.discovery.base import Discovery
-from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity
+from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity, Weigh
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
 from pagoda.plugins.router.messages import HostRecord
@@ -32,6 +34,8 @@ _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
 _DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
 _LEFT = "It has finished, and ends."
+
+_NOWHERE = HostPool("")
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ class HostReport:
     state: str
     """`connecting`, `refused`, `leaving` (it gets nothing new), or the `ReplicaState` of one that is used."""
     reason: str = ""
+    place: HostPool = _NOWHERE
+    round_trip_s: float | None = None
     role: Role = Role.NONE
     since: float | None = None
     """Unix time from which on the host is used."""
@@ -63,6 +69,8 @@ class _NamedHost:
         """The latest connection to the host."""
         self.host: Replica | None = None
         """The replica at its end; None unless the host is used."""
+        self.pool = ""
+        """The pool that the host is in."""
         self.since: float | None = None
         self.problem = ""
         self.changed = asyncio.Event()
@@ -74,19 +82,23 @@ class Registry:
     """Connects to hosts that are named, and takes them in; lets go of those that are not named any
     more, that leave, and that are lost.
 
-    A host of another model or version is refused, and one that would send requests back to this router.
+    Each host goes to the pool of its model. A host of no pool's model or another version is refused, and one that
+    would send requests back to this router.
     """
 
     def __init__(
         self,
-        members: PrefillDecodeRouter,
+        pools: Mapping[str, PrefillDecodeRouter],
         discovery: Discovery,
         sockets: HostSockets,
         router: Identity,
         tracer: Tracer | None = None,
+        weigh: Weigh = lambda _place, _round_trip_s: 0,
     ) -> None:
+        """`pools` are those that `router` offers, by name. `weigh` is as in `HostClient`."""
         self._tracer = tracer
-        self._members = members
+        self._weigh = weigh
+        self._pools = pools
         self._discovery = discovery
         self._sockets = sockets
         self._router = router
@@ -98,8 +110,8 @@ class Registry:
         """Traces of hosts, by address."""
         self._first = asyncio.Event()
         self._is_closed = False
-        self._block_sizes: Counter[int] = Counter()
-        """Hosts in use by the block size of their KV caches."""
+        self._block_sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        """Hosts in use, by pool and by the block size of their KV caches."""
         self._following = asyncio.create_task(
             keep_going(lambda: discovery.follow(self), "the search for hosts")
         )
@@ -166,9 +178,11 @@ class Registry:
             host.limits.host_id,
             entry.record.address,
             host.state if self._is_wanted(entry, host) else "leaving",
+            place=_NOWHERE if entry.client is None else entry.client.welcome,
+            round_trip_s=None if entry.client is None else entry.client.round_trip_s,
             role=host.limits.role,
             since=since,
-            num_requests=0 if entry.host is None else self._members.num_requests(host),
+            num_requests=0 if entry.host is None else self._pools[entry.pool].num_requests(host),
             load=load,
         )
 
@@ -209,6 +223,7 @@ class Registry:
                 self._router,
                 self._tracer,
                 hello_timeout_s=HELLO_TIMEOUT_S,
+                weigh=self._weigh,
             )
         except zmq.ZMQError as error:
             self._set_problem(
@@ -234,6 +249,7 @@ class Registry:
         try:
             if await first_of(host.start(), entry.unnamed.wait()) != 0:
                 return 0  # it may be named again by now
+            entry.pool = "" if entry.client is None else entry.client.welcome.pool
             self._check(entry, host)
             self._set_problem(entry, "")
             await self._use(entry, host)
@@ -260,10 +276,12 @@ class Registry:
             raise ConfigError(_DISMISSAL)
         if entry.record.host_id not in ("", limits.host_id):
             raise ConfigError(f"Another host is at {entry.record.address} now.")
-        for block_size in self._block_sizes:
+        if entry.pool not in self._pools:
+            raise ConfigError("The host says that it is in a pool that this router does not have.")
+        for block_size in self._block_sizes[entry.pool]:
             if block_size != limits.block_size:
                 raise ConfigError(
-                    f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this router "
+                    f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this pool "
                     f"{block_size}; give all the same --block-size."
                 )
 
@@ -273,10 +291,11 @@ class Registry:
         Raises ConfigError if the router has got hosts with which this one cannot be used, EngineDeadError if the
         host is lost.
         """
-        block_size = host.limits.block_size
-        self._block_sizes[block_size] += 1
+        members, block_size = self._pools[entry.pool], host.limits.block_size
+        block_sizes = self._block_sizes[entry.pool]
+        block_sizes[block_size] += 1
         try:
-            self._members.add(host)
+            members.add(host)
             entry.host, entry.since = host, time.time()
             self._first.set()
             _log.info("the host at %s has joined", entry.record.address)
@@ -285,23 +304,23 @@ class Registry:
                 entry.changed.clear()
                 if self._is_wanted(entry, host):
                     self._check(entry, host)
-                    self._members.set_leaving(host, False)
+                    members.set_leaving(host, False)
                     await entry.changed.wait()
                     continue
-                self._members.set_leaving(host, True)
-                if not self._members.num_requests(host):
+                members.set_leaving(host, True)
+                if not members.num_requests(host):
                     is_dismissed = host.limits.host_id in self._dismissed
                     self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)
                     return
-                await first_of(self._members.emptied(host), entry.changed.wait())
-            if not host.is_leaving or self._members.num_requests(host):
+                await first_of(members.emptied(host), entry.changed.wait())
+            if not host.is_leaving or members.num_requests(host):
                 raise await host.wait_failed()
             self._set_problem(entry, _LEFT)  # it was gone before anybody looked
         finally:
             entry.host = entry.since = None
-            self._block_sizes[block_size] -= 1
-            self._block_sizes += Counter()  # drops block sizes that no host has any more
-            self._members.remove(host)
+            block_sizes[block_size] -= 1
+            block_sizes += Counter()  # drops block sizes that no host has any more
+            members.remove(host)
 
     def _is_wanted(self, entry: _NamedHost, host: Replica) -> bool:
         is_dismissed = host.limits.host_id in self._dismissed

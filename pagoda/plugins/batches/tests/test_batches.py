@@ -138,7 +138,7 @@ async def test_a_full_server_is_asked_again(api, attach: Attach, monkeypatch) ->
     made = (await upload(api, jsonl(request("a")))).json()
     api.endpoint.raises = OverloadedError("full")
     created = (await create(api, made["id"])).json()
-    while not api.service.request_metrics.by_key[""].finished["refused"]:
+    while not api.service.request_metrics.by_client["", ""].finished["refused"]:
         await asyncio.sleep(0)
     api.endpoint.raises = None
     batch = await until_finished(api, created["id"])

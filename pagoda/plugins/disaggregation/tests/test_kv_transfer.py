@@ -19,7 +19,6 @@ from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.disaggregation.kv_transfer import handoff_of, transfer_fields
 
-FREE = SimpleNamespace(check_room=lambda *_: None)
 """A dispatcher with room for every request."""
 ASKS = {
     "do_remote_decode": True,
@@ -226,7 +225,9 @@ async def test_a_server_that_is_not_for_it_says_so(
     serve_api, path: str, role: Role, is_router: bool, params: dict[str, Any], sentence: str
 ) -> None:
     api = await serve_api("yes", role=role)
-    api.service.fleet = SimpleNamespace(is_router=is_router, registry=None, dispatcher=FREE)
+    api.service.fleet = SimpleNamespace(
+        is_router=is_router, registry=None, check_room=lambda *_: None
+    )
     ask = getattr(api, path)
     error = (await ask(kv_transfer_params=params)).error()
     name = "do_remote_decode" if params is ASKS else "do_remote_prefill"

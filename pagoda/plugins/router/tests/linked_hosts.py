@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
 from virtual_fleet import request
 
-from pagoda.fleet.endpoint import Endpoint
+from pagoda.fleet.endpoint import SharedEndpoint
 from pagoda.fleet.fleet import TraceOwner, new_id
 from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -62,7 +62,7 @@ class Router(Closing):
         self.dispatcher = self.hosts.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.hosts, self.discovery, sockets, self.identity)
+        self.registry = Registry({"": self.hosts}, self.discovery, sockets, self.identity)
 
     @property
     def address(self) -> str:
@@ -92,7 +92,7 @@ class Host(Closing):
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: SharedEndpoint,
         keys: CurveKeys = KEYS,
         port: str = "*",
         tracker: RequestTracker | None = None,
@@ -115,10 +115,10 @@ class Host(Closing):
         self._keys = keys
         self._memberships: list[Membership] = []
 
-    async def dial(self, tracer: Tracer | None = None) -> HostClient:
+    async def dial(self, tracer: Tracer | None = None, **options: Any) -> HostClient:
         """A router's connection to this host."""
         router = Identity("router", "m", "1", is_router=True)
-        client = HostClient(self._sockets, self.record.address, router, tracer)
+        client = HostClient(self._sockets, self.record.address, router, tracer, **options)
         await client.start()
         return client
 

@@ -21,6 +21,7 @@ from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.addresses import Advertised
 from pagoda.ipc.curve import read_cluster_key
 from pagoda.messages.engine_config import EngineConfig, SimConfig
+from pagoda.messages.frontend import PoolModel
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.router.discovery.choice import registering
 from pagoda.plugins.router.door import JoinConfig
@@ -38,31 +39,45 @@ def write_key(directory: Path) -> Path:
     return key
 
 
-def join_config(join: str, key_file: Path, tracker: RequestTracker | None = None) -> JoinConfig:
+def join_config(
+    join: str,
+    key_file: Path,
+    tracker: RequestTracker | None = None,
+    *,
+    name: str = "",
+    pool: str = "",
+) -> JoinConfig:
     files, keys = resolve_model(None), read_cluster_key(key_file)
     return JoinConfig(
         register=registering(join, keys),
         keys=keys,
         advertised=Advertised("127.0.0.1", None),
-        model=files.served_name,
-        model_digest=model_digest(files),
+        models=[PoolModel(pool, name or files.served_name, model_digest(files))],
         tracker=tracker,
     )
 
 
-async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Fleet:
+async def start_host(
+    join: str,
+    key_file: Path,
+    *,
+    step_s: float = 0.005,
+    name: str = "",
+    pool: str = "",
+    vocab_size: int = VOCAB_SIZE,
+) -> Fleet:
     """A host with a simulated engine, which is made known where `join` says."""
     config = EngineConfig(
         worker=WorkerConfig(model="sim"),
         executor="sim",
         sim=SimConfig(
-            base_s=step_s, vocab_size=VOCAB_SIZE, max_model_len=4096, num_blocks=NUM_BLOCKS
+            base_s=step_s, vocab_size=vocab_size, max_model_len=4096, num_blocks=NUM_BLOCKS
         ),
         max_num_seqs=64,
     )
     host = Fleet(
         EngineMembers(Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])),
-        entrance=join_config(join, key_file).entrance,
+        entrance=join_config(join, key_file, name=name, pool=pool).entrance,
     )
     await host.start()
     return host
@@ -81,11 +96,11 @@ async def sim_hosts(
         yield hosts
 
 
-def expected(seed: int, max_tokens: int) -> list[int]:
+def expected(seed: int, max_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """The answer of any such host to `PROMPT`."""
     tokens = [PROMPT[-1]]
     for position in range(max_tokens):
-        tokens.append(sim_token(seed, position, tokens[-1], VOCAB_SIZE))
+        tokens.append(sim_token(seed, position, tokens[-1], vocab_size))
     return tokens[1:]
 
 

@@ -17,7 +17,7 @@ from virtual_fleet import engine_config, request
 
 from benchmarks.simulation.engine import SimEngine
 from pagoda.fleet.dispatcher import Dispatcher
-from pagoda.fleet.endpoint import Endpoint
+from pagoda.fleet.endpoint import SharedEndpoint
 from pagoda.fleet.policies import POLICIES
 from pagoda.ipc.curve import encrypt_client
 from pagoda.messages.frontend import (
@@ -59,7 +59,7 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
 class Door(Host):
     """A host, and a router's socket at it that says whatever a test wants."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: SharedEndpoint) -> None:
         super().__init__(endpoint)
         self.socket = self.connect()
 

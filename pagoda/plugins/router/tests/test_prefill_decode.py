@@ -36,7 +36,9 @@ from pagoda.messages.frontend import (
     KVSource,
     RequestRefused,
     TokenChunk,
+    Work,
 )
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.plugins.disaggregation.offload import PATIENCE_S, is_better_here
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
@@ -439,6 +441,28 @@ async def test_an_idle_host_computes_a_prompt_that_would_hold_up_others_answers(
     assert busy.taken[-1].kv_source is not None
     assert await busy.num_fetched() == len(LONG) // 4 * 4
     assert (await stream).complete
+
+
+@virtual
+async def test_a_prompt_goes_where_it_holds_up_fewer_answers_than_at_the_host_with_less_to_do() -> (
+    None
+):
+    pod, hosts = await start([BOTH, BOTH], "prefix-affinity")
+    known = Work(SamplingParams(seed=1, max_tokens=100, min_tokens=100))
+    asked = [msgspec.structs.replace(request("long", [99]), work=known)]
+    asked += [request(f"short{number}", [number], max_tokens=15) for number in range(4)]
+    streams = []
+    for one in asked:
+        streams.append(asyncio.create_task(ask(pod.dispatcher, one)))
+        await asyncio.sleep(0.001)
+    while sum(slot.num_streams for slot in pod.dispatcher.slots) < len(asked):
+        await asyncio.sleep(0.001)
+    few, many = sorted(hosts, key=lambda host: len(host.taken))
+    assert [len(few.taken), len(many.taken)] == [1, 4]
+    assert (await ask(pod.dispatcher, request("prompt", LONG, max_tokens=4))).complete
+    assert (few.num_prefills, many.num_prefills) == (1, 0)
+    assert many.taken[-1].kv_source is not None
+    assert all([(await stream).complete for stream in streams])
 
 
 @pytest.mark.parametrize("fault", ["full", "refuses", "silent", "lost", "alone", "short"])

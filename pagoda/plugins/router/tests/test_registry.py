@@ -86,7 +86,7 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
 async def test_another_version_is_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.plugins.router.host_server.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("pagoda.plugins.router.pools.PROTOCOL_VERSION", 1)
     async with Router() as router, ScriptedHost(router):
         await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
         assert "install the same version of Pagoda on both" in caplog.text
@@ -337,7 +337,7 @@ async def test_a_host_with_other_blocks_than_the_others_is_refused(
         await router.until_hosts(1)
         told.tell([host.record, other.record])
         problem = (
-            "blocks of 32 tokens, and other hosts of this router 16; give all the same --block-size"
+            "blocks of 32 tokens, and other hosts of this pool 16; give all the same --block-size"
         )
         await until(lambda: problem in caplog.text)
         assert len(router.dispatcher.replicas) == 1

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers that share a host know of one another's requests there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from linked_hosts import Host, Router, until
+from virtual_fleet import request
+
+from benchmarks.dispatch_scale import begin, fleet
+from pagoda.concurrency.async_utils import cancel_all
+
+
+def pending(router: Router) -> int:
+    [slot] = router.dispatcher.slots
+    return slot.work.pending_tokens
+
+
+async def test_a_router_counts_what_others_have_given_to_a_host_and_not_twice_its_own() -> None:
+    dispatcher, _ = fleet(1, "round-robin")
+    async with Router() as one, Router() as other, Host(dispatcher) as host:
+        for router in (one, other):
+            host.join(router)
+            await router.until_hosts(1)
+        asking = [await begin(one.dispatcher, request("a", [1] * 100, 50))]
+        await until(lambda: pending(other) >= 100)
+        asking.append(await begin(other.dispatcher, request("b", [1] * 200, 50)))
+        await until(lambda: pending(one) >= 300)
+        assert abs(pending(one) - pending(other)) < 100
+        own = await begin(dispatcher, request("own", [1] * 120, 50))
+        await until(lambda: pending(one) >= 420 and pending(other) >= 420)
+        await cancel_all([*asking, own])
+        await until(lambda: pending(one) == 0 == pending(other))
+        assert not dispatcher.requests
+    await dispatcher.close()
+
+
+async def test_the_work_of_a_router_that_is_lost_is_forgotten() -> None:
+    dispatcher, _ = fleet(1, "round-robin")
+    async with Router() as one, Host(dispatcher) as host:
+        host.join(one)
+        async with Router() as other:
+            host.join(other)
+            await one.until_hosts(1)
+            await other.until_hosts(1)
+            asking = asyncio.create_task(other.ask("a"))
+            await until(lambda: pending(one) > 0)
+        await until(lambda: pending(one) == 0)
+        await cancel_all([asking])
+    await dispatcher.close()
