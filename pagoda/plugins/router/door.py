@@ -80,6 +80,7 @@ class HostDoor:
                 fleet.tracer,
                 config.tracker,
                 fleet.tracing,
+                None if fleet.is_router else fleet.dispatcher.set_role,
             )
             record = HostRecord(host_id=fleet.id, address=f"tcp://{host}:{self._server.port}")
             self._registrations = config.register(self._context, record)

@@ -16,6 +16,7 @@ from pagoda.messages.tracing import (
     FragmentPart,
     HostTraceStopped,
 )
+from pagoda.messages.worker_config import Role
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,12 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """True if the host need not announce itself again: the router will never use it."""
 
 
+class SetRole(msgspec.Struct, frozen=True, tag="set_role"):
+    """Order of a router's operator to a host, which tells all routers its limits when it has done it."""
+
+    role: Role
+
+
 HostMessage = EngineMessage | HostLeave | ClockPing | HostTraceStopped | FragmentPart
 """Messages from a host to a router."""
-RouterMessage = FrontendMessage | ClockPong | FetchFragment
+RouterMessage = FrontendMessage | ClockPong | FetchFragment | SetRole

@@ -62,6 +62,7 @@ async def test_a_host_is_listed_with_what_is_known_of_it(serve_api: Any) -> None
             "address": host.address,
             "model": "tiny",
             "role": "none",
+            "roles": [],
             "state": "ready",
             "reason": None,
             "num_requests": 0,
