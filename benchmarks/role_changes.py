@@ -52,15 +52,14 @@ class Streams:
                 "ignore_eos": True,
                 "stream": True,
             }
-            num_events, began = 0, time.perf_counter()
-            last = began
+            num_events, is_whole, last = 0, False, time.perf_counter()
             async with session.post("/v1/completions", json=body) as response:
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         now = time.perf_counter()
                         (self.gaps_s if num_events else self.first_s).append(now - last)
                         num_events, last = num_events + 1, now
-                    is_whole = line.startswith(b"data: [DONE]")
+                    is_whole |= line.startswith(b"data: [DONE]")
             self.num_whole += is_whole
             self.num_broken += not is_whole
 

@@ -94,7 +94,7 @@ class Dispatcher:
         self.set_leaving, self.wait_failed = self.slots.set_leaving, self.slots.wait_failed
         self.watch, self.hold = self.slots.watch, self._admission.hold
         self.subscribe_cache = self.slots.subscribe_cache
-        self.subscribe_steps = self.slots.subscribe_steps
+        self.subscribe_steps, self.counted = self.slots.subscribe_steps, self._placer.counted
 
     # ---- replicas come and go
 

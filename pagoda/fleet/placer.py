@@ -7,6 +7,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
@@ -27,6 +30,7 @@ from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.fleet.takers import Takers
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.messages.frontend import GenerateRequest
 
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
@@ -34,6 +38,18 @@ _USUAL_WEIGHT = 0.02
 """Weight of the latest answer in the moving average of answer lengths."""
 _RETRY_S = 1
 """Delay told to clients while all replicas count as full."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A request that is counted at a replica, to which somebody else brings it."""
+
+    slot: ReplicaSlot
+    work: RequestWork
+
+    def began(self) -> None:
+        """Counts that the answer has begun: the prompt is computed."""
+        self.work.prompt_progress(self.work.num_tokens)
 
 
 class Placer:
@@ -174,6 +190,36 @@ class Placer:
         )
         slot.num_streams += bool(tracked.token_ids)
         return placement
+
+    @contextmanager
+    def counted(
+        self, request: GenerateRequest, excluded: Collection[int] = ()
+    ) -> Iterator[Counted | None]:
+        """Chooses a replica, but for those with the numbers `excluded`, for a request that somebody else brings
+        there, and counts its work there as long as the context lasts. Nothing is known of how it gets on, so the
+        replica is not judged by it. None if no replica takes it."""
+        tracked = TrackedRequest(request, self._clock.now())
+        tracked.refusals = dict.fromkeys(excluded, _RETRY_S)
+        keys = self._keys_of(tracked) if self._takers.num_takers else []
+        chosen = self._takers.choose(tracked, keys)
+        if chosen is None or chosen[0].number in tracked.refusals:
+            yield None
+            return
+        slot, num_cached_tokens = chosen
+        most = request.work.sampling.max_tokens or 1
+        work = RequestWork(
+            slot.work,
+            tracked.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            output_tokens=min(most, self._usual_output_tokens),
+        )
+        number = slot.prefixes.add(keys) if keys else 0
+        try:
+            yield Counted(slot, work)
+        finally:
+            if keys:
+                slot.prefixes.end(number, keys)
+            work.close()
 
     def observe_length(self, num_output_tokens: int) -> None:
         """Takes the length of an answer that has ended into the average."""

@@ -9,6 +9,7 @@ import logging
 import signal
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -108,10 +109,15 @@ class OutputOptions:
     change_roles: bool = False
     """Give hosts other roles as planned; without it nothing is changed."""
 
+    @property
+    def tls_files(self) -> TlsFiles:
+        names = ("--tls-certfile", "--tls-keyfile", "--ssl-ca-certs")
+        return TlsFiles(self.tls_certfile, self.tls_keyfile, None, names)
+
 
 def run(
     *,
-    router: str,
+    router: Annotated[tuple[str, ...], Parameter(metavar="URL", negative=())],
     plan: PlanOptions,
     outputs: OutputOptions = OutputOptions(),
     interval: Annotated[float, Parameter(validator=Number(gte=1, lte=3600))] = 30.0,
@@ -122,16 +128,16 @@ def run(
     """Plan the hosts of a router for an objective until SIGTERM or Ctrl-C, and tell autoscalers.
 
     Args:
-        router: The URL of a pagoda route.
+        router: The URL of a pagoda route; may be repeated, for all routers of the same hosts.
         interval: Seconds between decisions.
         api_key: A key of the router with the scope look, and operate for --change-roles.
     """
     general.apply(default_level="info")
     config = plan.config()
     journal = Journal(config, outputs.journal)
-    client = OpenAIClient(router, api_key, trust.context)
+    clients = [OpenAIClient(url, api_key, trust.context) for url in router]
     planner = Planner(journal, outputs, interval)
-    event_loop.run(planner.run(client, config))
+    event_loop.run(planner.run(clients, config))
     return 0
 
 
@@ -167,7 +173,7 @@ class Planner:
         self._interval_s = interval_s
         self._told: deque[bytes] = deque(maxlen=1)
 
-    async def run(self, client: OpenAIClient, config: PlanConfig) -> None:
+    async def run(self, clients: Sequence[OpenAIClient], config: PlanConfig) -> None:
         """Serves until SIGTERM or SIGINT. Raises ConfigError: the address of `--listen` cannot be used."""
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -176,8 +182,11 @@ class Planner:
         await runner.setup()
         try:
             await self._listen(runner)
-            async with client, aiohttp.ClientSession() as hooks:
-                link = RouterLink(client, config.slo)
+            async with contextlib.AsyncExitStack() as stack:
+                for client in clients:
+                    await stack.enter_async_context(client)
+                hooks = await stack.enter_async_context(aiohttp.ClientSession())
+                link = RouterLink(clients, config.slo)
                 while not stop.is_set():
                     await self.decide(link, hooks, time.time())
                     with contextlib.suppress(TimeoutError):
@@ -189,7 +198,7 @@ class Planner:
     async def _listen(self, runner: web.AppRunner) -> None:
         address = parse_address(self._outputs.listen, "--listen")
         host, _, port = address.rpartition(":")
-        files = TlsFiles(self._outputs.tls_certfile, self._outputs.tls_keyfile, None)
+        files = self._outputs.tls_files
         tls = ServerTls(files).context if files.paths else None
         number = 0 if port == "*" else int(port)
         site = web.TCPSite(runner, host.strip("[]"), number, ssl_context=tls)

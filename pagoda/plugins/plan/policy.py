@@ -162,8 +162,8 @@ def needed(
 
 
 def _limited(hosts: Mapping[Role, int], config: PlanConfig) -> dict[Role, int]:
-    """Hosts of each role, all together between the least and the most of the pool; where the most are too few, each
-    role has its share, and one at least."""
+    """Hosts of each role, between the least and the most of the pool. Where the most are too few, roles have their
+    shares, and one each at least."""
     total = sum(hosts.values())
     if total > config.max_hosts:
         shares = {role: max(1, config.max_hosts * count // total) for role, count in hosts.items()}

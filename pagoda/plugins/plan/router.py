@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router of a planner: figures of its `/metrics` and `/v1/hosts`, and orders to its hosts."""
+"""The routers of a planner: figures of their `/metrics` and `/v1/hosts`, and orders to their hosts."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.cli.openai_client import OpenAIClient, ServerError
+from pagoda.errors import PagodaError
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.plan.figures import Figures, HostFigures, PoolFigures, RoleChange, Slo
 
 _SERVING = ("ready", "degraded")
+_PLACED, _UNPLACED = "placed requests", "pagoda_num_requests_unplaced"
 _LATE, _SLOW = "pagoda_time_to_first_token_seconds", "pagoda_request_time_per_output_token_seconds"
+
+_log = logging.getLogger(__name__)
 
 
 class _Host(msgspec.Struct, frozen=True):
@@ -42,20 +49,56 @@ class Counts:
     """Counts of a histogram's values up to each bound."""
 
 
-def counts_of(metrics: str) -> dict[str, Counts]:
-    """The series of a text of `/metrics` by the model that they are of. Raises ValueError: it is no such text."""
+@dataclass(frozen=True)
+class Reading:
+    """Series and hosts of one router."""
+
+    metrics: str = ""
+    hosts: tuple[_Host, ...] = ()
+
+
+def counts_of(readings: Sequence[Reading]) -> dict[str, Counts]:
+    """The series of all routers by their model. Figures of requests are added up; those of a replica, which every
+    router tells that has it, count once. Raises ValueError: a text is none of `/metrics`."""
     pools: dict[str, Counts] = defaultdict(Counts)
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            name = sample.labels.get("model_name")
-            if name is None:
-                continue
-            if sample.name.endswith("_bucket"):
-                of = pools[name].bounds[sample.name.removesuffix("_bucket")]
-                of[float(sample.labels["le"])] += sample.value
-            else:
-                pools[name].values[sample.name] += sample.value
+    of_replicas: dict[tuple[str, str, str], float] = {}
+    for reading in readings:
+        for family in text_string_to_metric_families(reading.metrics):
+            for sample in family.samples:
+                labels, series = sample.labels, sample.name
+                name = labels.get("model_name")
+                if name is None:
+                    continue
+                if "replica" in labels:
+                    key = name, series, labels["replica"]
+                    of_replicas[key] = max(of_replicas.get(key, 0.0), sample.value)
+                elif series.endswith("_bucket"):
+                    of = pools[name].bounds[series.removesuffix("_bucket")]
+                    of[float(labels["le"])] += sample.value
+                else:
+                    pools[name].values[series] += sample.value
+        for host in reading.hosts:
+            pools[host.model].values[_PLACED] += host.num_requests
+    for (name, series, _), value in of_replicas.items():
+        pools[name].values[series] += value
     return pools
+
+
+def hosts_of(readings: Sequence[Reading]) -> dict[str, tuple[HostFigures, ...]]:
+    """The hosts of all routers by model, with the requests that they have of all, in the order of their ids."""
+    found: dict[str, _Host] = {}
+    for host in (host for reading in readings for host in reading.hosts):
+        if host.id is not None and host.state in _SERVING:
+            before = found.get(host.id)
+            others = 0 if before is None else before.num_requests
+            found[host.id] = replace(host, num_requests=host.num_requests + others)
+    pools = defaultdict[str, list[HostFigures]](list)
+    for host_id, host in sorted(found.items()):
+        figures = HostFigures(
+            id=host_id, role=host.role, roles=host.roles, num_requests=max(0, host.num_requests)
+        )
+        pools[host.model].append(figures)
+    return {name: tuple(hosts) for name, hosts in pools.items()}
 
 
 def pool_figures(
@@ -77,14 +120,11 @@ def pool_figures(
         return grown(f"{series}_sum") / count if count else 0.0
 
     def in_flight(counts: Counts) -> float:
-        names = ("running", "waiting", "awaiting_kv", "unplaced")
-        return sum(counts.values.get(f"pagoda_num_requests_{one}", 0.0) for one in names)
+        return counts.values.get(_PLACED, 0.0) + counts.values.get(_UNPLACED, 0.0)
 
     queries = grown("pagoda_prefix_cache_queries_total")
     cached = min(1.0, grown("pagoda_prefix_cache_hits_total") / queries) if queries else 0.0
-    waiting = sum(
-        now.values.get(f"pagoda_num_requests_{it}", 0.0) for it in ("waiting", "unplaced")
-    )
+    waiting = now.values.get("pagoda_num_requests_waiting", 0.0) + now.values.get(_UNPLACED, 0.0)
     arrivals = grown("pagoda_requests_total") + in_flight(now) - in_flight(before)
     return PoolFigures(
         name=name,
@@ -110,36 +150,36 @@ def _above(now: Mapping[float, float], before: Mapping[float, float], limit: flo
 
 
 class RouterLink:
-    """A router over HTTP."""
+    """The routers of one fleet over HTTP."""
 
-    def __init__(self, client: OpenAIClient, slo: Slo) -> None:
-        """`client` is connected to the router."""
-        self._client = client
+    def __init__(self, clients: Sequence[OpenAIClient], slo: Slo) -> None:
+        """Each of `clients` is connected to one router."""
+        self._clients = clients
         self._slo = slo
+        self._readings = [Reading() for _ in clients]
         self._before: tuple[float, dict[str, Counts]] | None = None
 
     async def figures(self, at_s: float) -> Figures | None:
-        """Figures since the last call; None for the first one. Raises ServerError: the router does not give them,
-        ConfigError: it cannot be reached."""
-        hosts = defaultdict[str, list[HostFigures]](list)
-        for host in (await self._hosts()).data:
-            if host.id is not None and host.state in _SERVING:
-                hosts[host.model].append(
-                    HostFigures(
-                        id=host.id,
-                        role=host.role,
-                        roles=host.roles,
-                        num_requests=max(0, host.num_requests),
-                    )
-                )
+        """Figures since the last call; None for the first one. Of a router that does not answer, what it said last
+        stands. Raises ServerError: no router gives them, ConfigError: none can be reached."""
+        readings = await asyncio.gather(*map(self._read, self._clients), return_exceptions=True)
+        errors = [one for one in readings if isinstance(one, BaseException)]
+        for error in errors:
+            if len(errors) == len(readings) or not isinstance(error, PagodaError):
+                raise error
+            _log.warning("a router is left out: %s", error)
+        self._readings = [
+            old if isinstance(new, BaseException) else new
+            for old, new in zip(self._readings, readings, strict=True)
+        ]
         try:
-            counts = counts_of((await self._get("/metrics")).decode())
+            counts = counts_of(self._readings)
         except ValueError:
-            raise ServerError("/metrics of the router is not in Prometheus' text format.") from None
+            raise ServerError("/metrics of a router is not in Prometheus' text format.") from None
+        hosts = hosts_of(self._readings)
         before, self._before = self._before, (at_s, counts)
         if before is None or before[0] >= at_s:
             return None
-        names = sorted(hosts.keys() | counts.keys())
         pools = (
             pool_figures(
                 name,
@@ -147,33 +187,35 @@ class RouterLink:
                 at_s - before[0],
                 counts.get(name, Counts()),
                 before[1].get(name, Counts()),
-                tuple(sorted(hosts[name], key=lambda host: host.id)),
+                hosts.get(name, ()),
             )
-            for name in names
+            for name in sorted(hosts.keys() | counts.keys())
         )
         return Figures(at_s=at_s, pools=tuple(pools))
 
     async def change(self, change: RoleChange) -> None:
-        """Gives a host another role. Raises as `figures`."""
+        """Gives a host another role, by the first router that has it. Raises as `figures`."""
         path, body = f"/v1/hosts/{change.host_id}", {"role": str(change.role)}
-        status, answer = await self._client.post_raw(path, body, "PATCH")
-        if status != 200:
-            raise ServerError(
-                f"The router refused {path} ({status}): {answer[:200].decode(errors='replace')}"
-            )
+        answer = b""
+        for client, reading in zip(self._clients, self._readings, strict=True):
+            if any(host.id == change.host_id for host in reading.hosts):
+                status, answer = await client.post_raw(path, body, "PATCH")
+                if status == 200:
+                    return
+        raise ServerError(f"The router refused it: {answer[:200].decode(errors='replace')}")
 
-    async def _hosts(self) -> _Hosts:
+    async def _read(self, client: OpenAIClient) -> Reading:
         try:
-            return msgspec.json.decode(await self._get("/v1/hosts"), type=_Hosts)
-        except msgspec.DecodeError as error:
-            raise ServerError(
-                f"/v1/hosts of the router is not a list of hosts ({error})."
-            ) from None
+            hosts = msgspec.json.decode(await _get(client, "/v1/hosts"), type=_Hosts)
+            return Reading((await _get(client, "/metrics")).decode(), hosts.data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ServerError(f"A router gives no figures ({error}).") from None
 
-    async def _get(self, path: str) -> bytes:
-        status, answer = await self._client.post_raw(path, None, "GET")
-        if status != 200:
-            raise ServerError(
-                f"The router answered {path} with the status {status}; it must be a pagoda route."
-            )
-        return answer
+
+async def _get(client: OpenAIClient, path: str) -> bytes:
+    status, answer = await client.post_raw(path, None, "GET")
+    if status != 200:
+        raise ServerError(
+            f"The router answered {path} with the status {status}; it must be a pagoda route."
+        )
+    return answer

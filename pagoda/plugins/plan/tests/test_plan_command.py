@@ -25,7 +25,7 @@ from pagoda.plugins.plan.figures import Plan
 from pagoda.plugins.plan.journal import Journal
 from pagoda.plugins.plan.journal import replay as replayed
 from pagoda.plugins.plan.outputs import EXTERNAL_METRICS
-from pagoda.plugins.plan.router import RouterLink, counts_of, pool_figures
+from pagoda.plugins.plan.router import Reading, RouterLink, counts_of, pool_figures
 
 OPTIONS = PlanOptions(
     step_time=0.025, token_time=2.4e-4, max_num_batched_tokens=512, slo_ttft=2.0, min_hosts=2
@@ -110,7 +110,7 @@ async def planned(
         )
         planner = Planner(Journal(CONFIG, options.journal), options, 30.0)
         async with OpenAIClient(url) as client:
-            link = RouterLink(client, CONFIG.slo)
+            link = RouterLink([client], CONFIG.slo)
             clock = iter(range(1_000_000, 2_000_000, 30))
 
             async def decide(requests: int) -> Plan | None:
@@ -199,25 +199,52 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, text: str, reason: str) -
 
 
 def test_figures_of_a_window_are_what_was_counted_in_it() -> None:
-    before, now = (counts_of(text)["m"] for text in (metrics(100, 2), metrics(200, 7, late=10)))
+    before, now = (
+        counts_of([Reading(text)])["m"] for text in (metrics(100, 2), metrics(200, 7, late=10))
+    )
     figures = pool_figures("m", CONFIG.slo, 30.0, now, before, ())
-    assert (figures.num_arrivals, figures.num_waiting) == (105, 7)
+    assert (figures.num_arrivals, figures.num_waiting) == (100, 7)
     assert (figures.prompt_tokens, figures.output_tokens) == (1200.0, 250.0)
     assert (figures.late_share, figures.slow_share) == (0.1, 0.0)
     again = pool_figures(
         "m", CONFIG.slo, 30.0, before, now, ()
     )  # the router has been started again
-    assert again.num_arrivals == 95
-    assert counts_of("") == {}
+    assert again.num_arrivals == 100
+    assert counts_of([Reading()]) == {}
+
+
+def test_two_routers_add_up_and_their_replicas_count_once() -> None:
+    values = counts_of([Reading(metrics(100, 2)), Reading(metrics(50, 3))])["m"].values
+    assert values["pagoda_requests_total"] == 150
+    assert values["pagoda_num_requests_waiting"] == 3
+    assert values["pagoda_prefix_cache_hits_total"] == 30_000
+
+
+async def test_a_router_that_is_gone_does_not_keep_a_plan_from_being_made() -> None:
+    here, gone = ScriptedRouter(), ScriptedRouter()
+    async with (
+        TestServer(here.app) as one,
+        TestServer(gone.app) as other,
+        OpenAIClient(str(one.make_url("/"))) as first,
+        OpenAIClient(str(other.make_url("/"))) as second,
+    ):
+        link = RouterLink([first, second], CONFIG.slo)
+        here.requests, gone.requests = 10, 20
+        assert await link.figures(0.0) is None
+        here.requests, gone.requests, gone.fails = 40, 80, True
+        figures = await link.figures(30.0)
+        assert figures is not None
+        assert figures.pools[0].num_arrivals == 30
+        gone.fails = False
+        figures = await link.figures(60.0)
+        assert figures is not None
+        assert figures.pools[0].num_arrivals == 60
 
 
 def test_the_series_are_those_that_servers_tell() -> None:
     source = Path(router_module.__file__).read_text()
     told = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
-    names = set(re.findall(r"pagoda_[a-z_]+[a-z]", source)) - {"pagoda_num_requests"}
-    names |= {
-        f"pagoda_num_requests_{one}" for one in ("running", "waiting", "awaiting_kv", "unplaced")
-    }
+    names = set(re.findall(r"pagoda_[a-z_]+[a-z]", source))
     assert len(names) > 8
     assert {name for name in names if f"`{name}`" not in told} == set()
 
