@@ -140,11 +140,12 @@ def _plan_pool(
 
 
 def roles_of(hosts: Sequence[HostFigures]) -> tuple[Role, ...]:
-    """The roles that a pool's hosts are planned by: two apart, or one for all."""
+    """The roles that a pool's hosts are planned by: two apart, or one for all, which then do everything."""
     roles = {host.role for host in hosts}
-    if Role.PREFILL in roles or Role.DECODE in roles:
+    can_be_apart = any(Role.PREFILL in (host.role, *host.roles) for host in hosts)
+    if Role.PREFILL in roles or (Role.DECODE in roles and can_be_apart):
         return Role.PREFILL, Role.DECODE
-    return (Role.BOTH,) if Role.BOTH in roles else (Role.NONE,)
+    return next(((role,) for role in (Role.DECODE, Role.BOTH) if role in roles), (Role.NONE,))
 
 
 def needed(
@@ -152,10 +153,16 @@ def needed(
 ) -> dict[Role, int]:
     """Hosts of each role for a rate, without regard to what there is."""
     prompt, output = memory.prompt_tokens, memory.output_tokens
-    work = rate * memory.stress
+    work, is_apart = rate * memory.stress, len(roles) > 1
     return {
         role: hosts_needed(
-            role, work, prompt, output, config.capacity, config.slo, config.max_hosts
+            role if is_apart else Role.NONE,
+            work,
+            prompt,
+            output,
+            config.capacity,
+            config.slo,
+            config.max_hosts,
         )
         for role in roles
     }

@@ -205,6 +205,11 @@ def test_prefill_and_decode_are_counted_apart() -> None:
     assert list(one.hosts) == [P, D]
     assert one.hosts[P] > one.hosts[D] > 0
     assert one.is_enough
+    alone, _ = decide(CONFIG, Memory(), Figures(at_s=0.0, pools=(pool(8.0, D),)))
+    whole, _ = decide(CONFIG, Memory(), Figures(at_s=0.0, pools=(pool(8.0, NONE),)))
+    assert (
+        alone.pools[0].hosts[D] == whole.pools[0].hosts[NONE] > one.hosts[D]
+    )  # nobody else has prompts
 
 
 def test_an_objective_that_no_number_of_hosts_keeps_is_said() -> None:
