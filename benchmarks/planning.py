@@ -54,7 +54,7 @@ def rate_at(at_s: float, *, burst: bool) -> float:
     """Requests a second at an instant of the day."""
     hour = at_s % DAY_S / 3600
     shape = (1 - math.cos((hour - 3) / 24 * 2 * math.pi)) / 2
-    rate = LEAST + (MOST - LEAST) * shape**1.5
+    rate = LEAST + (MOST - LEAST) * math.pow(shape, 1.5)
     if burst and at_s >= BURST_AT_S:
         grown = min(1.0, (at_s - BURST_AT_S) / 120) * (at_s < BURST_AT_S + BURST_S)
         rate *= 1 + (BURST - 1) * grown

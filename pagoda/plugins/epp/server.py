@@ -80,7 +80,7 @@ class PickerState:
         picker = Picker(self._service, options.target_port)
         most = self._service.config.max_body_bytes
         server = grpc.aio.server(maximum_concurrent_rpcs=_MOST_STREAMS)
-        server.add_generic_rpc_handlers((_handlers(picker, most),))
+        server.add_generic_rpc_handlers(_handlers(picker, most))
         if options.tls.certificate is None:
             self.port = server.add_insecure_port(listen)
         else:
@@ -107,7 +107,7 @@ def _tell(starting: asyncio.Task[None]) -> None:
         _log.error("--epp-listen: gateways cannot ask for hosts: %s", starting.exception())
 
 
-def _handlers(picker: Picker, most_bytes: int) -> Any:
+def _handlers(picker: Picker, most_bytes: int) -> tuple[Any, ...]:
     import grpc
 
     async def process(messages: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
@@ -128,15 +128,14 @@ def _handlers(picker: Picker, most_bytes: int) -> Any:
         await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         raise AssertionError
 
-    class _Both(grpc.GenericRpcHandler):
-        def service(self, details: Any) -> Any:
-            if details.method == f"/{PROCESSOR}/Process":
-                return grpc.stream_stream_rpc_method_handler(process)
-            if details.method == f"/{HEALTH}/Check":
-                return grpc.unary_unary_rpc_method_handler(check)
-            return None
-
-    return _Both()
+    return (
+        grpc.method_handlers_generic_handler(
+            PROCESSOR, {"Process": grpc.stream_stream_rpc_method_handler(process)}
+        ),
+        grpc.method_handlers_generic_handler(
+            HEALTH, {"Check": grpc.unary_unary_rpc_method_handler(check)}
+        ),
+    )
 
 
 class Exchange:
