@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 _MOST_STREAMS = 16_384
 _END_S = 5.0
+_MOST_HELD_BYTES = 2**28
+"""Bytes of bodies of all requests together that have not come as a whole."""
 
 _log = logging.getLogger(__name__)
 
@@ -110,9 +112,11 @@ def _tell(starting: asyncio.Task[None]) -> None:
 def _handlers(picker: Picker, most_bytes: int) -> tuple[Any, ...]:
     import grpc
 
+    room = BodyRoom(most_bytes)
+
     async def process(messages: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
         with ExitStack() as stack:
-            exchange = Exchange(picker, stack, most_bytes)
+            exchange = Exchange(picker, stack, room)
             async for data in messages:
                 for reply in await exchange.take(decode_processing(data)):
                     yield reply
@@ -138,14 +142,33 @@ def _handlers(picker: Picker, most_bytes: int) -> tuple[Any, ...]:
     )
 
 
+class BodyRoom:
+    """Memory for bodies that have not come as a whole."""
+
+    def __init__(self, most_bytes: int, most_of_all: int = _MOST_HELD_BYTES) -> None:
+        """A body may have `most_bytes`, all of them together `most_of_all`."""
+        self.most_bytes = most_bytes
+        self._most_of_all = most_of_all
+        self._held = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Takes memory; False if there is none."""
+        self._held += num_bytes
+        return self._held <= self._most_of_all
+
+    def release(self, num_bytes: int) -> None:
+        self._held -= num_bytes
+
+
 class Exchange:
     """One HTTP request of a gateway, from its headers to the end of its answer."""
 
-    def __init__(self, picker: Picker, stack: ExitStack, most_bytes: int) -> None:
-        """The request counts at its host until `stack` ends."""
+    def __init__(self, picker: Picker, stack: ExitStack, room: BodyRoom) -> None:
+        """The request counts at its host, and its body in `room`, until `stack` ends."""
         self._picker = picker
         self._stack = stack
-        self._most_bytes = most_bytes
+        self._room = room
+        stack.callback(self._drop_body)
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._modes = FULL_DUPLEX, FULL_DUPLEX
@@ -170,10 +193,12 @@ class Exchange:
                 return [] if self._modes[0] == FULL_DUPLEX else [empty_reply(message.part)]
             case Part.REQUEST_BODY:
                 self._body += message.body
-                if len(self._body) > self._most_bytes:
-                    self.is_over = True
-                    reason = f"The body must have at most {self._most_bytes} bytes."
-                    return [refusal_reply(413, reason)]
+                has_room = self._room.take(len(message.body))
+                if len(self._body) > self._room.most_bytes:
+                    reason = f"The body must have at most {self._room.most_bytes} bytes."
+                    return self._refused(413, reason)
+                if not has_room:
+                    return self._refused(429, "Too many bodies come at once.")
                 if message.is_end:
                     is_whole = self._modes[0] == FULL_DUPLEX
                     part = Part.REQUEST_HEADERS if is_whole else Part.REQUEST_BODY
@@ -198,14 +223,21 @@ class Exchange:
 
     async def _pick(self, message: Processing, part: Part) -> list[bytes]:
         body = bytes(self._body)
-        self._body.clear()
+        self._drop_body()
         request = await self._picker.request(self._headers, body)
         picked = self._stack.enter_context(self._picker.picked(request, message.subset))
         if picked is None:
-            self.is_over = True
-            return [refusal_reply(503, "No host takes requests.")]
+            return self._refused(503, "No host takes requests.")
         endpoint, self._counted = picked
         replies = [picked_reply(part, endpoint)]
         if part is Part.REQUEST_HEADERS and message.part is Part.REQUEST_BODY:
             replies += body_replies(Part.REQUEST_BODY, body, is_end=True)
         return replies
+
+    def _drop_body(self) -> None:
+        self._room.release(len(self._body))
+        self._body.clear()
+
+    def _refused(self, status: int, reason: str) -> list[bytes]:
+        self.is_over = True
+        return [refusal_reply(status, reason)]

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
@@ -21,8 +21,16 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 from pagoda.errors import ConfigError
 from pagoda.fleet.fleet import Fleet
 from pagoda.ipc.tls import TlsFiles
-from pagoda.plugins.epp.messages import DESTINATION, Part, decode_processing
-from pagoda.plugins.epp.server import HEALTH, PROCESSOR, PickerOptions, PickerState
+from pagoda.plugins.epp.messages import DESTINATION, Part, Processing, decode_processing
+from pagoda.plugins.epp.picker import Picker
+from pagoda.plugins.epp.server import (
+    HEALTH,
+    PROCESSOR,
+    BodyRoom,
+    Exchange,
+    PickerOptions,
+    PickerState,
+)
 from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
 from pagoda.plugins.router.members import HostMembers, RouterConfig
 from pagoda.text.text_generator import TextGenerator
@@ -319,6 +327,26 @@ async def test_a_body_without_end_is_refused(serve_api: Any) -> None:
         for _ in range(3):
             await call.write(body(bytes(3 * 2**20), is_end=False))
         assert (await call.read()).immediate_response.status.code == 413
+
+
+def test_bodies_that_are_on_their_way_have_room_together() -> None:
+    room, stacks = BodyRoom(100, 150), [contextlib.ExitStack() for _ in range(3)]
+    picker = cast(Picker, None)
+    exchanges = [Exchange(picker, stack, room) for stack in stacks]
+
+    def send(exchange: Exchange, size: int) -> bytes:
+        """The status of a refusal; empty without one."""
+        part = Processing(Part.REQUEST_BODY, body=bytes(size))
+        replies = asyncio.run(exchange.take(part))
+        return b"".join(replies)
+
+    assert [send(exchange, 70) for exchange in exchanges[:2]] == [b"", b""]
+    assert b"Too many bodies" in send(exchanges[2], 20)
+    assert exchanges[2].is_over
+    stacks[0].close()
+    stacks[2].close()
+    assert send(Exchange(picker, stacks[0], room), 70) == b""
+    assert b"at most 100 bytes" in send(exchanges[1], 40)
 
 
 async def test_health_is_that_of_the_router(serve_api: Any) -> None:
