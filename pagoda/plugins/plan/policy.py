@@ -61,12 +61,12 @@ def learned(config: PlanConfig, memory: PoolMemory, pool: PoolFigures, at_s: flo
     expected = memory.rate * pool.window_s
     if pool.num_arrivals > expected + _SURPRISE * math.sqrt(max(expected, 1.0)):
         rate = seen
-    has_any = pool.num_arrivals > 0
+    # Lengths are those of answers that have ended, of which a window may have none.
     is_first = not memory.prompt_tokens + memory.output_tokens
-    share = (1.0 if is_first else weight) if has_any else 0.0
+    share = (1.0 if is_first else weight) if pool.prompt_tokens + pool.output_tokens else 0.0
     bad = max(pool.late_share, pool.slow_share)
     too_bad = bad > 1 - config.slo.share
-    stress = memory.stress * (1.05 if too_bad else 0.995 if has_any else 1.0)
+    stress = memory.stress * (1.05 if too_bad else 0.995 if pool.num_arrivals else 1.0)
     return _measured(
         replace(
             memory,

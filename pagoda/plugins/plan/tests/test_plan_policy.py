@@ -199,6 +199,13 @@ def test_late_answers_make_a_pool_larger_than_its_rate_says() -> None:
     assert memory.pools["a"].stress == 2.0
 
 
+def test_a_window_in_which_no_answer_ends_says_nothing_of_lengths() -> None:
+    _, memory = decide(CONFIG, Memory(), Figures(at_s=0.0, pools=(pool(8.0),)))
+    none = msgspec.structs.replace(pool(8.0), prompt_tokens=0.0, output_tokens=0.0)
+    _, after = decide(CONFIG, memory, Figures(at_s=30.0, pools=(none,)))
+    assert after.pools["a"].prompt_tokens == memory.pools["a"].prompt_tokens == 1500.0
+
+
 def test_prefill_and_decode_are_counted_apart() -> None:
     plan, _ = decide(CONFIG, Memory(), Figures(at_s=0.0, pools=(pool(8.0, P),)))
     [one] = plan.pools
