@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 
 class Answer(NamedTuple):
@@ -65,13 +66,21 @@ def open_session(base_url: str) -> aiohttp.ClientSession:
 
 async def tier_figures(session: aiohttp.ClientSession) -> Counter[tuple[str, str]]:
     """Counts of `/metrics` by tier and figure, such as `blocks` or `loaded`; replicas are added up."""
-    async with session.get("/metrics") as response:
-        text = await response.text()
     sums: Counter[tuple[str, str]] = Counter()
     prefix = "pagoda_kv_tier_"
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith(prefix):
-                figure = sample.name.removeprefix(prefix).removeprefix("blocks_")
-                sums[sample.labels["tier"], figure.removesuffix("_total")] += int(sample.value)
+    for sample in await _samples(session):
+        if sample.name.startswith(prefix):
+            figure = sample.name.removeprefix(prefix).removeprefix("blocks_")
+            sums[sample.labels["tier"], figure.removesuffix("_total")] += int(sample.value)
     return sums
+
+
+async def counter(session: aiohttp.ClientSession, name: str) -> int:
+    """A counter of `/metrics`; replicas are added up."""
+    return sum(int(it.value) for it in await _samples(session) if it.name == name)
+
+
+async def _samples(session: aiohttp.ClientSession) -> list[Sample]:
+    async with session.get("/metrics") as response:
+        text = await response.text()
+    return [it for family in text_string_to_metric_families(text) for it in family.samples]

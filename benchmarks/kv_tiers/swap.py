@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.kv_tiers.client import ask, open_session, tier_figures
+from benchmarks.kv_tiers.client import ask, counter, open_session, tier_figures
 from pagoda.cli import output
 from pagoda.cli.server_process import server_process
 
@@ -75,8 +75,12 @@ def swap(
                 f"{equal} of {requests} answers equal"
             )
         figures = asyncio.run(_figures(servers[1]))
+        preempted = [asyncio.run(_num_preempted(url)) for url in servers]
     ratio = statistics.median(seconds[0]) / statistics.median(seconds[1])
-    output.stdout().print(f"throughput with tiers is {ratio:.2f} of that without; {figures}")
+    output.stdout().print(
+        f"throughput with tiers is {ratio:.2f} of that without; {figures}; "
+        f"{preempted[0]} requests preempted without, {preempted[1]} with"
+    )
 
 
 async def _answers(url: str, prompts: list[list[int]], answer_len: int) -> list[str]:
@@ -86,6 +90,11 @@ async def _answers(url: str, prompts: list[list[int]], answer_len: int) -> list[
             *(ask(session, "/v1/completions", {**body, "prompt": prompt}) for prompt in prompts)
         )
     return [answer.text for answer in answers]
+
+
+async def _num_preempted(url: str) -> int:
+    async with open_session(url) as session:
+        return await counter(session, "pagoda_num_preemptions_total")
 
 
 async def _figures(url: str) -> str:

@@ -47,8 +47,11 @@ class SimDisk:
         self.objects: dict[bytes, Cells] = {}
         self._delay_s = delay_s
         self._scanner: SimScanner | None = None
+        self._clock: Clock | None = None
+        self._hangs_until = 0.0
 
     def open(self, clock: Clock) -> SimScanner:
+        self._clock = clock
         self._scanner = SimScanner({OWN: self.objects}, clock, self._delay_s, 1e9)
         return self._scanner
 
@@ -60,9 +63,14 @@ class SimDisk:
         return None if self._scanner is None else self._scanner.next_event_at()
 
     def hang(self, for_s: float) -> None:
-        """Postpones all answers that the scanner owes."""
+        """Postpones all answers that the scanner owes; steps wait in vain meanwhile."""
         if self._scanner is not None:
             self._scanner.postpone(for_s)
+        if self._clock is not None:
+            self._hangs_until = max(self._hangs_until, self._clock.now() + for_s)
+
+    def hangs(self) -> bool:
+        return self._clock is not None and self._clock.now() < self._hangs_until
 
     def close(self) -> None:
         """The engine that looked at the disk has ended."""

@@ -73,7 +73,10 @@ def doctor(
     rows = [] if model is None else list(_context_rows(model, dtype, quantization, bandwidth))
     if rows:
         console.print()
-        title = "Longest context, with --kv-host-bytes and --kv-disk-path; twice as long in int8"
+        title = (
+            "Longest context of one replica, with --kv-host-bytes and --kv-disk-path; "
+            "twice as long in int8"
+        )
         console.print(output.table(title, CONTEXT_COLUMNS, rows))
     return 0
 

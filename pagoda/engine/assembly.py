@@ -120,9 +120,12 @@ def build_parts(
         num_ranks=config.worker.parallel.attention_ranks,
     )
     if not kv.fit(limits.max_model_len, limits.batch_multiple):
-        remedy = "raise --kv-host-bytes or --kv-disk-bytes"
-        if worker.segment_tokens and not config.enable_prefix_caching:
-            remedy = "leave out --no-enable-prefix-caching, without which tiers hold nothing"
+        size = "--kv-cache-memory-bytes" if config.worker.num_blocks is None else "--num-kv-blocks"
+        remedy = f"raise {size}"
+        if segment_tokens:
+            remedy = f"raise --kv-host-bytes, --kv-disk-bytes or {size}"
+        elif worker.segment_tokens and not config.enable_prefix_caching:
+            remedy = "leave --enable-prefix-caching on, which tiers need"
         raise ConfigError(
             f"the KV cache of {worker.num_blocks} blocks and the tiers below it do not hold one sequence of "
             f"{limits.max_model_len} tokens; {remedy}, or lower --max-model-len."

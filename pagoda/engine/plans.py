@@ -28,6 +28,8 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_tokens: int
     samples: bool
+    num_cold: int
+    """Cold segments of the request that the step reads."""
 
 
 class InFlightStep(NamedTuple):
@@ -168,7 +170,8 @@ class PlanBuilder:
             request.num_worker_tokens += 1
             if request.constraint is not None:
                 self.masked_slots.append(slot)
-        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
+        part = Scheduled(request, request.admission, slot, count, samples, len(request.table.cold))
+        self.scheduled.append(part)
         self.num_cold_blocks += request.table.num_cold_blocks
         self.budget -= count
 

@@ -114,7 +114,9 @@ class Request:
     is_drafted: bool = False
     """True while a step with drafts of the request is in flight: nobody knows where it goes on."""
     num_lost: int = 0
-    """Losses of segments that lay below the device."""
+    """Losses of segments that lay below the device, without progress in between."""
+    last_lost: int = -1
+    """The last of the segments that were lost first each time."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0
@@ -230,6 +232,12 @@ class Request:
         """True if the present admission has computed as many new tokens as it had to compute again."""
         num_new = self.num_computed_tokens - self.num_preempted_tokens
         return num_new >= self.num_repeated_tokens
+
+    def got_on(self, num_cold: int) -> None:
+        """A step with so many cold segments has been computed: losses are over if it read what was lost, and no
+        step had come as far."""
+        if num_cold > self.last_lost and self.num_computed_tokens > self.num_preempted_tokens:
+            self.num_lost, self.last_lost = 0, -1
 
     @property
     def tenant(self) -> str:

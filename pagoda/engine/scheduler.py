@@ -31,12 +31,12 @@ from pagoda.messages.frontend import (
     TokenLogprobs,
 )
 from pagoda.messages.spans import problem_with_spans
-from pagoda.messages.worker import StepResult, TokenMasks
+from pagoda.messages.worker import LostSegments, StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
 _UNREADABLE = "KV of this request could not be read from a tier again and again: {}."
 _MAX_LOST = 3
-"""Losses of cold segments that a request survives."""
+"""Losses of cold segments one after the other that a request survives."""
 _TOO_COMPLEX = "the grammar takes too much work at this point of the answer."
 
 
@@ -282,6 +282,7 @@ class Scheduler:
                 continue
             if is_current:  # else the request was preempted meanwhile, and only its sample counts
                 self._confirm(request, part.num_tokens)
+                request.got_on(part.num_cold)
             scores = result.prompt_logprobs.get(slot)
             if scores is not None:
                 scores = request.add_scores(scores)
@@ -336,14 +337,15 @@ class Scheduler:
         if request.crash_count:
             self.quarantine.on_progress(request)
 
-    def _lose_segments(self, request: Request, problem: str) -> list[TokenChunk]:
+    def _lose_segments(self, request: Request, lost: LostSegments) -> list[TokenChunk]:
         """Cold segments of a running request could not be read: it is computed again from there, a few times."""
         request.num_lost += 1
+        request.last_lost = max(request.last_lost, lost.first)
         self.counters.num_lost_segments += 1
-        if request.num_lost > _MAX_LOST:
-            return [self.fail(request, _UNREADABLE.format(problem))]
         if self.kv.cold is not None:
-            self.kv.cold.lose(request.table)
+            self.kv.cold.lose(request.table, lost)
+        if request.num_lost > _MAX_LOST:
+            return [self.fail(request, _UNREADABLE.format(lost.reason))]
         self.preempt(request)
         return []
 

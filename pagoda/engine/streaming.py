@@ -131,14 +131,16 @@ class Streams:
 
     def victim_for(self, request: Request) -> Request | None:
         """The request that makes room in the storeys for a segment of `request`: the last one behind it that has
-        some there, or `request` itself where others in front of it have; None if nobody has, or no storey would
-        take anything in its place."""
+        some there, or `request` itself where others in front of it have; None if nobody has any in a storey that
+        would take another one in its place."""
+        cold = self._kv.cold
+        running = self._queue.running
         holders = [
             it
-            for it in self._queue.running
-            if (it.table.cold or it.table.cooling) and it is not request
+            for it in running
+            if it is not request and cold is not None and cold.may_give(it.table)
         ]
-        if not holders or (self._kv.cold is not None and self._kv.cold.takes_nothing):
+        if not holders:
             return None
         last = holders[-1]
         return last if last.order_key > request.order_key else request
@@ -146,9 +148,11 @@ class Streams:
     @property
     def awaits_room(self) -> bool:
         """True if room below comes without anybody making way: steps in flight still read segments that were given
-        back, or loads of others are under way."""
+        back, loads of others are under way, or a storey rests."""
         cold = self._kv.cold
-        return cold is not None and (not cold.is_idle or self._queue.num_loading > 0)
+        return cold is not None and (
+            not cold.is_idle or cold.is_back_soon or self._queue.num_loading > 0
+        )
 
     def has_room_below(self, request: Request, step: int) -> bool:
         """True if the storeys have room for what a waiting request will have to give them of its known tokens."""
@@ -166,6 +170,8 @@ class Streams:
         num_segments -= kv.cold.num_shared(request.table, request.token_ids, num_segments)
         if kv.cold.has_room_for(num_segments):
             return True
+        if kv.cold.is_back_soon:
+            return False
         if not holders and kv.cold.is_idle and kv.cold.trouble:
             self.stuck.append(request)
         self._waits_below = request, kv.cold.num_held, step + _BLOCKED_STEPS

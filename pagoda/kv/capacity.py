@@ -76,14 +76,17 @@ def num_cold_segments(
     total = ready.kv_host_slots // each
     for name, tier in tiers.items():
         by_host = Counter[str]()  # each of which has a disk of its own
-        for place in ready.places_of(name):
+        places = ready.places_of(name)
+        for place in places:
             by_host[place.host] += place.block_bytes
         block_bytes = max(by_host.values(), default=0)
         if block_bytes:
-            total += usable_blocks(tier, block_bytes) // each
+            sharers = max(place.num_sharers for place in places)
+            total += usable_blocks(tier, block_bytes, sharers) // each
     return total
 
 
-def usable_blocks(tier: KVTierConfig, block_bytes: int) -> int:
-    """Blocks of so many bytes, on all ranks together, that running requests may hold in a tier."""
-    return tier.num_bytes * _USABLE_PERCENT // 100 // block_bytes
+def usable_blocks(tier: KVTierConfig, block_bytes: int, num_sharers: int) -> int:
+    """Blocks of so many bytes, on all ranks together, that running requests of one of `num_sharers` replicas may
+    hold in a tier."""
+    return tier.num_bytes * _USABLE_PERCENT // 100 // num_sharers // block_bytes

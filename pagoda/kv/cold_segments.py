@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from pagoda.kv.capacity import segment_blocks
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.storeys import Hold, Storey
-from pagoda.messages.transfers import HostSlots, TierBlocks, num_places
+from pagoda.messages.transfers import HostSlots, TierBlocks, num_places, tier_name
+from pagoda.messages.worker import LostSegments
 
 if TYPE_CHECKING:
     from pagoda.kv.block_table import BlockTable
@@ -182,20 +183,32 @@ class ColdSegments:
         return next(filter(None, (storey.trouble for storey in self._storeys)), "")
 
     @property
-    def takes_nothing(self) -> bool:
-        """True while every storey is in trouble."""
-        return all(storey.trouble for storey in self._storeys)
+    def is_back_soon(self) -> bool:
+        """True while a storey rests because a step waited for it in vain."""
+        return any(storey.is_back_soon for storey in self._storeys)
+
+    def may_give(self, table: BlockTable) -> bool:
+        """True if the request holds anything in a storey that could take something in its place."""
+        open_storeys = {storey.tier for storey in self._storeys if not storey.trouble}
+        segments = [*table.cold, table.cooling or ()]
+        return any(tier_name(hold.place) in open_storeys for it in segments for hold in it)
 
     def places(self, segment: Segment) -> Iterator[tuple[int, HostSlots | TierBlocks]]:
         """The place of a segment's blocks of each group."""
         return zip(self._groups, (hold.place for hold in segment), strict=True)
 
-    def lose(self, table: BlockTable) -> None:
-        """A step could not read cold segments of this request."""
-        for index in range(len(table.cold)):
-            for keys in self._keys(table, index):
-                for storey in self._storeys:
-                    storey.lose(keys)
+    def lose(self, table: BlockTable, lost: LostSegments) -> None:
+        """A step could not read a cold segment of this request. Its storey loses that one and all blocks behind
+        it, which are seldom better: a directory has gone, or the request would find them next."""
+        if lost.first >= len(table.cold):
+            return
+        tier = tier_name(table.cold[lost.first][0].place)
+        (storey,) = (it for it in self._storeys if it.tier == tier)
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            end = (len(table.keys) - 1) // self._kv.layout.ratios[group]
+            behind = range(lost.first * size, end)
+            keys = [self._kv.known_key(table, group, index) for index in behind]
+            storey.lose(keys, hangs=lost.hangs)
 
     def release(self, table: BlockTable, last_step: int) -> None:
         """The request holds nothing any more; steps up to `last_step` may still read its cold segments."""

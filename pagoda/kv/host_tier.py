@@ -195,6 +195,8 @@ class HostTier:
     # ---- segments of running requests, which steps read here (`Storey`)
 
     trouble = ""
+    is_back_soon = False
+    next_event_at: float | None = None
 
     @property
     def storey(self) -> HostTier:
@@ -269,7 +271,7 @@ class HostTier:
         if not hold.is_there:
             hold.error = "the workers are lost" if end is None else end.error
 
-    def lose(self, keys: Sequence[bytes]) -> None:
+    def lose(self, keys: Sequence[bytes], *, hangs: bool) -> None:
         """Host memory loses nothing."""
 
     # ---- what goes down to the tier below

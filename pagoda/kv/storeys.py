@@ -37,6 +37,8 @@ class Hold:
 class Storey(Protocol):
     """A tier that keeps blocks in place for steps."""
 
+    tier: str
+
     @property
     def num_held(self) -> int:
         """Blocks that are held; one that several hold counts once."""
@@ -48,6 +50,14 @@ class Storey(Protocol):
     @property
     def trouble(self) -> str:
         """Clause that says why nothing can be stored at present, as of a disk that is full; empty if it can."""
+
+    @property
+    def is_back_soon(self) -> bool:
+        """True while the tier rests because a step waited for it in vain: has nothing, and takes nothing."""
+
+    @property
+    def next_event_at(self) -> float | None:
+        """Time at which trouble will begin or end unless the tier says something before; None if it will not."""
 
     def has(self, key: bytes) -> bool:
         """True if the block is here, and can be held."""
@@ -62,5 +72,6 @@ class Storey(Protocol):
         """Holds blocks, and copies those that lack from the device; None if there is no room for them now, or
         one of them is under way already."""
 
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """Blocks that a step could not read are not here any more."""
+    def lose(self, keys: Sequence[bytes], *, hangs: bool) -> None:
+        """Blocks that a step could not read are not here any more; or the tier did not answer and rests a while
+        (`hangs`), and they are here as before."""

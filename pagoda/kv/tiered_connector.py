@@ -496,7 +496,9 @@ class TieredKVConnector:
     def next_event_at(self) -> float | None:
         if self.ledger.settled:  # since the ends of this turn were drained
             return self._clock.now()
-        return next(iter(self.deadlines.values()), None)
+        instants = [next(iter(self.deadlines.values()), None)]
+        instants += [storey.next_event_at for storey in self.storeys]
+        return min((at for at in instants if at is not None), default=None)
 
     def load_report(self) -> tuple[TierLoad, ...]:
         return tuple(connector.load_report() for connector in self.connectors)

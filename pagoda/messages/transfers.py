@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Sentence
+from pagoda.messages.ranges import MAX_ITEMS, Count, Name, Place, Sentence, Size
 
 BATCH_BYTES = 2**26
 """Bytes of a transfer that a worker reads at once; batches before a failure are good."""
@@ -175,6 +175,8 @@ class TierPlace(msgspec.Struct, frozen=True):
     """Bytes that each block takes there."""
     host: Name = ""
     """The same for ranks on one host; empty where all are on their engine's, which sees the place itself."""
+    num_sharers: Size = 1
+    """Replicas of the server that may share the quota of the place, as they are on one host."""
 
 
 TransferMessage = TransferLink | TransferEnd | TierWord

@@ -251,6 +251,20 @@ class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
     """Masks by slot for the tokens behind each of its drafts. Behind drafts that lack one nothing is sampled."""
 
 
+class LostSegments(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Cold segments of a slot that a step could not read."""
+
+    reason: Sentence
+    first: Count
+    """The first of them, by its place in the slot; those in front of it were read."""
+    hangs: bool = False
+    """True if the tier did not answer: what lies there may be good."""
+
+    def joined(self, other: LostSegments) -> LostSegments:
+        """The loss that tells of both, as ranks have each a part of a segment."""
+        return min(self, other, key=lambda lost: (lost.first, lost.hangs))
+
+
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Result of a step. All lists but `slots` and `token_ids` are sparse."""
 
@@ -266,9 +280,9 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
     errors: dict[int, Sentence] = {}
     """Errors of single requests by slot; `slots` lacks these."""
-    lost_segments: dict[int, Sentence] = {}
-    """Slots of which a cold segment could not be read, and why; `slots` lacks these. K and V of the tokens that
-    this step and later ones compute of them mean nothing."""
+    lost_segments: dict[int, LostSegments] = {}
+    """Slots of which a cold segment could not be read; `slots` lacks these. K and V of the tokens that this step
+    and later ones compute of them mean nothing."""
     streamed_bytes: Count = 0
     """Bytes of cold segments that attention read, on this rank."""
     stream_time_s: Seconds = 0.0

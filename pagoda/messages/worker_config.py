@@ -145,6 +145,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return SegmentShares(self.parallel.context_parallel_size, self.segment_tokens)
 
     @property
+    def replicas_on_host(self) -> int:
+        """Replicas that may have ranks on this host, and share what each host has one of."""
+        ranks = min(self.parallel.replica_size, self.workers_on_host)
+        return min(self.parallel.data_parallel_size, -(-self.workers_on_host // ranks))
+
+    @property
     def has_adapters(self) -> bool:
         return self.loads_adapters or len(self.adapters) > 0
 

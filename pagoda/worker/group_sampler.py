@@ -20,7 +20,7 @@ from pagoda.backend.kv_store import DONE, DeviceEvent
 from pagoda.backend.overlap import OverlapBackend, PendingOutput
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.backend.sampling import SampledRows
-from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
+from pagoda.messages.worker import LostSegments, SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
 from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
@@ -39,6 +39,8 @@ _DRAWN = msgspec.msgpack.Decoder(tuple[dict[int, int], dict[int, str]])
 
 _NO_MASKS = TokenMasks(-1)
 _ELSEWHERE = "another rank could not read its part"
+_MOST_SEGMENTS = 2**22
+"""Segments of a request, at most: twice as many are told apart in float32."""
 
 _log = logging.getLogger(__name__)
 
@@ -272,17 +274,18 @@ class GroupSampler:
                 self._device.launched().wait()
             self._group.all_gather(zeros(1))
 
-    def lost_anywhere(self, slots: Sequence[int], lost: dict[int, str]) -> dict[int, str]:
-        """Slots of a step of which any rank has lost a segment, and why; `lost` are those of this rank."""
+    def lost_anywhere(
+        self, slots: Sequence[int], lost: dict[int, LostSegments]
+    ) -> dict[int, LostSegments]:
+        """Slots of a step of which any rank has lost segments; `lost` are those of this rank."""
         if self._group.size == 1:
             return lost
-        own = tensor([float(slot in lost) for slot in slots])
+        own = tensor([_as_number(lost.get(slot)) for slot in slots])
         found = self._group.all_gather(own).amax(0).tolist()
-        reasons = ((slot, lost.get(slot, _ELSEWHERE)) for slot in slots)
         return {
-            slot: reason
-            for (slot, reason), any_rank in zip(reasons, found, strict=True)
-            if any_rank
+            slot: _of_number(int(number), lost.get(slot))
+            for slot, number in zip(slots, found, strict=True)
+            if number
         }
 
     def append(self, token_ids: Mapping[int, int]) -> None:
@@ -341,3 +344,14 @@ def _read_argmax(found: PendingOutput[Tensor], slots: list[int]) -> Sampled:
 
 def _read_rows(drawn: PendingOutput[SampledRows], sampler: Sampler, slots: list[int]) -> Sampled:
     return sampler.outcome(drawn.read(), slots)
+
+
+def _as_number(lost: LostSegments | None) -> float:
+    """A loss as a whole number, which is the higher the more it tells of; 0 for none."""
+    return 0.0 if lost is None else 2.0 * (_MOST_SEGMENTS - lost.first) + (not lost.hangs)
+
+
+def _of_number(number: int, own: LostSegments | None) -> LostSegments:
+    left, is_known = divmod(number, 2)
+    reason = _ELSEWHERE if own is None else own.reason
+    return LostSegments(reason, _MOST_SEGMENTS - left, hangs=not is_known)

@@ -142,7 +142,7 @@ def choose_num_blocks(
     num_streamed = resident + num_cold_segments * segment_tokens if resident else 0
     if num_blocks < blocks_per_sequence and num_streamed < max_model_len:
         below, flags = "", flag
-        if num_cold_segments:
+        if segment_tokens:
             below = f", and the tiers below it {num_cold_segments * segment_tokens}"
             flags = f"--kv-host-bytes, --kv-disk-bytes or {flag}"
         raise ConfigError(

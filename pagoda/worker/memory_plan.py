@@ -87,17 +87,17 @@ class WorkerMemoryPlan:
     def streamed_groups(self) -> dict[int, int]:
         """Tokens of a block of each KV group whose cold segments may be streamed; empty where none can be.
 
-        Drafters have parts of blocks, which nobody streams. Tensors of a block follow one another
-        outside of the cache, and their numbers have to be aligned there.
+        Drafters have parts of blocks, which nobody streams, and ranks that have pools of their own know no tiers.
+        Tensors of a block follow one another outside of the cache, and their numbers have to be aligned there.
         """
         config, kinds = self.config, (KVKind.FULL, KVKind.LATENT)
-        numbers, ranks = self.block_size * self.shard.kv_vectors[1], config.parallel.replica_size
+        numbers = self.block_size * self.shard.kv_vectors[1]
         groups = enumerate(self.kv_groups)
         found = {i: group.block_size for i, group in groups if group.kind in kinds}
         if (
             not self.backend.capabilities.streams_segments
             or self.drafter is not None
-            or ranks > config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+            or config.parallel.num_pools > 1
             or not (config.kv_host_bytes or config.kv_tiers)
             or any(config.segment_tokens % size for size in found.values())
             or numbers * KV_FORMATS[self.kv_dtype_name].element_bytes % torch.float32.itemsize

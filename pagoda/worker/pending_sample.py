@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pagoda.backend.base import FutureTokens
+from pagoda.messages.worker import LostSegments
 from pagoda.worker.kv.segments import Streamed
 from pagoda.worker.sampler import Sampled, merged
 
@@ -32,8 +33,8 @@ class PendingSample:
     """Tokens that went to each expert."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
     """Hidden states [n, hidden] of each slot's tokens, for a head that drafts."""
-    lost: dict[int, str] = field(default_factory=dict)
-    """Slots of which a cold segment could not be read, and why."""
+    lost: dict[int, LostSegments] = field(default_factory=dict)
+    """Slots of which a cold segment could not be read."""
     streamed_bytes: int = 0
     stream_time_s: float = 0.0
 
@@ -54,7 +55,7 @@ class PendingSample:
 
     def note(self, streamed: Streamed, slots: Sequence[int]) -> None:
         """Notes what became of cold segments of the step's `slots`."""
-        self.lost = {slots[at]: problem for at, problem in streamed.lost.items()}
+        self.lost = {slots[at]: lost for at, lost in streamed.lost.items()}
         self.streamed_bytes, self.stream_time_s = streamed.num_bytes, streamed.seconds
 
     def read(self) -> Sampled:

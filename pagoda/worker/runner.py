@@ -27,14 +27,14 @@ from torch import Tensor
 from pagoda.backend.base import DeviceLostError, FutureTokens
 from pagoda.backend.kv_store import DeviceEvent
 from pagoda.faults.injector import Faults
-from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.messages.worker import LostSegments, StepPlan, StepResult
 from pagoda.model.decoder import LAST_HIDDEN, Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.drafting.drafter import Drafter, SlotText
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import InputBatch, StepTokens
-from pagoda.worker.kv.segments import computing
+from pagoda.worker.kv.segments import computing, joined_losses
 from pagoda.worker.pending_sample import PendingSample, joined
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import BLAMED_FIELDS, NOT_FINITE, Right, Sampled
@@ -154,7 +154,7 @@ class StageRunner:
         hidden = None if before is None else before.hidden
         with computing(tokens.segments) as streamed:
             computed = self.model.forward(planned, hidden).cpu()
-        lost = {tokens.slots[at]: problem for at, problem in streamed.lost.items()}
+        lost = {tokens.slots[at]: lost for at, lost in streamed.lost.items()}
         expert_tokens = self.model.take_expert_tokens()()
         self._clock.ended("forward")
         self._steps.end()
@@ -162,7 +162,9 @@ class StageRunner:
         if before is None:
             return StageState(computed, expert_tokens, times, lost)
         counts = _sum(before.expert_tokens, expert_tokens)
-        return StageState(computed, counts, times.behind(before.times), before.lost | lost)
+        return StageState(
+            computed, counts, times.behind(before.times), joined_losses(before.lost, lost)
+        )
 
 
 def _prepared(tracer: Tracer, began: int) -> StepTimes:
@@ -213,7 +215,7 @@ class Runner:
         self._request_ids: dict[int, str] = {}
         self.failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them, as of the last step that was computed."""
-        self._lost: set[int] = set()
+        self._lost: dict[int, LostSegments] = {}
         """Failed slots of which a cold segment could not be read."""
 
     def submit(self, plan: StepPlan) -> Ticket[StepResult]:
@@ -316,7 +318,8 @@ class Runner:
         pending = compute(tokens, planned, hidden)
         if ready.tokens.segments is not None:
             earlier = {} if before is None else before.lost
-            pending.lost = self._sampler.lost_anywhere(plan.slots, earlier | pending.lost)
+            lost = joined_losses(earlier, pending.lost)
+            pending.lost = self._sampler.lost_anywhere(plan.slots, lost)
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         samples = self._prompts.samples
         sampling = [slot for slot in compress(tokens.slots, tokens.samples) if samples(slot)]
@@ -356,7 +359,9 @@ class Runner:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
             times = times.behind(before.times)
         errors |= sampled.errors | _errors(sampled.prompts)
-        lost = {slot: errors.pop(slot) for slot in self._lost.intersection(errors)}
+        lost = {slot: lost for slot, lost in self._lost.items() if slot in errors}
+        for slot in lost:
+            del errors[slot]
         token_ids = {slot: [sampled.token_ids[slot]] for slot in drawn}
         logprobs = {slot: [one] for slot, one in sampled.logprobs.items()}
         for slot, right in further.items():
@@ -395,7 +400,7 @@ class Runner:
             self._sampler.free(slot)
             self._prompts.free(slot)
             self.failed.pop(slot, None)
-            self._lost.discard(slot)
+            self._lost.pop(slot, None)
             if self._drafter is not None:
                 self._drafter.free(slot)
         for start in plan.starts:
@@ -410,13 +415,13 @@ class Runner:
 
     def _lose(self, launched: _Launched, sampled: Sampled) -> None:
         """Forgets what was found of slots of which a segment could not be read."""
-        for slot, problem in launched.pending.lost.items():
+        for slot, lost in launched.pending.lost.items():
             sampled.errors.pop(slot, None)
             sampled.prompts.forget(slot)
             if slot not in launched.freed:
-                _log.warning("KV could not be read: %s", problem, extra=self._log_fields(slot))
-                self.failed[slot] = problem
-                self._lost.add(slot)
+                _log.warning("KV could not be read: %s", lost.reason, extra=self._log_fields(slot))
+                self.failed[slot] = lost.reason
+                self._lost[slot] = lost
 
     def _log_fields(self, slot: int) -> dict[str, str]:
         """Extra fields of a log line about a slot's request."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from pagoda.ipc.addresses import allow_ipv6
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.door import guard, pieces
-from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker import LostSegments, StepPlan
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.worker.step_clock import StepTimes
 
@@ -35,7 +35,7 @@ class StageState:
     """Tokens given to each expert, in all layers so far; empty without experts."""
     times: StepTimes
     """Times of this stage and all before it, without the ways between them."""
-    lost: dict[int, str] = field(default_factory=dict)
+    lost: dict[int, LostSegments] = field(default_factory=dict)
     """Slots of which a cold segment could not be read, and why."""
 
 
@@ -77,7 +77,9 @@ class StageInput:
             raise ValueError(
                 f"{hidden.numel()} elements came for the {sum(plan.num_tokens)} tokens of step {plan.step}."
             )
-        told = msgspec.msgpack.decode(rest.buffer, type=tuple[list[int], StepTimes, dict[int, str]])
+        told = msgspec.msgpack.decode(
+            rest.buffer, type=tuple[list[int], StepTimes, dict[int, LostSegments]]
+        )
         return StageState(hidden.view(-1, self._hidden_size), *told)
 
 

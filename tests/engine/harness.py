@@ -158,6 +158,7 @@ class Harness:
             num_stages=num_stages,
             transfer_fate=transfer_fate,
             disk=None if disk is None else disk.objects,
+            disk_hangs=(lambda: False) if disk is None else disk.hangs,
             neighbours=neighbours,
         )
         if wrap is not None:

@@ -36,7 +36,7 @@ def on_disk(**fields: object) -> Tiered:
 
 def in_both(**fields: object) -> Tiered:
     tiers = disk_tiers(200, 1, host_bytes=1)
-    return streaming(disk=SimDisk(), kv_tiers=tiers, kv_host_slots=16, **fields)
+    return streaming(**{"disk": SimDisk(), "kv_tiers": tiers, "kv_host_slots": 16, **fields})
 
 
 def long_request(
@@ -233,6 +233,16 @@ def test_objects_that_vanish_are_computed_again() -> None:
     assert it.scheduler.counters.num_lost_segments >= 1
 
 
+def test_a_directory_that_has_gone_is_lost_once() -> None:
+    """Also what the request finds there behind the segments that it has cold."""
+    disk = SimDisk()
+    it = on_disk(disk=disk)
+    serve(it, long_request("before", max_tokens=4))
+    disk.objects.clear()
+    serve(it, long_request("after", max_tokens=40))
+    assert it.scheduler.counters.num_lost_segments == 1
+
+
 def test_objects_that_vanish_again_and_again_end_the_request_alone() -> None:
     disk = SimDisk()
     it = on_disk(disk=disk)
@@ -258,6 +268,108 @@ def test_a_disk_that_takes_nothing_ends_the_request_with_one_clear_error() -> No
     assert last.finish_reason is FinishReason.ERROR
     assert "it was not to be" in (last.error or "")
     assert "--kv-disk-bytes" in (last.error or "")
+
+
+@pytest.mark.parametrize("build", [on_disk, in_both])
+def test_a_disk_that_hangs_in_mid_stream_loses_nothing(build: Callable[[], Tiered]) -> None:
+    """Others go on meanwhile, and it is asked again when it has rested."""
+    disk = SimDisk()
+    it = build(disk=disk)
+    request, short = long_request("long", max_tokens=40), make_request("short", [5] * 8)
+    it.add(request)
+    go_on_until(it, lambda: len(cold_places(it, "long")) == 12 and not it.tiers.ledger.num_open)
+    there, began = set(disk.objects), it.clock.now()
+    it.fates.begun.clear()
+    disk.hang(15.0)
+    it.add(short)
+    go_on_until(it, lambda: "short" in it.finished)
+    assert it.clock.now() < began + 5
+    it.run()
+    assert_complete(it, [request, short], LENGTH)
+    assert it.clock.now() > began + 15
+    assert it.scheduler.counters.num_lost_segments == 2
+    assert there <= disk.objects.keys()
+    written = [key for it in it.fates.begun for key in getattr(it.target, "keys", ())]
+    assert there.isdisjoint(written)
+
+
+def test_a_disk_that_never_answers_again_ends_the_request_with_one_clear_error() -> None:
+    disk = SimDisk()
+    it = on_disk(disk=disk)
+    it.add(long_request("long", max_tokens=40))
+    go_on_until(it, lambda: len(cold_places(it, "long")) > 6)
+    disk.hang(1e9)
+    it.run()
+    assert "could not be read from a tier" in (it.finished["long"].error or "")
+    assert it.clock.now() < 60
+
+
+def test_what_was_read_and_what_lies_in_host_memory_stays() -> None:
+    disk = SimDisk()
+    it = in_both(disk=disk)
+    request = long_request("long", max_tokens=40)
+    it.add(request)
+    go_on_until(it, lambda: len(cold_places(it, "long")) == 12)
+    table = it.scheduler.requests["long"].table
+    keys = [hold.place.keys for segment in table.cold[4:] for hold in segment]
+    del disk.objects[keys[3][1]]
+    go_on_until(it, lambda: it.scheduler.counters.num_lost_segments > 0)
+    assert cold_places(it, "long") in ([], [HostSlots] * 4 + [TierBlocks] * 3)
+    go_on_until(it, lambda: bool(cold_places(it, "long")))
+    assert cold_places(it, "long") == [HostSlots] * 4 + [TierBlocks] * 3
+    it.run()
+    assert_complete(it, [request], LENGTH)
+    assert it.scheduler.counters.num_lost_segments == 1
+
+
+def test_losses_with_progress_in_between_are_survived() -> None:
+    disk = SimDisk()
+    it = on_disk(disk=disk)
+    request = long_request("long", max_tokens=50)
+    it.add(request)
+    counters = it.scheduler.counters
+    for count in range(6):
+        at = len(it.tokens["long"]) + 5
+        go_on_until(it, lambda at=at: len(it.tokens["long"]) >= at)  # type: ignore[misc]
+        (hold,) = it.scheduler.requests["long"].table.cold[-1]
+        del disk.objects[hold.place.keys[0]]  # type: ignore[union-attr]
+        go_on_until(it, lambda count=count: counters.num_lost_segments > count)  # type: ignore[misc]
+    it.run()
+    assert_complete(it, [request], LENGTH)
+
+
+def test_a_first_scan_that_never_ends_is_not_awaited_for_ever() -> None:
+    it = on_disk(disk=SimDisk(lambda: 1e6))
+    it.add(long_request("long"))
+    go_on_until(it, lambda: "long" in it.finished)
+    assert "/nowhere does not answer" in (it.finished["long"].error or "")
+    assert 10 <= it.clock.now() < 25
+    beside = in_both(disk=SimDisk(lambda: 1e6), kv_host_slots=64)
+    serve(beside, long_request("long"))
+
+
+def test_a_write_that_never_ends_is_not_awaited_for_ever() -> None:
+    it = on_disk()
+    it.fates.store = TransferFate(delay_s=1e6)
+    short = make_request("short", [5] * 8, max_tokens=30)
+    it.add(long_request("long"))
+    it.add(short)
+    go_on_until(it, lambda: {"long", "short"} == it.finished.keys())
+    assert "/nowhere does not answer" in (it.finished["long"].error or "")
+    assert 60 <= it.clock.now() < 70
+    assert_complete(it, [short], LENGTH)
+
+
+def test_nobody_makes_way_for_a_disk_that_takes_nothing() -> None:
+    """What the one behind has lies there, so that its room would be of no use."""
+    it = in_both(num_blocks=60, max_num_batched_tokens=32, kv_host_slots=20)
+    first, second = long_request("first", 120, max_tokens=130), long_request("second", 200, 3, 40)
+    it.add(first)
+    it.add(second)
+    go_on_until(it, lambda: TierBlocks in cold_places(it, "second"))
+    it.fates.store = TransferFate(failed=tuple(range(16)))
+    it.run()
+    assert it.scheduler.counters.num_preemptions == 0
 
 
 # ---- what the storeys do not hold

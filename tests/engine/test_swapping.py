@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from harness import Harness, make_request
+from harness import Harness, assert_complete, make_request
 
 from benchmarks.simulation.disk import SimDisk, disk_tiers
 from pagoda.engine.request import Request
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer
 from pagoda.plugins.sim.executor import TransferFate
 from pagoda.worker.kv.jobs import num_blocks
@@ -133,3 +134,44 @@ def test_what_is_on_a_slow_disk_is_computed(host_slots: int) -> None:
         loaded.append(it.count(TierBlocks, DeviceBlocks))
     assert loaded[0] > 0.9 * len(disk.objects)
     assert loaded[1] < 0.25 * len(disk.objects)
+
+
+class SlowDisk:
+    """Fates of transfers of a disk that takes long from a moment on."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+        self.is_slow = False
+
+    def __call__(self, transfer: Transfer) -> TransferFate:
+        at_disk = isinstance(transfer.source, TierBlocks) or isinstance(transfer.target, TierBlocks)
+        return TransferFate(delay_s=self.delay_s if self.is_slow and at_disk else 0.0)
+
+
+@pytest.mark.parametrize("host_slots", [0, 80])
+@pytest.mark.parametrize("delay_s", [5.0, 1e6])
+def test_a_disk_that_takes_very_long_in_mid_swap_holds_up_nobody(
+    delay_s: float, host_slots: int
+) -> None:
+    """Who waits for it does so within the bound, and is computed again; tokens are equal."""
+    fate = SlowDisk(delay_s)
+    tiers = disk_tiers(100_000, MIN_TOUCHES, host_bytes=host_slots)
+    it = Swapping(kv_tiers=tiers, kv_host_slots=host_slots, transfer_fate=fate)
+    requests = [
+        make_request(f"r{index}", [index] * PROMPT, max_tokens=ANSWER)
+        for index in range(NUM_REQUESTS)
+    ]
+    for request in requests:
+        it.add(request)
+    counters = it.scheduler.counters
+    last, longest = it.clock.now(), 0.0
+    while it.scheduler.requests:
+        if counters.num_preemptions >= 3:
+            fate.is_slow = True
+        num_steps = counters.num_steps
+        assert it.tick()
+        if counters.num_steps > num_steps:
+            longest, last = max(longest, it.clock.now() - last), it.clock.now()
+    assert_complete(it, requests, LEN + 1)
+    assert counters.num_preemptions > 5
+    assert longest <= LOAD_TIMEOUT_S + 1

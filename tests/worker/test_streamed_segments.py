@@ -22,6 +22,7 @@ from pagoda.messages.segments import ColdSegment
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TierBlocks, Transfer
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.disk_tier.objects import object_name
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.kv import segments, staging
@@ -224,13 +225,15 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def assert_slot_0_is_lost(rig: Rig, reason: str, beside: Any) -> None:
+def assert_slot_0_is_lost(rig: Rig, reason: str, beside: Any, first: int) -> None:
     """The slot says nothing from the next step on, whatever it is to compute; the other one says what it would."""
     driver = rig.driver
     results = [driver.step({0: 100, 1: 61}), driver.step({0: 20, 1: 1}), driver.step({1: 1})]
     for result in results[:2]:
         assert list(result.lost_segments) == [0]
-        assert reason in result.lost_segments[0]
+        lost = result.lost_segments[0]
+        assert reason in lost.reason
+        assert (lost.first, lost.hangs) == (first, reason == "not answered")
         assert not result.errors
         assert result.slots == [1]
     assert not results[2].lost_segments
@@ -262,7 +265,7 @@ def test_a_segment_that_cannot_be_read_harms_its_request_alone(
         case _:
             path.write_bytes(bytes(4096))
             reason = "has 4096 bytes"
-    assert_slot_0_is_lost(rig, reason, beside)
+    assert_slot_0_is_lost(rig, reason, beside, first=1)
     driver.start(0, PROMPT, SAMPLING)
     assert told(rig.say([0], 4), 0) == alone
 
@@ -320,7 +323,7 @@ def test_a_tier_that_hangs_is_not_asked_until_it_answers(
     hanging = hang(rig)
     monkeypatch.setattr(staging, "PATIENCE_S", 0.05)
     monkeypatch.setattr(staging, "_FAREWELL_S", 0.05)
-    assert_slot_0_is_lost(rig, "not answered", beside)
+    assert_slot_0_is_lost(rig, "not answered", beside, first=0)
     monkeypatch.undo()
     hanging.may_answer.set()
     for thread in threading.enumerate():
@@ -355,8 +358,9 @@ def test_staging_and_sums_count_in_the_memory_plan(tmp_path: Path) -> None:
     [
         {"kv_host_bytes": 0, "kv_tiers": {}},
         {"block_size": 384},
+        {"parallel": ParallelConfig(tensor_parallel_size=2, dp_attention=True)},
     ],
-    ids=["no tiers", "blocks that cut segments"],
+    ids=["no tiers", "blocks that cut segments", "ranks with requests of their own"],
 )
 def test_workers_that_cannot_stream(change: dict[str, Any], tmp_path: Path) -> None:
     save("qwen3", tmp_path)

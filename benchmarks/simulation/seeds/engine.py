@@ -250,6 +250,7 @@ class LateEngine:
             num_stages=config.worker.parallel.pipeline_parallel_size,
             transfer_fate=world.fate,
             disk=None if self.disk is None else self.disk.objects,
+            disk_hangs=(lambda: False) if self.disk is None else self.disk.hangs,
             neighbours=neighbours,
         )
         self.executor = FaultyExecutor(

@@ -357,12 +357,14 @@ class ObjectFiles:
                 _note_use(descriptor)
 
     def read_part(self, key: bytes, first: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the object from byte `first` on, both in units of `ALIGNMENT`; nothing is checked.
+        """Fills `buffer` with the object from byte `first` on, both in units of `ALIGNMENT`, and notes the
+        time; nothing is checked.
 
         Raises as `read` does.
         """
         with self._opened(key) as descriptor:
             self._fill_part(descriptor, first, buffer)
+            _note_use(descriptor)
 
     @contextlib.contextmanager
     def _opened(self, key: bytes) -> Iterator[int]:

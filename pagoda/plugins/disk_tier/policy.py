@@ -122,6 +122,33 @@ class WriteBackoff:
         return was_paused
 
 
+class Silence:
+    """Tells when a disk that owes an answer has given none for too long."""
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._since: float | None = None
+
+    def asked(self) -> None:
+        """The disk owes an answer from now on, if it did not before."""
+        if self._since is None:
+            self._since = self._clock.now()
+
+    def heard(self, *, owes_more: bool) -> None:
+        """The disk has said something, or nothing is wanted of it any more."""
+        self._since = self._clock.now() if owes_more else None
+
+    @property
+    def is_long(self) -> bool:
+        return self._since is not None and self._clock.now() - self._since >= self._timeout_s
+
+    @property
+    def is_long_at(self) -> float | None:
+        """Time at which the silence will be long; None if it is already, or there is none."""
+        return None if self._since is None or self.is_long else self._since + self._timeout_s
+
+
 class SwapBudget:
     """Bounds what is written because preempted requests need it again, and is read once at most: an SSD wears.
 
@@ -157,7 +184,10 @@ class Evictor:
         remove: Callable[[int, Sequence[bytes]], object],
         quota_bytes: int,
         forget: Callable[[int, bytes], object],
+        num_sharers: int = 1,
     ) -> None:
+        """`num_sharers` may hold equal parts of the quota each."""
+        self._num_sharers = num_sharers
         self._index = index
         self._remove = remove
         self._quota_bytes = quota_bytes
@@ -194,8 +224,8 @@ class Evictor:
 
     @property
     def num_holdable(self) -> int:
-        """The most objects that may be held."""
-        return self._high_bytes // self._index.object_bytes(OWN)
+        """The most objects that may be held here."""
+        return self._high_bytes // self._num_sharers // self._index.object_bytes(OWN)
 
     def has_room_for(self, count: int) -> bool:
         """True if so many further objects may be written now, which are to be held. If not, others that nobody

@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.connector import OtherBlocks
@@ -104,6 +104,26 @@ class Removed(NamedTuple):
 
 
 News = DirectoryFound | ObjectsFound | FanOutListed | ScanEnded | ProbeAnswer | Removed
+
+
+class Scanner(Protocol):
+    """Looks at directories for the engine, which never waits for it; `DiskScanner` says how."""
+
+    def probe(
+        self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None = None
+    ) -> None: ...
+
+    def cancel_probe(self, probe: Probe) -> None: ...
+
+    def remove(self, directory: int, keys: Sequence[bytes]) -> None: ...
+
+    def rescan(self) -> None: ...
+
+    def poll(self) -> list[News]: ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class _ScannedDirectory:

@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
@@ -36,7 +35,13 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.plugins.disk_tier.directory import MIN_TOUCHES, TIER
 from pagoda.plugins.disk_tier.far_scanner import FarScanner
 from pagoda.plugins.disk_tier.index import DiskIndex
-from pagoda.plugins.disk_tier.policy import AdmissionFilter, Evictor, SwapBudget, WriteBackoff
+from pagoda.plugins.disk_tier.policy import (
+    AdmissionFilter,
+    Evictor,
+    Silence,
+    SwapBudget,
+    WriteBackoff,
+)
 from pagoda.plugins.disk_tier.scanner import (
     OWN,
     DirectoryFound,
@@ -48,6 +53,7 @@ from pagoda.plugins.disk_tier.scanner import (
     ProbeAnswer,
     Removed,
     ScanEnded,
+    Scanner,
 )
 
 logger = logging.getLogger(__name__)
@@ -56,28 +62,12 @@ _MEDIUM = "DISK"
 """The tier in KV events, by the name that vLLM's subscribers know."""
 _SCANNER_TIMEOUT_S = 10.0
 """Seconds of silence, while the scanner owes an answer, after which the disk counts as hanging."""
+_WRITE_TIMEOUT_S = 60.0
+"""Seconds without the end of any write after which segments of running requests are not awaited any more."""
+_REST_S = 10.0
+"""Seconds in which steps read nothing here after one has waited in vain."""
 _WARNING_INTERVAL_S = 10.0
 """Seconds between warnings of failed loads: in a directory that was removed, one fails after the other."""
-
-
-class Scanner(Protocol):
-    """Looks at directories for the engine, which never waits for it; `DiskScanner` says how."""
-
-    def probe(
-        self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None = None
-    ) -> None: ...
-
-    def cancel_probe(self, probe: Probe) -> None: ...
-
-    def remove(self, directory: int, keys: Sequence[bytes]) -> None: ...
-
-    def rescan(self) -> None: ...
-
-    def poll(self) -> list[News]: ...
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 OpenScanner = Callable[[Sequence[TierPlace], Clock], Scanner]
@@ -121,6 +111,11 @@ class DiskTier:
         self._num_failed = 0
         self._queued: dict[str, tuple[PrefixRequest, int]] = {}
         """Requests in line, and where what the device lacks begins."""
+        self._unwritten: list[Hold] = []
+        """Holds whose blocks are being written."""
+        self._writing = Silence(context.clock, _WRITE_TIMEOUT_S)
+        self._rests_until = 0.0
+        """Time until which steps read nothing here."""
         self._open_directories(context.places)
         self._budget = SwapBudget(self._quota_bytes // self._block_bytes, self._clock)
         if self._host is not None and self._host.lower is None:
@@ -145,13 +140,19 @@ class DiskTier:
         self._is_indexed = False
         self._probes: dict[str, Probe] = {}
         """Probes for whose answers requests wait, by request."""
-        self._unheard_since: float | None = None
-        """Time at which the scanner was asked or last said anything; None if it owes no answer."""
+        self._probing = Silence(self._clock, _SCANNER_TIMEOUT_S)
+        self._listing = Silence(self._clock, _SCANNER_TIMEOUT_S)
+        """Silence of the first scan."""
+        self._listing.asked()
         self._is_hang_known = False
         """`poll` has named the requests whose probes the hanging disk does not answer."""
         self._scanner = self._open_scanner(directories, self._clock)
         self._evictor = Evictor(
-            self._index, self._scanner.remove, self._quota_bytes, self._forget_object
+            self._index,
+            self._scanner.remove,
+            self._quota_bytes,
+            self._forget_object,
+            max(directory.num_sharers for directory in directories),
         )
         for prefix, start in self._queued.values():
             self._look(prefix, start)
@@ -166,10 +167,9 @@ class DiskTier:
         """Asks for blocks that are not known to be there."""
         keys = prefix.keys
         unknown = [index for index in range(start, len(keys)) if not self._has(keys[index])]
-        if not (unknown or (prefix.other_blocks and keys)) or self._is_hanging():
+        if not (unknown or (prefix.other_blocks and keys)) or self._probing.is_long:
             return
-        if self._unheard_since is None:
-            self._unheard_since = self._clock.now()
+        self._probing.asked()
         self._num_probes += 1
         probe = self._probes[prefix.request_id] = Probe(prefix.request_id, self._num_probes)
         others: OtherBlocks | None = None
@@ -182,20 +182,15 @@ class DiskTier:
         probe = self._probes.pop(request_id, None)
         if probe is not None:
             self._scanner.cancel_probe(probe)
-            if not self._probes and not self._is_hanging():
-                self._unheard_since = None
+            if not self._probes and not self._probing.is_long:
+                self._probing.heard(owes_more=False)
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         for index in range(start, len(prefix.keys)):
             if not self._has(prefix.keys[index]):
-                may_come = prefix.request_id in self._probes and not self._is_hanging()
+                may_come = prefix.request_id in self._probes and not self._probing.is_long
                 return None if may_come else index - start
         return max(0, len(prefix.keys) - start)
-
-    def _is_hanging(self) -> bool:
-        """True while the disk does not answer: what is not known counts as not there."""
-        since = self._unheard_since
-        return since is not None and self._clock.now() - since >= _SCANNER_TIMEOUT_S
 
     def _has(self, key: bytes) -> bool:
         return self._index.has(OWN, key)
@@ -233,8 +228,7 @@ class DiskTier:
     # ---- what is kept
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
-        if not self._is_indexed:
-            self._scanner.rescan()  # if the first scan has failed
+        self._scan_first()
         may_store = self._may_store
         room = self._ledger.room_for(cached_blocks)
         known: list[bytes] = []
@@ -257,6 +251,11 @@ class DiskTier:
         self._store(list(wanted.values()))
         return num_done
 
+    def _scan_first(self) -> None:
+        """Begins to scan if the first scan has failed."""
+        if not self._is_indexed:
+            self._scanner.rescan()
+
     @property
     def _may_store(self) -> bool:
         return self._is_indexed and not self._backoff.is_on
@@ -273,7 +272,11 @@ class DiskTier:
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         self._ledger.open(on_end, source, TierBlocks(TIER, keys), blocks, likely=likely)
+        self._begin_storing(keys)
+
+    def _begin_storing(self, keys: Sequence[bytes]) -> None:
         self._evictor.storing.update(keys)
+        self._writing.asked()
 
     def _affordable(self, saved: Sequence[CachedBlock]) -> Sequence[CachedBlock]:
         """The leading ones for which there is room and, if they are needed again, a budget."""
@@ -292,7 +295,7 @@ class DiskTier:
             keys = [cached.key for cached in saved]
             source = HostSlots([cached.block.block_id for cached in saved])
             self._ledger.open(partial(self._sunk, saved), source, TierBlocks(TIER, keys))
-            self._evictor.storing.update(keys)
+            self._begin_storing(keys)
         return len(saved)
 
     def _sunk(self, saved: Sequence[CachedBlock], end: TransferEnd | None) -> None:
@@ -327,14 +330,29 @@ class DiskTier:
 
     @property
     def num_holdable(self) -> int:
-        return self.num_held if self._backoff.is_on else self._evictor.num_holdable
+        return self.num_held if self.trouble else self._evictor.num_holdable
 
     @property
     def trouble(self) -> str:
-        return self._last_error if self._backoff.is_on else ""
+        if self._backoff.is_on:
+            return self._last_error
+        if self.is_back_soon or self._listing.is_long or self._writing.is_long:
+            return f"{self._path} does not answer"
+        return ""
+
+    @property
+    def is_back_soon(self) -> bool:
+        return self._clock.now() < self._rests_until
+
+    @property
+    def next_event_at(self) -> float | None:
+        instants = [self._listing.is_long_at, self._writing.is_long_at]
+        if self.is_back_soon:
+            instants.append(self._rests_until)
+        return min((at for at in instants if at is not None), default=None)
 
     def has(self, key: bytes) -> bool:
-        return self._has(key) and not self._evictor.is_changing(key)
+        return self._has(key) and not (self._evictor.is_changing(key) or self.is_back_soon)
 
     def is_held(self, key: bytes) -> bool:
         return key in self._evictor.holds
@@ -349,12 +367,15 @@ class DiskTier:
         lacking = [it for it in blocks if not self._has(it.key)]
         if any(self._evictor.is_changing(it.key) for it in blocks):
             return None
-        if lacking and not (self._may_store and self._evictor.has_room_for(len(lacking))):
+        may_store = self._may_store and not self.trouble
+        if lacking and not (may_store and self._evictor.has_room_for(len(lacking))):
+            self._scan_first()
             return None
         keys = [it.key for it in blocks]
         self._use(keys)
         hold = self._hold(keys, is_there=not lacking)
         if lacking:
+            self._unwritten.append(hold)
             self._write(lacking, partial(self._hold_written, hold, lacking), likely=True)
         return hold
 
@@ -373,14 +394,18 @@ class DiskTier:
     def _hold_written(
         self, hold: Hold, saved: Sequence[CachedBlock], end: TransferEnd | None
     ) -> None:
+        self._unwritten.remove(hold)
         self._store_ended(saved, end)
         hold.is_there = end is not None and not end.failed
         if not hold.is_there:
             hold.error = "the workers are lost" if end is None else end.error
 
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """Removes objects, whose blocks are computed and written again if they are needed."""
-        self._evictor.discard([key for key in keys if self._has(key)])
+    def lose(self, keys: Sequence[bytes], *, hangs: bool) -> None:
+        """Removes objects, whose blocks are computed and written again if they are needed; or rests a while."""
+        if hangs:
+            self._rests_until = self._clock.now() + _REST_S
+        else:
+            self._evictor.discard([key for key in keys if self._has(key)])
 
     # ---- transfers
 
@@ -411,6 +436,7 @@ class DiskTier:
 
     def _store_ended(self, saved: Sequence[CachedBlock], end: TransferEnd | None) -> None:
         self._evictor.storing.difference_update(cached.key for cached in saved)
+        self._writing.heard(owes_more=bool(self._evictor.storing))
         if end is None:  # a later scan finds what was written
             return
         failed = set(end.failed)
@@ -469,9 +495,13 @@ class DiskTier:
         for news in everything:
             self._apply(news)
         if everything:
-            self._unheard_since = self._clock.now() if self._probes else None
+            self._probing.heard(owes_more=bool(self._probes))
+            self._listing.heard(owes_more=not self._is_indexed)
+        if self._writing.is_long:
+            for hold in self._unwritten:
+                hold.error = f"nothing was written for {_WRITE_TIMEOUT_S:g} s"
         self._evictor.evict()
-        is_hanging = self._is_hanging()
+        is_hanging = self._probing.is_long
         changed, self._changed = self._changed, set()
         if is_hanging and not self._is_hang_known:
             changed.update(self._probes)

@@ -70,7 +70,8 @@ def open_tier(
         check_kv_directory(config.path, config.num_bytes, plan.config.model)
     directory = open_in_time(Path(config.path), manifest, was_open=was_open)
     host = host_identity(own_host) if own_host else ""
-    return tier_of(ObjectFiles(directory, manifest, faults), place_parts(loaded.kv), faults, host)
+    files = ObjectFiles(directory, manifest, faults)
+    return tier_of(files, place_parts(loaded.kv), faults, host, plan.config.replicas_on_host)
 
 
 def tier_of(
@@ -78,10 +79,12 @@ def tier_of(
     parts: Sequence[BlockPart] = (),
     faults: Faults | None = None,
     host: str = "",
+    num_sharers: int = 1,
 ) -> WorkerTier:
     """The tier of these objects, whose transfers begin later; `parts` are those of places in a block, and `faults`
-    of this process. `host` is that of the rank if the engine may be on another one."""
-    place = TierPlace(TIER, str(files.directory), files.object_bytes, host)
+    of this process. `host` is that of the rank if the engine may be on another one; `num_sharers` are the
+    replicas that share its quota."""
+    place = TierPlace(TIER, str(files.directory), files.object_bytes, host, num_sharers)
     start = partial(DiskTransfers, files, place, faults or Faults(None))
     return WorkerTier(place, start, ObjectParts(files, parts))
 

@@ -21,6 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from itertools import chain
 from itertools import count as count_from
+from operator import or_
 from typing import Any, NamedTuple
 
 from pagoda.executor.base import ExecutorEvent, max_in_flight
@@ -45,6 +46,7 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import (
     Capabilities,
+    LostSegments,
     StepPlan,
     StepResult,
     TokenMasks,
@@ -85,9 +87,11 @@ class SimExecutor:
         num_stages: int = 1,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
         disk: dict[bytes, Cells] | None = None,
+        disk_hangs: Callable[[], bool] = lambda: False,
         neighbours: SimNeighbours | None = None,
     ) -> None:
-        """`check_kv` finds broken block tables; `disk` holds objects that are there already.
+        """`check_kv` finds broken block tables; `disk` holds objects that are there already. While `disk_hangs`,
+        steps wait for it in vain.
 
         `neighbours` are where KV of other engines is copied from; None copies nothing.
         """
@@ -107,6 +111,7 @@ class SimExecutor:
         self._executed_step = -1
         self._busy_until = [0.0] * num_stages
         self._disk = {} if disk is None else disk
+        self._disk_hangs = disk_hangs
         self._neighbours = neighbours
         self._loaded: list[ExecutorEvent] = []
         """Adapters that were loaded, which outlive workers."""
@@ -118,7 +123,11 @@ class SimExecutor:
     def start(self, num_blocks: int | None = None) -> None:
         config, num_stages = self._config, len(self._busy_until)
         self.worker = SimWorker(
-            config, check_kv=self._check_kv, num_stages=num_stages, disk=self._disk
+            config,
+            check_kv=self._check_kv,
+            num_stages=num_stages,
+            disk=self._disk,
+            disk_hangs=self._disk_hangs,
         )
         self._executed_step = -1
         self._busy_until = [self._clock.now()] * num_stages
@@ -292,6 +301,7 @@ class SimWorker:
         check_kv: bool,
         num_stages: int = 1,
         disk: dict[bytes, Cells] | None = None,
+        disk_hangs: Callable[[], bool] = lambda: False,
     ) -> None:
         """`disk` holds objects that workers before it have written, and will hold what this one writes."""
         self._config = config
@@ -306,6 +316,7 @@ class SimWorker:
             "disk": {} if disk is None else disk,
         }
         """Blocks by the two parts of their places."""
+        self._disk_hangs = disk_hangs
         self._step_writes: defaultdict[int, set[Place]] = defaultdict(set)
         self._step_reads: defaultdict[int, set[Place]] = defaultdict(set)
         """Places that each step under way uses."""
@@ -345,7 +356,7 @@ class SimWorker:
         asked, proposals = dict(plan.proposals), dict[int, list[int]]()
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
-        lost = {slot_id: "an object has gone" for slot_id in plan.slots if self._lacks(slot_id)}
+        lost = {it: found for it in plan.slots if (found := self._lost_of(it)) is not None}
         num_cold_blocks = 0
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
@@ -400,12 +411,19 @@ class SimWorker:
             lost_segments=lost,
         )
 
-    def _lacks(self, slot_id: int) -> bool:
-        """True if a cold block of the slot has gone, now or before."""
+    def _lost_of(self, slot_id: int) -> LostSegments | None:
+        """Cold segments of the slot that cannot be read, now or before."""
         slot = self.slots[slot_id]
-        places = chain.from_iterable(slot.cold.values())
-        slot.is_lost |= any(key not in self.memory[kind] for kind, key in places)
-        return slot.is_lost
+        for group, places in slot.cold.items() if slot.lost is None else ():
+            count = self._config.segment_tokens // self._groups[group].block_size
+            hangs = [kind == "disk" and self._disk_hangs() for kind, _ in places]
+            gone = [key not in self.memory[kind] for kind, key in places]
+            bad = [index for index, it in enumerate(map(or_, hangs, gone)) if it]
+            if bad:
+                reason = "it has not answered" if hangs[bad[0]] else "an object has gone"
+                lost = LostSegments(reason, bad[0] // count, hangs=hangs[bad[0]])
+                slot.lost = lost if slot.lost is None else slot.lost.joined(lost)
+        return slot.lost
 
     def step_done(self, step: int) -> None:
         """The step has been executed; until then transfers keep away from what it uses."""

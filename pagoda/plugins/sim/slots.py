@@ -7,7 +7,7 @@ from array import array
 from collections import defaultdict
 
 from pagoda.messages.frontend import Pooling, PromptLogprobs
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import LostSegments, SlotStart
 from pagoda.plugins.sim.model import sim_logprob, sim_token
 
 Place = tuple[str, int | bytes]
@@ -23,7 +23,7 @@ class SimSlot:
         self.block_ids = [list(block_ids) for block_ids in start.block_ids]
         self.cold: defaultdict[int, list[Place]] = defaultdict(list)
         """Leading blocks of groups that lie below the device."""
-        self.is_lost = False
+        self.lost: LostSegments | None = None
         """A cold block has gone: nothing right can be computed any more."""
         self.sampling = start.work.sampling
         self.num_computed_tokens = start.num_computed_tokens

@@ -20,6 +20,7 @@ from pagoda.backend.base import ColdContexts, KVCache, LatentCache, StagedSegmen
 from pagoda.backend.kv_store import KVStore
 from pagoda.messages.segments import ColdSegment
 from pagoda.messages.transfers import HostSlots, TierBlocks, num_places, tier_name
+from pagoda.messages.worker import LostSegments
 from pagoda.model.decoder import LayerCache
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.staging import ALIGNMENT, Filling, Item, Staging, TierParts, part_room
@@ -82,11 +83,19 @@ class _Layer(NamedTuple):
 class Streamed:
     """Outcome of a step's cold segments so far."""
 
-    lost: dict[int, str] = field(default_factory=dict)
-    """Sequences of which a segment could not be read, and why."""
+    lost: dict[int, LostSegments] = field(default_factory=dict)
+    """Sequences of which a segment could not be read."""
     num_bytes: int = 0
     seconds: float = 0.0
     """Seconds from the first segment that a layer asks for to its last, of all layers."""
+
+
+def joined_losses(
+    one: Mapping[int, LostSegments], other: Mapping[int, LostSegments]
+) -> dict[int, LostSegments]:
+    """Losses by slot in two stages, of which each reads its own layers."""
+    both = {slot: one[slot].joined(other[slot]) for slot in one.keys() & other.keys()}
+    return {**one, **other, **both}
 
 
 class SegmentStreams:
@@ -180,9 +189,9 @@ class SegmentStreams:
         if self._staging is None:
             return None
         items = [
-            Item(layer.group, layer.place, index, sequence, found)
+            Item(layer.group, layer.place, number, sequence, index, found)
             for layer in self._layers
-            for index, (sequence, found) in enumerate(_in_order(cold.get(layer.group, ())))
+            for number, (sequence, index, found) in enumerate(_in_order(cold.get(layer.group, ())))
             if isinstance(found, TierBlocks)
         ]
         if not items:
@@ -198,9 +207,13 @@ def _address(cache: AnyCache) -> int:
 
 def _in_order(
     of_sequences: Sequence[Sequence[HostSlots | TierBlocks]],
-) -> list[tuple[int, HostSlots | TierBlocks]]:
-    """Sequence and place of each segment, as layers take them."""
-    return [(i, place) for i, places in enumerate(of_sequences) for place in places]
+) -> list[tuple[int, int, HostSlots | TierBlocks]]:
+    """Sequence of each segment, its number there, and its place, as layers take them."""
+    return [
+        (sequence, index, place)
+        for sequence, places in enumerate(of_sequences)
+        for index, place in enumerate(places)
+    ]
 
 
 class StepSegments:
@@ -235,9 +248,10 @@ class StepSegments:
             self._filling = None
 
     def take(
-        self, group: int, values: int, index: int, sequence: int, found: HostSlots | TierBlocks
+        self, group: int, values: int, number: int, segment: tuple[int, int, HostSlots | TierBlocks]
     ) -> StagedSegment:
         streams, place = self._streams, self._streams.place_of[values]
+        sequence, index, found = segment
         if self._began is None:
             self._began = time.perf_counter()
         if sequence in self.streamed.lost:
@@ -247,9 +261,9 @@ class StepSegments:
         else:
             if self._filling is None:
                 raise RuntimeError("Segments are taken of a step that has not begun.")
-            half, problem = self._filling.take((group, place, index))
-            if problem:
-                self.streamed.lost[sequence] = problem
+            half, lost = self._filling.take((group, place, number), index)
+            if lost is not None:
+                self.streamed.lost[sequence] = lost
                 return streams.lost(place, group)
             staged = streams.staged(place, found.tier, half, group)
         self.streamed.num_bytes += streams.segment_bytes(place, group)
@@ -280,12 +294,15 @@ class _GroupSegments:
     """The `SegmentSource` of one group."""
 
     def __init__(
-        self, step: StepSegments, group: int, segments: Sequence[tuple[int, HostSlots | TierBlocks]]
+        self,
+        step: StepSegments,
+        group: int,
+        segments: Sequence[tuple[int, int, HostSlots | TierBlocks]],
     ) -> None:
         self._step, self._group, self._segments = step, group, segments
 
     def take(self, values: int, index: int) -> StagedSegment:
-        return self._step.take(self._group, values, index, *self._segments[index])
+        return self._step.take(self._group, values, index, self._segments[index])
 
     def release(self, values: int) -> None:  # noqa: ARG002
         self._step.release()

@@ -115,7 +115,8 @@ def cold_segments(plan: WorkerMemoryPlan) -> int:
         return 0
     ranks_on_host = min(config.parallel.replica_size, config.workers_on_host)
     in_tier = ranks_on_host * (plan.bytes_per_block + _OBJECT_BYTES)
-    below = sum(usable_blocks(tier, in_tier) // each for tier in config.kv_tiers.values())
+    sharers = config.replicas_on_host
+    below = sum(usable_blocks(tier, in_tier, sharers) // each for tier in config.kv_tiers.values())
     return config.kv_host_bytes // slot_bytes(plan.bytes_per_block) // each + below
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from pagoda.messages.transfers import TierBlocks
+from pagoda.messages.worker import LostSegments
 from pagoda.worker.kv.memory import page_aligned
 
 READERS = 8
@@ -80,6 +81,8 @@ class Item(NamedTuple):
     number: int
     """Number of the segment, as layers take them."""
     sequence: int
+    in_sequence: int
+    """Number of the segment in the sequence."""
     found: TierBlocks
 
 
@@ -97,8 +100,8 @@ class Filling:
         self._num_free = 2
         """Items that may be read: those before them but one are not needed any more."""
         self._taken = -1
-        self._problems: dict[int, str] = {}
-        """Reasons by sequence."""
+        self._lost: dict[int, LostSegments] = {}
+        """Losses by sequence."""
         self._heard_at = time.monotonic()
         self._is_closed = False
         self._threads = [
@@ -112,8 +115,10 @@ class Filling:
     def is_running(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def take(self, item: tuple[int, int, int]) -> tuple[int, str]:
-        """The half that has an item, and the reason why it lacks something, once it is read; gives others back."""
+    def take(self, item: tuple[int, int, int], index: int) -> tuple[int, LostSegments | None]:
+        """The half that has an item, and what its sequence lacks, once it is read; gives others back.
+
+        `index` is that of the segment in its sequence: threads that a tier keeps waiting know older items."""
         number = self._numbers.get(item, 0)
         with self._changed:
             self._free_before(number)
@@ -122,9 +127,9 @@ class Filling:
                 self._is_closed = left_s <= 0
                 self._changed.wait(max(0.0, left_s))
             if self._is_closed:
-                return 0, _HANGS
+                return 0, LostSegments(_HANGS, index, hangs=True)
             self._taken = number
-            return number % 2, self._problems.get(self._items[number].sequence, "")
+            return number % 2, self._lost.get(self._items[number].sequence)
 
     def release(self) -> None:
         """Nothing reads the item that was taken any more."""
@@ -155,13 +160,14 @@ class Filling:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                is_wanted = item.sequence not in self._problems
+                is_wanted = item.sequence not in self._lost
             problem = ""
             if is_wanted:
                 problem = self._read(readers[item.found.tier], item, number % 2, part)
             with self._changed:
                 if problem:
-                    self._problems.setdefault(item.sequence, problem)
+                    lost = LostSegments(problem, item.in_sequence)
+                    self._lost[item.sequence] = self._lost.get(item.sequence, lost).joined(lost)
                 self._parts_done[number] += 1
                 self._heard_at = time.monotonic()
                 self._changed.notify_all()

@@ -47,6 +47,7 @@ class DiskRig:
         num_blocks: int = 320,
         num_ranks: int = 1,
         host_slots: int = 0,
+        num_sharers: int = 1,
         is_scanned: bool = True,
     ) -> None:
         self.clock = VirtualClock()
@@ -54,7 +55,7 @@ class DiskRig:
         self.ledger = TransferLedger(self.pool)
         self.events = CacheRecorder(outlives_workers=True)
         self.keepers: list[SimScanner] = []
-        self.ready = ready(num_ranks)
+        self.ready = ready(num_ranks, num_sharers=num_sharers)
         self.host = HostTier(host_slots, SIZE, self.ledger) if host_slots else None
         context = TierContext(
             KVTierConfig("/kv", quota, {MIN_TOUCHES: min_touches}),
@@ -149,9 +150,10 @@ class DiskRig:
         return transfer
 
 
-def ready(num_ranks: int = 1, name: str = "model") -> WorkerReady:
+def ready(num_ranks: int = 1, name: str = "model", num_sharers: int = 1) -> WorkerReady:
     directories = tuple(
-        TierPlace("disk", f"/kv/{name}-{rank}", UNIT // num_ranks) for rank in range(num_ranks)
+        TierPlace("disk", f"/kv/{name}-{rank}", UNIT // num_ranks, num_sharers=num_sharers)
+        for rank in range(num_ranks)
     )
     return msgspec.structs.replace(READY, kv_places=directories)
 

@@ -73,9 +73,29 @@ def test_what_a_step_could_not_read_is_removed() -> None:
     rig = DiskRig()
     rig.store(KEYS[:4])
     held = rig.tier.hold_found(KEYS[:4])
-    rig.tier.lose(KEYS[:2])
+    rig.tier.lose(KEYS[:2], hangs=False)
     rig.work()
     assert rig.disk.keys() == set(KEYS[2:4])
     assert not rig.tier.has(KEYS[0])
     assert rig.tier.has(KEYS[2])
     held.release()
+
+
+def test_a_replica_holds_its_part_of_a_quota_that_several_share() -> None:
+    assert DiskRig(quota=40 * UNIT, num_sharers=2).tier.num_holdable == 19
+    assert DiskRig(quota=40 * UNIT).tier.num_holdable == 38
+
+
+def test_a_tier_that_a_step_waited_for_in_vain_rests_and_keeps_all() -> None:
+    rig = DiskRig()
+    rig.store(KEYS[:4])
+    held = rig.tier.hold_found(KEYS[:2])
+    rig.tier.lose(KEYS[:4], hangs=True)
+    held.release()
+    assert (rig.tier.is_back_soon, rig.tier.next_event_at) == (True, 10.0)
+    assert (rig.tier.has(KEYS[0]), rig.tier.num_holdable) == (False, 0)
+    assert hold(rig, 0, 6) is None
+    rig.clock.advance_to(10)
+    assert (rig.tier.trouble, rig.tier.next_event_at) == ("", None)
+    assert all(map(rig.tier.has, KEYS[:4]))
+    assert rig.disk.keys() == set(KEYS[:4])

@@ -26,6 +26,7 @@ from tables import each_row
 from pagoda.errors import ConfigError
 from pagoda.plugins.disk_tier import objects
 from pagoda.plugins.disk_tier.objects import (
+    ALIGNMENT,
     HEADER_BYTES,
     MANIFEST_NAME,
     Manifest,
@@ -387,6 +388,13 @@ def test_a_read_notes_the_use_but_not_every_time(files: ObjectFiles) -> None:
     os.utime(path, (noted - 30, noted - 30))
     read(files)
     assert path.stat().st_mtime == pytest.approx(noted - 30)
+
+
+def test_a_segment_that_steps_read_stays_young(files: ObjectFiles) -> None:
+    write(files)
+    os.utime(path_of(files), (5000, 5000))
+    files.read_part(KEY, 0, files.new_buffer()[:ALIGNMENT])
+    assert path_of(files).stat().st_mtime > 5000
 
 
 def test_to_inspect_an_object_or_to_find_it_bad_is_no_use_of_it(files: ObjectFiles) -> None:
