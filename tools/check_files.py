@@ -46,7 +46,11 @@ CLOCKS = {
     "time",
     "time_ns",
 }
-VIRTUAL = ("tests/sim/", "pagoda/plugins/router/tests/test_prefill_decode.py")
+VIRTUAL = (
+    "tests/sim/",
+    "pagoda/plugins/router/tests/test_prefill_decode.py",
+    "pagoda/plugins/router/tests/test_changing_roles.py",
+)
 """Tests that run on a simulated clock as a whole."""
 APART = ("tests/ui/", "tests/clients/")
 """Rooms whose tests are not collected with the others."""

@@ -46,6 +46,8 @@ def snapshot_of_everything() -> Snapshot:
             max_num_waiting_tokens=2**30,
             summary="",
         ),
+        adapters=("adapter",),
+        max_adapters=1,
     )
 
 

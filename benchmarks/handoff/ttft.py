@@ -96,7 +96,9 @@ def _engine(
         block_size=BLOCK_SIZE,
         num_kv_blocks=4 * _MAX_MODEL_LEN // BLOCK_SIZE,
     )
-    flags = HandoffOptions(role=role.value, kv_transports=transports)
+    flags = HandoffOptions(
+        role="prefill" if role is Role.PREFILL else "decode", kv_transports=transports
+    )
     handoff = flags.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
     executor, parallel = ExecutorOptions(), ParallelOptions()
     files = executor.resolve(engine, model if is_preset else None, parallel)

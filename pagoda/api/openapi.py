@@ -37,6 +37,7 @@ _REASONS = {
     500: "A bug, or the engine failed with the request.",
     501: "Not supported here, with the reason.",
     503: "The server is loading, shutting down or stuck; `Retry-After` says when to come again.",
+    504: "A host did not do in time what it was told.",
 }
 _ALWAYS = (400, 401, 403, 405, 431, 500, 503)
 """Statuses of every route."""

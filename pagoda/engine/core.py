@@ -163,7 +163,8 @@ class EngineCore:
         if self.parts is None:
             return None
         worker, limits = self.parts.worker, self.parts.limits
-        told = self.parts.scheduler.kv.groups[0]
+        told, handoff = self.parts.scheduler.kv.groups[0], self._config.handoff
+        able = Role.NONE if handoff is None else handoff.role
         return EngineReady(
             max_model_len=self.parts.scheduler.limits.max_model_len,
             vocab_size=worker.vocab_size,
@@ -175,7 +176,8 @@ class EngineCore:
             max_num_waiting_tokens=limits.max_num_waiting_tokens,
             max_logprobs=self._config.max_logprobs,
             summary=worker.summary,
-            role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
+            role=able if handoff is None else handoff.first_role or able,
+            roles=able.alternatives,
             kv_group=None if told.keeps_all else told,
         )
 

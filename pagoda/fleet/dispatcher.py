@@ -23,6 +23,7 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
     PagodaError,
+    refuse,
 )
 from pagoda.fleet.admission import Admission
 from pagoda.fleet.endpoint import Health, ReplicaState
@@ -41,6 +42,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
 )
 from pagoda.messages.load import LoadReport
+from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
 DEFAULT_NO_REPLICA_TIMEOUT_S = 30
@@ -93,7 +95,7 @@ class Dispatcher:
         self.set_leaving, self.wait_failed = self.slots.set_leaving, self.slots.wait_failed
         self.watch, self.hold = self.slots.watch, self._admission.hold
         self.subscribe_cache = self.slots.subscribe_cache
-        self.subscribe_steps = self.slots.subscribe_steps
+        self.subscribe_steps, self.counted = self.slots.subscribe_steps, self._placer.counted
 
     # ---- replicas come and go
 
@@ -122,6 +124,18 @@ class Dispatcher:
         while slot.requests:
             slot.left.clear()
             await slot.left.wait()
+
+    def set_role(self, role: Role) -> None:
+        """Lets those who send requests here see another role from now on; what runs goes on.
+
+        Raises InvalidRequestError: the replicas cannot take this role, or have not started.
+        """
+        able = self.limits.roles if self.slots.sums.are_known else ()
+        if role not in able:
+            can = f"{', '.join(able)} at this host" if able else "left as it is at this host"
+            hint = "" if Role.BOTH in able else ", which was started without --role-changes"
+            refuse("role", f"must be {can}{hint}")
+        self.slots.set_role(role)
 
     def num_requests(self, replica: Replica) -> int:
         return len(self.slots[replica].requests)

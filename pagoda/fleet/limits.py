@@ -30,6 +30,8 @@ class LimitSums:
         """Requests that all replicas of a role can have, running and waiting."""
         self._total: EngineReady | None = None
         """The sum of limits, or the last one of replicas that have gone; None when it has to be made anew."""
+        self._role: Role | None = None
+        """The role that all were given; None while each has its own."""
 
     @property
     def are_known(self) -> bool:
@@ -46,8 +48,13 @@ class LimitSums:
         if not self.are_known:
             raise RuntimeError("The replicas have not started.")
         if self._total is None:
-            self._total = _sum_of(self._limits, self._routers)
+            total = _sum_of(self._limits, self._routers)
+            self._total = msgspec.structs.replace(total, role=self._role or total.role)
         return self._total
+
+    def set_role(self, role: Role) -> None:
+        """Gives all replicas together this role, whatever each says."""
+        self._role, self._total = role, msgspec.structs.replace(self.total, role=role)
 
     def count(self, limits: EngineReady | None, change: int) -> None:
         """Counts `change` replicas more with these limits."""
@@ -99,6 +106,7 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
         ),
         summary=(prefix + "; ".join(summaries))[:MAX_ITEMS],
         role=_sum_of_roles({limit.role for limit in limits}),
+        roles=_common_roles(limits),
         max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
         routers=tuple(sorted(routers))[:MAX_ROUTERS],
         kv_group=next(iter(limits)).kv_group,
@@ -110,8 +118,16 @@ def _least_logprobs(limits: set[int]) -> int:
     return min(limits - {ALL_LOGPROBS}, default=ALL_LOGPROBS)
 
 
+def _common_roles(limits: Iterable[EngineReady]) -> tuple[Role, ...]:
+    """The roles that each of the replicas can take, in the order of `Role`."""
+    common = set(Role).intersection(*(limit.roles for limit in limits))
+    return tuple(role for role in Role if role in common)
+
+
 def _sum_of_roles(roles: set[Role]) -> Role:
     """The role of all replicas together: whatever some of them can do."""
+    if roles == {Role.STANDBY}:
+        return Role.STANDBY
     holds = any(role.holds_kv for role in roles)
     fetches = any(role.fetches_kv for role in roles)
     if holds and fetches:

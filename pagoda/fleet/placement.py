@@ -290,4 +290,4 @@ def has_part_in(role: Role, request: GenerateRequest) -> bool:
         return role.holds_kv
     if request.kv_source is not None:
         return role.fetches_kv
-    return role is not Role.PREFILL
+    return role not in (Role.PREFILL, Role.STANDBY)

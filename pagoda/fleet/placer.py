@@ -7,6 +7,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
@@ -28,11 +31,24 @@ from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.fleet.takers import Takers
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.messages.frontend import GenerateRequest
 
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 _RETRY_S = 1
 """Delay told to clients while all replicas count as full."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A request that is counted at a replica, to which somebody else brings it."""
+
+    slot: ReplicaSlot
+    work: RequestWork
+
+    def began(self) -> None:
+        """Counts that the answer has begun: the prompt is computed."""
+        self.work.prompt_progress(self.work.num_tokens)
 
 
 class Placer:
@@ -154,10 +170,6 @@ class Placer:
         self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
     ) -> Placement:
         request, keys = tracked.request, self._keys_of(tracked)
-        sampling, num_tokens = request.work.sampling, len(tracked.token_ids)
-        longest = sampling.max_tokens or 1
-        ends_early = sampling.stop_token_ids or not sampling.ignore_eos
-        least = sampling.min_tokens if ends_early else longest
         sender = self.senders.setdefault(request.via, SenderWork())
         sender.num_requests += 1
         tracked.state = TrackedState.QUEUED
@@ -167,7 +179,7 @@ class Placer:
                 slot.work,
                 tracked.num_tokens,
                 num_cached_tokens=num_cached_tokens,
-                answer=AnswerLeft(self._lengths, num_tokens, longest, least),
+                answer=self._answer(tracked),
                 sender=sender,
             ),
             began_at=self._clock.now(),
@@ -181,6 +193,42 @@ class Placer:
         )
         slot.num_streams += bool(tracked.token_ids)
         return placement
+
+    def _answer(self, tracked: TrackedRequest) -> AnswerLeft:
+        sampling = tracked.request.work.sampling
+        longest = sampling.max_tokens or 1
+        ends_early = sampling.stop_token_ids or not sampling.ignore_eos
+        least = sampling.min_tokens if ends_early else longest
+        return AnswerLeft(self._lengths, len(tracked.token_ids), longest, least)
+
+    @contextmanager
+    def counted(
+        self, request: GenerateRequest, excluded: Collection[int] = ()
+    ) -> Iterator[Counted | None]:
+        """Chooses a replica, but for those with the numbers `excluded`, for a request that somebody else brings
+        there, and counts its work there as long as the context lasts. Nothing is known of how it gets on, so the
+        replica is not judged by it. None if no replica takes it."""
+        tracked = TrackedRequest(request, self._clock.now())
+        tracked.refusals = dict.fromkeys(excluded, _RETRY_S)
+        keys = self._keys_of(tracked) if self._takers.num_takers else []
+        chosen = self._takers.choose(tracked, keys)
+        if chosen is None or chosen[0].number in tracked.refusals:
+            yield None
+            return
+        slot, num_cached_tokens = chosen
+        work = RequestWork(
+            slot.work,
+            tracked.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            answer=self._answer(tracked),
+        )
+        number = slot.prefixes.add(keys) if keys else 0
+        try:
+            yield Counted(slot, work)
+        finally:
+            if keys:
+                slot.prefixes.end(number, keys)
+            work.close()
 
     def observe_length(self, num_output_tokens: int) -> None:
         """Takes note of the length of an answer that has ended."""

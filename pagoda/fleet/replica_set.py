@@ -27,6 +27,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.messages.worker_config import Role
 
 _NUM_HEALTH_QUERIES = 16
 """Replicas that are asked for their health at a time."""
@@ -162,6 +163,11 @@ class ReplicaSet:
         self._take_in(slot)
         self.update_subscriptions()
         self._on_change(slot)
+
+    def set_role(self, role: Role) -> None:
+        """Gives all replicas together a role, which watchers see in `sums`. What they have goes on."""
+        self.sums.set_role(role)
+        self._notify()
 
     def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         """Gives a replica that leaves no new requests; those that it has go on there."""

@@ -56,13 +56,32 @@ def numeric(host: str) -> str:
 
 
 def own_address(towards: str) -> str:
-    """The address from which this machine reaches the host `towards`. Raises OSError: there is no way there."""
-    family, kind, protocol, _, where = socket.getaddrinfo(
-        towards.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(where)
-        return bracketed(str(probe.getsockname()[0]))
+    """The address from which this machine reaches the host `towards`, IPv6 in brackets: the first, over all
+    addresses of `towards`, at which that could reach this machine. Raises OSError: there is none."""
+    found = socket.getaddrinfo(towards.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM)
+    refusal = OSError("it has no address")
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                own = str(probe.getsockname()[0])
+            check_reachable(own, str(where[0]))
+        except OSError as error:
+            refusal = error
+        else:
+            return bracketed(own)
+    raise refusal
+
+
+def check_reachable(own: str, peer: str) -> None:
+    """Raises OSError: a peer at the address `peer` does not reach this machine at `own`, its address towards the
+    peer, because that is loopback or has no meaning beyond one link."""
+    address, other = ipaddress.ip_address(own), ipaddress.ip_address(peer)
+    is_here = other.is_loopback or other.is_unspecified or other == address
+    if address.is_link_local or address.is_unspecified:
+        raise OSError(f"the address towards it, {own}, counts on one link only")
+    if address.is_loopback and not is_here:
+        raise OSError(f"the address towards it, {own}, is this machine's alone")
 
 
 def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:

@@ -27,6 +27,9 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Part of an engine in prefill/decode handoff; that of its workers is `WorkerConfig.kv_handoff`."""
 
     role: Role
+    """All that the engine can do."""
+    first_role: Role | None = None
+    """The part of it that the engine does until it is told otherwise; None for all."""
     host: str
     """The address of this host at which other engines reach it."""
     port: int = 0

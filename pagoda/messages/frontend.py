@@ -38,7 +38,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -416,6 +416,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
+    roles: Annotated[tuple[Role, ...], Meta(max_length=len(Role))] = ()
+    """Roles that it may be given while it runs."""
     host_id: Name = ""
     """Id of a host, new at each start; empty for an engine."""
     max_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, le=2**31 - 1)] = DEFAULT_MAX_LOGPROBS

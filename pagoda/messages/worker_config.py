@@ -25,6 +25,14 @@ class Role(enum.StrEnum):
     DECODE = "decode"
     """The engine fetches KV of prompts and goes on from there; it computes what it cannot fetch."""
     BOTH = "both"
+    STANDBY = "standby"
+    """The engine finishes what it has, and gets new requests only where no other takes any."""
+
+    @property
+    def alternatives(self) -> tuple[Role, ...]:
+        """The roles that an engine can take which was started for this one."""
+        able = (Role.PREFILL, Role.DECODE, Role.BOTH) if self is Role.BOTH else (self,)
+        return (*able, Role.STANDBY)
 
     @property
     def holds_kv(self) -> bool:

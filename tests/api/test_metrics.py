@@ -6,15 +6,19 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from debian_programs import debian_program
 from metrics_text import names, series, value
+from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.api.auth.keys import ApiKeys
 from pagoda.api.monitoring.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.fleet.adapters import AdapterRegistry
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import (
     STEP_TOKEN_BOUNDS,
@@ -24,6 +28,7 @@ from pagoda.messages.load import (
     StepTotals,
     TierLoad,
 )
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 
 TIERS = (
@@ -364,6 +369,32 @@ async def test_the_names_of_vllm(serve_api) -> None:
     ours = names(await scrape(api))
     assert names(text) - ours == {name for name in names(text) if name.startswith("vllm:")}
     assert ours <= names(text)
+
+
+async def test_endpoint_pickers_of_others_find_what_they_read(serve_api) -> None:
+    """llm-d's picker takes the first series of a name that has no time stamp, and these names and labels
+    (pkg/epp/framework/plugins/datalayer/extractor/metrics of llm-d/llm-d-inference-scheduler at 2bfffd0d)."""
+    api = await serve_api(vllm_metrics=True)
+    adapter = Adapter("sums", "/sums", "1")
+    known = AdapterRegistry(WorkerConfig(model="m", adapters=(adapter,)))
+    api.service.fleet = SimpleNamespace(adapters=known, is_router=False)
+    api.endpoint.report = report_with(api, num_waiting=2, num_running=3, num_blocks=8)
+    families = {one.name: one for one in text_string_to_metric_families(await scrape(api))}
+    first = {name: family.samples[0] for name, family in families.items() if family.samples}
+    for name, expected in {
+        "num_requests_waiting": 2,
+        "num_requests_running": 3,
+        "kv_cache_usage_perc": 1,
+        "gpu_cache_usage_perc": 1,
+    }.items():
+        assert first[f"vllm:{name}"].value == expected, name
+    cache = first["vllm:cache_config_info"].labels
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("16", "8")
+    assert first["vllm:lora_requests_info"].labels == {
+        "max_lora": "1",
+        "running_lora_adapters": "sums",
+        "waiting_lora_adapters": "",
+    }
 
 
 VLLM_DASHBOARD = """

@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOLD_AT_ONCE = {
     *("/health", "/health/ready", "/v1/health", "/ping", "/health_generate"),
     *("/v1/live", "/v1/load", "/load", "/server_info", "/get_server_info", "/slots"),
-    *("/v1/requests/*", "/v1/hosts", "/v1/hosts/*"),
+    *("/v1/requests/*", "/v1/hosts", "/v1/hosts/*", "/v1/role"),
 }
 """Routes about the server, for what watches it."""
 

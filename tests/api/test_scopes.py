@@ -21,9 +21,9 @@ GET /ping | POST /ping | GET /health_generate | GET /openapi.json | GET /docs
 ANY_KEY = """
 GET /version | GET /v1/models | GET /v1/models/* | GET /models | GET /api/tags | GET /api/ps | GET /api/version
 """
-LOOK = "GET /metrics | GET /metrics/vllm | GET /v1/load | GET /load | GET /v1/live | GET /v1/hosts"
+LOOK = "GET /metrics | GET /metrics/vllm | GET /v1/load | GET /load | GET /v1/live | GET /v1/hosts | GET /v1/role"
 OPERATE = """
-DELETE /v1/hosts/* | POST /v1/load_lora_adapter | POST /v1/unload_lora_adapter
+DELETE /v1/hosts/* | PATCH /v1/hosts/* | PATCH /v1/role | POST /v1/load_lora_adapter | POST /v1/unload_lora_adapter
 POST /profile/start | POST /profile/stop | POST /start_profile | POST /stop_profile
 POST /api/pull | POST /api/push | POST /api/create | POST /api/copy | DELETE /api/delete
 POST /slots/* | POST /sleep | POST /wake_up | GET /is_sleeping | POST /collective_rpc

@@ -14,7 +14,7 @@ PLUGINS = {path.parent.name for path in (PACKAGE / "plugins").glob("*/__init__.p
 IMPORT = re.compile(r"^\s*(?:from|import)\s+pagoda\.plugins\.(\w+)", re.MULTILINE)
 SUBJECTS = {"sim", "backend_check"}
 """Simulated workers and cases for backends, with which tests of many plugins compute."""
-OTHERS_IN_TESTS = {"router": {"disaggregation", "trace"}}
+OTHERS_IN_TESTS = {"router": {"disaggregation", "trace"}, "epp": {"router"}}
 """Plugins that tests of a plugin run together with it."""
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -291,6 +292,14 @@ def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
         help_text = HISTOGRAMS[own_name].help_text
         total = {(model,): requests.total(own_name)}
         yield _histograms(f"vllm:{name}", help_text, ["model_name"], total)
+    if snapshot.max_adapters:
+        labels = str(snapshot.max_adapters), ",".join(snapshot.adapters), ""
+        yield _gauge(
+            "vllm:lora_requests_info",
+            "Adapters on the device, all of which answer at once; the value is the time.",
+            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            {labels: time.time()},
+        )
     if snapshot.report is None:
         return
     reports = reports_of(snapshot.report)

@@ -120,7 +120,7 @@ async def server_info(context: RequestContext) -> web.StreamResponse:
             "max_num_seqs": limits.max_num_seqs,
             "max_running_requests": limits.max_num_seqs,
             "disaggregation_mode": modes.get(role, "null"),
-            "kv_connector": None if role is Role.NONE else _KV_CONNECTOR,
+            "kv_connector": _KV_CONNECTOR if role in kv_roles else None,
             "kv_role": kv_roles.get(role),
         }
     )

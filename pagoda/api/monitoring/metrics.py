@@ -13,6 +13,7 @@ from pagoda.api.http.request_context import RequestContext
 from pagoda.api.monitoring.request_metrics import RequestMetrics
 from pagoda.api.service import Service
 from pagoda.errors import EngineDeadError
+from pagoda.fleet.adapters import MAX_LOADED
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import LoadReport, ProcessMemory
@@ -28,6 +29,10 @@ class Snapshot(NamedTuple):
     report: LoadReport | None
     """None while there is nothing that could report."""
     limits: EngineReady | None
+    adapters: tuple[str, ...] = ()
+    """Names of adapters that are loaded."""
+    max_adapters: int = 0
+    """Most adapters that may be; 0 where there are none, and none can come."""
 
 
 async def metrics(context: RequestContext, *, aliases: bool = False) -> web.StreamResponse:
@@ -52,6 +57,8 @@ async def _snapshot(service: Service) -> Snapshot:
             limits = service.ready_generator().endpoint.limits
         except EngineDeadError:
             pass  # what was counted of requests is still there
+    known = None if service.fleet is None else service.fleet.adapters
+    adapters = () if known is None else tuple(adapter.name for adapter in known)
     return Snapshot(
         service.config.served_model_name,
         service.request_metrics.copy(),
@@ -59,4 +66,6 @@ async def _snapshot(service: Service) -> Snapshot:
         memory_of({"router" if service.is_router else "frontend": os.getpid()}),
         report,
         limits,
+        adapters,
+        MAX_LOADED if known is not None and known.allows_loading else len(adapters),
     )

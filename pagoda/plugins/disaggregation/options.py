@@ -26,6 +26,8 @@ class HandoffOptions:
     role: Literal["none", "prefill", "decode", "both"] = "none"
     """prefill computes prompts and holds their KV for others; decode fetches it and generates; both does
     either."""
+    role_changes: bool = False
+    """Let operators and routers change the role while this host runs: it opens what any role needs."""
     kv_transports: Annotated[str, Parameter(metavar="LIST")] = "shm,tcp"
     """Ways that KV may take between hosts, the best first: shm (within one machine), tcp, nixl, mooncake."""
     kv_lease: Annotated[float, Meta(ge=1, le=3600)] = 30.0
@@ -52,7 +54,8 @@ class HandoffOptions:
             raise ConfigError(
                 f"--kv-port {self.kv_port} leaves too few ports for {num_replicas} replicas."
             )
-        if self.kv_port and not role.holds_kv:
+        able = Role.BOTH if self.role_changes else role
+        if self.kv_port and not able.holds_kv:
             raise ConfigError(
                 "--kv-port needs --role prefill or both; no host fetches KV from a decode host."
             )
@@ -67,14 +70,15 @@ class HandoffOptions:
         secret = read_cluster_secret(cluster_key_file)
         return Handoff(
             HandoffConfig(
-                role=role,
+                role=able,
+                first_role=role,
                 host=advertise,
                 port=self.kv_port,
                 keys=keys_of(secret),
                 lease_s=self.kv_lease,
             ),
             KVHandoffConfig(
-                role=role,
+                role=able,
                 transports=transports,
                 host=advertise,
                 secret=secret,

@@ -126,6 +126,7 @@ class HostDoor:
             fleet.tracer,
             self._config.tracker,
             fleet.tracing,
+            None if fleet.is_router else dispatcher.set_role,
         )
         record = HostRecord(host_id=identity.host_id, address=f"tcp://{host}:{server.port}")
         self._registrations += self._config.register(self._context, record)

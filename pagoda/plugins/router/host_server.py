@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
@@ -47,10 +47,11 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.ranges import MAX_ITEMS, capped
 from pagoda.messages.tracing import ClockPing, ClockPong, FetchFragment, StartTrace, StopTrace
+from pagoda.messages.worker_config import Role
 from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import HostTrace
-from pagoda.plugins.router.messages import HostMessage, HostPing, HostPong, RouterMessage
+from pagoda.plugins.router.messages import HostMessage, HostPing, HostPong, RouterMessage, SetRole
 from pagoda.plugins.router.pools import pool_for
 from pagoda.plugins.router.request_checks import check_request
 from pagoda.telemetry.clocks import ClockComparison
@@ -102,9 +103,10 @@ class HostServer:
         tracer: Tracer | None = None,
         tracker: RequestTracker | None = None,
         tracing: TraceOwner | None = None,
+        set_role: Callable[[Role], None] | None = None,
     ) -> None:
         """Binds `address`, whose port may be `*`. `tracer` is that of this process, `tracker` records each answer,
-        and by `tracing` routers trace this server.
+        by `tracing` routers trace this server, and by `set_role` they change its role; None lets them not.
 
         Raises ConfigError if `address` cannot be bound.
         """
@@ -113,6 +115,7 @@ class HostServer:
         self._tracker = tracker or RequestTracker()
         self._tracer = tracer or Tracer("frontend")
         self._tracing = tracing
+        self._set_role = set_role
         self._encode = Codec[HostMessage](HostMessage).encode
         self._decode = Codec[RouterMessage](RouterMessage).decode
         self._routers: dict[bytes, _Router] = {}
@@ -176,7 +179,9 @@ class HostServer:
     def _limits(self) -> EngineReady:
         limits, identity = self._endpoint.limits, self._identity
         routers = (identity.id, *limits.routers) if identity.is_router else limits.routers
-        return msgspec.structs.replace(limits, host_id=identity.host_id, routers=routers)
+        roles = () if self._set_role is None else limits.roles
+        host_id = identity.host_id
+        return msgspec.structs.replace(limits, host_id=host_id, routers=routers, roles=roles)
 
     @property
     def _is_ready(self) -> bool:
@@ -256,6 +261,8 @@ class HostServer:
                 self._unsubscribe(router)
             case HostPing(number):
                 self._send(router, HostPong(number))
+            case SetRole() if router.is_welcome:
+                self._change_role(message.role)
             case LoadQuery():
                 self._report(router, message.query_id)
             case StartTrace() | StopTrace() | FetchFragment() if router.is_welcome:
@@ -265,6 +272,13 @@ class HostServer:
                 clocks = router.clocks
                 if clocks and clocks.pong(message.number, message.uid, message.now_ns):
                     self._ask_for_time(router, clocks)
+
+    def _change_role(self, role: Role) -> None:
+        """Routers see the role among the limits; one that is impossible was asked for before they saw those."""
+        if self._set_role is not None:
+            with contextlib.suppress(InvalidRequestError):
+                self._set_role(role)
+                _log.info("a router's operator has given this host the role %s", role)
 
     @staticmethod
     def _unsubscribe(router: _Router) -> None:

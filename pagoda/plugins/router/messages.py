@@ -16,6 +16,7 @@ from pagoda.messages.tracing import (
     FragmentPart,
     HostTraceStopped,
 )
+from pagoda.messages.worker_config import Role
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,12 @@ class HostPong(msgspec.Struct, frozen=True, tag="pong"):
     number: Count
 
 
+class SetRole(msgspec.Struct, frozen=True, tag="set_role"):
+    """Order of a router's operator to a host, which tells all routers its limits when it has done it."""
+
+    role: Role
+
+
 HostMessage = (
     EngineMessage
     | HostLeave
@@ -65,4 +72,4 @@ HostMessage = (
     | FragmentPart
 )
 """Messages from a host to a router."""
-RouterMessage = FrontendMessage | HostPing | ClockPong | FetchFragment
+RouterMessage = FrontendMessage | HostPing | ClockPong | FetchFragment | SetRole

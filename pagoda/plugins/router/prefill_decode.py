@@ -9,10 +9,12 @@ less work. Without the plugin that moves KV between engines, prompts are compute
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from pkgutil import resolve_name
 
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.offload import Offload
 from pagoda.fleet.policies import POLICIES, Policy
@@ -61,6 +63,9 @@ class PrefillDecodeRouter:
         )
         self.prefill.watch(self.dispatcher.slots.update_subscriptions)
         self._unwatch: dict[Replica, Callable[[], None]] = {}
+        self._leaving: set[Replica] = set()
+        self._finishing: dict[Replica, asyncio.Task[None]] = {}
+        """Hosts that computed prompts for others until their role changed, and have not finished those."""
 
     def _homes(self, replica: Replica) -> list[Dispatcher]:
         both = (self.dispatcher, self.prefill)
@@ -73,19 +78,41 @@ class PrefillDecodeRouter:
         self._sort(replica)
 
     def _sort(self, replica: Replica) -> None:
-        """Follows the host's role: that of a router is the role of its hosts, which come and go."""
-        homes = self._homes(replica)
-        is_prefill = replica.limits.role is Role.PREFILL
-        if is_prefill and homes == [self.dispatcher]:
-            self.prefill.add(replica)
-        elif not is_prefill:
-            self.prefill.remove(replica)
+        """Follows the host's role, which may change: that of a router is the role of its hosts."""
+        self._place(replica)
+        if (
+            self.prefill.slots.get(replica) is not None
+            and replica.limits.role is not Role.PREFILL
+            and replica not in self._finishing
+        ):
+            self._finishing[replica] = asyncio.create_task(self._finish(replica))
         self.dispatcher.slots.update_subscriptions()
+
+    def _place(self, replica: Replica) -> None:
+        """Lets the host compute prompts for others, and be asked to, as its role is."""
+        is_prefill = replica.limits.role is Role.PREFILL
+        if self.prefill.slots.get(replica) is not None:
+            is_leaving = not is_prefill or replica in self._leaving
+            self.prefill.set_leaving(replica, is_leaving)
+        elif is_prefill:
+            self.prefill.add(replica)
+
+    async def _finish(self, replica: Replica) -> None:
+        """Forgets a host as one for prompts as soon as it has computed those that it was given, unless its role
+        is the old one by then."""
+        try:
+            await self.prefill.emptied(replica)
+        finally:
+            del self._finishing[replica]
+        if replica.limits.role is not Role.PREFILL:
+            self.prefill.remove(replica)
+            self.dispatcher.slots.update_subscriptions()
 
     def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         """Gives a host that leaves nothing new; its requests go on there."""
-        for home in self._homes(replica):
-            home.set_leaving(replica, is_leaving)
+        (self._leaving.add if is_leaving else self._leaving.discard)(replica)
+        self.dispatcher.set_leaving(replica, is_leaving)
+        self._place(replica)
 
     def num_requests(self, replica: Replica) -> int:
         return sum(home.num_requests(replica) for home in self._homes(replica))
@@ -97,9 +124,13 @@ class PrefillDecodeRouter:
     def remove(self, replica: Replica) -> None:
         """Forgets a host; may be called twice."""
         self._unwatch.pop(replica, lambda: None)()
+        self._leaving.discard(replica)
+        if replica in self._finishing:
+            self._finishing[replica].cancel()
         for home in self._homes(replica):
             home.remove(replica)
 
     async def close(self) -> None:
+        await cancel_all(list(self._finishing.values()))
         await self.dispatcher.close()
         await self.prefill.close()

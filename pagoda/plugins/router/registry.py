@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from pagoda.concurrency.async_utils import cancel_all, first_of, keep_going
-from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, refuse
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.replica import Replica
 from pagoda.messages.frontend import HostPool
@@ -26,12 +26,13 @@ from pagoda.plugins.router.discovery.base import Discovery
 from pagoda.plugins.router.host_client import HELLO_TIMEOUT_S, HostClient, Identity, Weigh
 from pagoda.plugins.router.host_sockets import HostSockets
 from pagoda.plugins.router.host_traces import FetchedTrace
-from pagoda.plugins.router.messages import HostRecord
+from pagoda.plugins.router.messages import HostRecord, SetRole
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
+_ROLE_PATIENCE_S = 5.0
 _DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
 _LEFT = "It has finished, and ends."
 
@@ -51,6 +52,8 @@ class HostReport:
     place: HostPool = _NOWHERE
     round_trip_s: float | None = None
     role: Role = Role.NONE
+    roles: tuple[Role, ...] = ()
+    """Roles that it may be given."""
     since: float | None = None
     """Unix time from which on the host is used."""
     num_requests: int = 0
@@ -157,14 +160,51 @@ class Registry:
 
         It comes back only when it was started anew.
         """
+        entry = self._find(host_id)
+        if entry is None:
+            return False
+        self._dismissed.add(host_id)
+        self._tell_dismissed(entry, host_id)
+        entry.changed.set()
+        return True
+
+    def _find(self, host_id: str) -> _NamedHost | None:
         for entry in self._entries.values():
             known = {entry.record.host_id, entry.host.limits.host_id if entry.host else ""} - {""}
             if host_id in known:
-                self._dismissed.add(host_id)
-                self._tell_dismissed(entry, host_id)
-                entry.changed.set()
-                return True
-        return False
+                return entry
+        return None
+
+    async def set_role(self, host_id: str, role: Role) -> HostReport | None:
+        """Gives the host another role and returns when it has it; None if there is no host of this id.
+
+        Raises InvalidRequestError: the host cannot take this role, EngineDeadError: it is not in use, or ends,
+        TimeoutError: it does not do so within some seconds.
+        """
+        entry = self._find(host_id)
+        if entry is None:
+            return None
+        host, client = entry.host, entry.client
+        if host is None or client is None:
+            raise EngineDeadError("The host is not in use.")
+        if role not in host.limits.roles:
+            able = f"{', '.join(host.limits.roles)} at this host" if host.limits.roles else "left"
+            refuse(
+                "role", f"must be {able}, which was started without --role-changes or is a router"
+            )
+        changed = asyncio.Event()
+        unwatch = host.watch(changed.set)
+        client.send(SetRole(role))
+        try:
+            async with asyncio.timeout(_ROLE_PATIENCE_S):
+                while host.limits.role is not role:
+                    if host.state is ReplicaState.FAILED:
+                        raise EngineDeadError("The host was lost.")
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            unwatch()
+        return await self._report(entry)
 
     async def _report(self, entry: _NamedHost) -> HostReport:
         host, since = entry.host, entry.since
@@ -181,6 +221,7 @@ class Registry:
             place=_NOWHERE if entry.client is None else entry.client.welcome,
             round_trip_s=None if entry.client is None else entry.client.round_trip_s,
             role=host.limits.role,
+            roles=host.limits.roles,
             since=since,
             num_requests=0 if entry.host is None else self._pools[entry.pool].num_requests(host),
             load=load,

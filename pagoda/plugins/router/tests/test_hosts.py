@@ -69,6 +69,7 @@ async def test_a_host_is_listed_with_what_is_known_of_it(serve_api: Any) -> None
             "role": "none",
             "region": None,
             "price": 0.0,
+            "roles": [],
             "state": "ready",
             "reason": None,
             "num_requests": 0,
