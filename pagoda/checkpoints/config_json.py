@@ -10,10 +10,11 @@ from pathlib import Path
 from pagoda.checkpoints.config_keys import refuse_other_arithmetic
 from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.families.shared import score_head
+from pagoda.checkpoints.families.shared import both_ways, score_head
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.model_spec import (
+    Activation,
     AttentionSpec,
     LayerSpec,
     MlpSpec,
@@ -29,6 +30,8 @@ from pagoda.files import read_object
 
 _BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
 """Endings of the names of architectures."""
+_BOTH_WAYS = "Bidirectional"
+"""Part of the names of decoders that see all of a text (LlamaBidirectionalModel)."""
 _COMMON = (
     "tie_word_embeddings",
     "dtype",
@@ -50,10 +53,11 @@ _FOLLOWING = ("head_dim", "num_key_value_heads")
 _MAX_HEADS = _MAX_HEAD_DIM = 65_536
 DTYPES = ("float32", "bfloat16", "float16")
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
-    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
-    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "gelu": ("gelu", "gelu_python"),
+    "relu": ("relu",),
 }
 """Names of activations in files."""
 
@@ -107,6 +111,13 @@ def _gives_score(values: Mapping[str, object]) -> bool:
     return isinstance(named, list) and any(str(name).endswith(_SCORES) for name in named[:1])
 
 
+def _sees_all(fields: Fields) -> bool:
+    """True of a decoder that was trained to see all of a text."""
+    named = fields.values.get("architectures")
+    names = named if isinstance(named, list) else []
+    return not fields.flag("is_causal", True) or any(_BOTH_WAYS in str(name) for name in names)
+
+
 def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpec:
     """Checks the content of a config.json; `source` names the file in errors."""
     fields, family, is_bare = _text_part(Fields(values, source))
@@ -124,7 +135,6 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         if fields.values.get(own) is not None
     }
     fields = fields.updated(renamed)
-    _check_activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
@@ -139,7 +149,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
     attention_bias = fields.flag("attention_bias", False)
     layer = LayerSpec(
         AttentionSpec(scale=head_dim**-0.5, qkv_bias=attention_bias, output_bias=attention_bias),
-        MlpSpec(fields.positive("intermediate_size"), activation=family.activation),
+        MlpSpec(fields.positive("intermediate_size"), activation=_activation(fields, family)),
     )
     shared = ModelSpec(
         family=family,
@@ -158,6 +168,10 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         quantization=parse_quantization(fields),
     )
     spec = family.adapt(shared, fields)
+    if spec.encoder is None and _sees_all(fields):
+        if any(layer.kv_kind not in ("full", "window") for layer in spec.layers):
+            fields.refuse("is_causal", "must be true of a model whose layers keep states or latents")
+        spec = both_ways(spec)
     scores = spec.encoder is None and _gives_score(fields.values)
     return score_head(spec, fields, "score") if scores else spec
 
@@ -189,7 +203,7 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     if not isinstance(named, list) or not named:
         raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
     others: dict[str, Family] = {}
-    for name in filter(lambda it: isinstance(it, str), named):
+    for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
         scores = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
         if name in FAMILIES:
@@ -218,11 +232,17 @@ def _stem(architecture: str) -> str:
     return architecture
 
 
-def _check_activation(fields: Fields, family: Family) -> None:
+def _activation(fields: Fields, family: Family) -> Activation:
+    known = [family.activation, *sorted(family.other_activations)]
+    found = family.activation
     for name in ("hidden_act", "hidden_activation"):
-        known = _ACTIVATIONS[family.activation]
-        if fields.text(name, known[0]) not in known:
-            fields.refuse(name, f"must be {known[0]!r}")
+        said = fields.text(name, _ACTIVATIONS[found][0])
+        of_name = [it for it in known if said in _ACTIVATIONS[it]]
+        if not of_name:
+            spelled = " or ".join(repr(_ACTIVATIONS[it][0]) for it in known)
+            fields.refuse(name, f"must be {spelled}")
+        found = of_name[0]
+    return found
 
 
 def _dtype(fields: Fields) -> str:

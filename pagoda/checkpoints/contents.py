@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
+from pagoda.checkpoints.distances import Disentangled, distance_linears, distance_tensors
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
@@ -16,11 +17,14 @@ from pagoda.errors import ConfigError
 
 _DECODER = "model."
 _HEAD = "lm_head."
-_ENCODERS = ("bert.", "roberta.")
+_ENCODERS = (
+    *("bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "deberta.", "ernie."),
+    *("nomic_bert.", "new.", "gte."),
+)
 """Beginnings of names in files of an encoder that has a head."""
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names of norms in files that were made from TensorFlow's."""
-_BARE = ("embed_tokens.weight", "fc.weight")
+_BARE = ("embed_tokens.weight", "embeddings.tok_embeddings.weight", "fc.weight")
 """Tensors in files of a decoder alone: its embedding table, or the first map of an EAGLE-3 head."""
 _EAGLE_LAYER = "midlayer."
 """Beginning of names in an EAGLE-3 head's only layer, which others call its first."""
@@ -37,11 +41,8 @@ _FOLLOWING = re.compile(
 )
 """Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
-_BIASED = {
-    MlpSpec: (LinearRole.MLP_IN, LinearRole.MLP_OUT),
-    ExpertsSpec: (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT),
-}
-"""Linear layers that have biases if an MLP does, or experts do."""
+_BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
+"""Linear layers that have biases if experts do."""
 
 
 def full_names(stored: Collection[str]) -> dict[str, str]:
@@ -144,6 +145,10 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
             yield [f"{linear.name}.bias"]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
         yield [name]
+    if spec.embedding_projection is not None:
+        yield [f"{spec.embedding_projection.name}.bias"]
+    for name, _ in distance_tensors(spec):
+        yield [name]
     if spec.draft_head is not None and spec.draft_head.token_offsets:
         yield [spec.draft_head.token_offsets]
 
@@ -159,8 +164,14 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
     attention = spec.attention_linears(index)
     biased = [*attention.into] * layer.attention.qkv_bias
     biased += [attention.out] * layer.attention.output_bias
-    if layer.mlp.bias:
-        biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]
+    if isinstance(layer.attention.distances, Disentangled):
+        for linear in distance_linears(spec, index):
+            yield _weight(linear)
+            yield [linear.stored.bias]
+    if isinstance(layer.mlp, MlpSpec):
+        biased += spec.mlp_biases(index)
+    elif layer.mlp.bias:
+        biased += [linear for linear in linears if linear.role in _BIASED_EXPERTS]
     for linear in biased:
         yield [linear.stored.bias]
 

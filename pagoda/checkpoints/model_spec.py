@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
@@ -27,6 +28,10 @@ from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
     from pagoda.checkpoints.family import Family
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""Activations of MLPs; `gelu` is exact, `gelu_tanh` by the hyperbolic tangent."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class AttentionSpec:
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
     latent: LatentSpec | None = None
     """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
+    distances: DistanceBuckets | Disentangled | None = None
+    """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
 
     @property
     def kind(self) -> Literal["full", "latent", "window", "chunk", "step"]:
@@ -93,12 +100,14 @@ class MlpSpec:
     intermediate_size: int
     """Inner channels."""
     bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
-    """`gelu` is that of a plain MLP, others are of gated ones."""
+    activation: Activation = "silu"
+    gated: bool = True
+    down_bias: bool | None = None
+    """Bias of the map back to hidden states, where it is not as `bias`."""
 
     @property
-    def gated(self) -> bool:
-        return self.activation != "gelu"
+    def has_down_bias(self) -> bool:
+        return self.bias if self.down_bias is None else self.down_bias
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,8 @@ class LayerSpec:
     mlp: MlpSpec | ExpertsSpec
     pre_norm: bool = True
     """Norms in front of attention and of the MLP."""
+    bare_attention: bool = False
+    """No norm is in front of attention all the same (ModernBERT's first layer)."""
     post_norm: bool = False
     """Norms behind attention and behind the MLP, before their outputs are added."""
     norms_sums: bool = False
@@ -264,9 +275,13 @@ class ModelSpec:
 
     @property
     def embedding(self) -> LinearSpec:
-        return LinearSpec(
-            self.names.embedding, self.vocab_size, self.hidden_size, LinearRole.EMBEDDING
-        )
+        size = self.embedding_size
+        return LinearSpec(self.names.embedding, self.vocab_size, size, LinearRole.EMBEDDING)
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding."""
+        return (self.encoder and self.encoder.embedding_size) or self.hidden_size
 
     @property
     def head(self) -> LinearSpec:
@@ -299,8 +314,7 @@ class ModelSpec:
         if draft is not None:
             own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
             return [*own, *draft.linears(self.hidden_size)]
-        tables = (self.embedding, self.head, self.positions, self.token_types)
-        return [*filter(None, tables), *self.classifier_linears]
+        return [self.embedding, self.head, *self.encoder_linears, *self.classifier_linears]
 
     @property
     def layer_inputs(self) -> range | None:
@@ -362,19 +376,32 @@ class ModelSpec:
     @property
     def positions(self) -> LinearSpec | None:
         """Learned positions of an encoder, one for each token of a sequence (Gehring et al. 2017)."""
-        encoder, name, hidden = self.encoder, self.names.positions, self.hidden_size
-        if encoder is None:
+        encoder, name, size = self.encoder, self.names.positions, self.embedding_size
+        if encoder is None or encoder.num_positions == 0:
             return None
-        rows = StoredRows(name, (encoder.num_positions, hidden), encoder.first_position)
+        rows = StoredRows(name, (encoder.num_positions, size), encoder.first_position)
         count = encoder.num_positions - encoder.first_position
-        return LinearSpec(name, count, hidden, LinearRole.WHOLE, rows)
+        return LinearSpec(name, count, size, LinearRole.WHOLE, rows)
 
     @property
     def token_types(self) -> LinearSpec | None:
-        if self.encoder is None:
+        if self.encoder is None or self.encoder.num_token_types == 0:
             return None
         count = self.encoder.num_token_types
-        return LinearSpec(self.names.token_types, count, self.hidden_size, LinearRole.WHOLE)
+        return LinearSpec(self.names.token_types, count, self.embedding_size, LinearRole.WHOLE)
+
+    @property
+    def embedding_projection(self) -> LinearSpec | None:
+        """The map of embeddings to hidden states, which has a bias."""
+        if self.encoder is None or self.encoder.embedding_size is None:
+            return None
+        name = self.names.embedding_projection
+        return LinearSpec(name, self.hidden_size, self.embedding_size, LinearRole.WHOLE)
+
+    @property
+    def encoder_linears(self) -> list[LinearSpec]:
+        """Tables that an encoder's first stage has besides that of tokens, and the map behind them."""
+        return [*filter(None, (self.positions, self.token_types, self.embedding_projection))]
 
     @property
     def classifier_linears(self) -> list[LinearSpec]:
@@ -399,6 +426,14 @@ class ModelSpec:
         return self._mlp(
             layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
         )
+
+    def mlp_biases(self, layer: int) -> list[LinearSpec]:
+        """Linear layers of a dense layer's MLP that have biases."""
+        mlp = self.layers[layer].mlp
+        if not isinstance(mlp, MlpSpec):
+            return []
+        linears = self.mlp_linears(layer)
+        return [*linears.into] * mlp.bias + [linears.down] * mlp.has_down_bias
 
     def expert_linears(
         self, layer: int, chosen: Iterable[int] | None = None
@@ -449,7 +484,10 @@ class ModelSpec:
         """The MLP of `inner` channels whose linear layers have these names in a layer."""
         (into, out), hidden = roles, self.hidden_size
         sizes = {"gate": inner, "up": inner}
-        gate, up = self._linears(layer, names[:2], sizes, hidden, (into, into), expert, experts)
+        step = -1 if self.names.up_first else 1
+        gate, up = self._linears(
+            layer, names[:2], dict([*sizes.items()][::step]), hidden, (into, into), expert, experts
+        )[::step]
         down = self._linears(layer, names[2:], {"down": hidden}, inner, (out,), expert, experts)
         return MlpLinears(gate, up, *down)
 
@@ -474,7 +512,8 @@ class ModelSpec:
     def norm_tensors(self, layer: int) -> list[tuple[str, int]]:
         """Names and sizes of a layer's vectors: of norms, sinks, its router's correction, its convolution."""
         names, spec = self.names, self.layers[layer]
-        before = [names.attention_norm, *[names.mlp_norm] * (not spec.parallel)] * spec.pre_norm
+        before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
+        before += [names.mlp_norm] * (spec.pre_norm and not spec.parallel)
         behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
         found = [
             tensor
@@ -496,19 +535,25 @@ class ModelSpec:
 
     @property
     def last_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of the tensors of the norm in front of the head, which encoders do not have."""
-        return [] if self.encoder else self._norm_tensors(self.names.norm)
+        """Names and sizes of the tensors of the norm behind the last layer, which most encoders do not have."""
+        return self._norm_tensors(self.names.norm) if self.norms_output else []
+
+    @property
+    def norms_output(self) -> bool:
+        """Hidden states behind the last layer are normed."""
+        return self.encoder is None or self.encoder.norms_output
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
         """Names and sizes of the tensors of an encoder's norm of embeddings, or of norms in front of a head."""
-        names = [self.names.embedding_norm] if self.encoder else []
-        names += self.draft_head.norms if self.draft_head else []
+        if self.encoder is not None and self.encoder.norms_embeddings:
+            return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
+        names = self.draft_head.norms if self.draft_head else []
         return [tensor for name in names for tensor in self._norm_tensors(name)]
 
-    def _norm_tensors(self, name: str) -> list[tuple[str, int]]:
+    def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ("weight", "bias") if self.norm.bias else ("weight",)
-        return [(f"{name}.{end}", self.hidden_size) for end in ends]
+        return [(f"{name}.{end}", size or self.hidden_size) for end in ends]
 
     def head_norm_sizes(self, layer: int) -> tuple[int, int]:
         """Elements of the norms of queries and keys, if there are any."""

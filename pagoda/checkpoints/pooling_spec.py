@@ -12,14 +12,20 @@ Task = Literal["generate", "embed", "score"]
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """Tables that an encoder adds to the embeddings of tokens, before the sum is normed (Devlin et al. 2018)."""
+    """What surrounds the layers of an encoder, whose tokens see all of a text (Devlin et al. 2018)."""
 
-    num_positions: int
-    """Rows of the table of positions."""
-    first_position: int
+    num_positions: int = 0
+    """Rows of the table of positions, which are added to embeddings; 0 where there is none."""
+    first_position: int = 0
     """Row of the first token's position."""
-    num_token_types: int
-    """Rows of the table of token types; the second of two texts has type 1, others 0."""
+    num_token_types: int = 0
+    """Rows of the table of token types, which are added too; the second of two texts has type 1, others 0."""
+    norms_embeddings: bool = True
+    """The sum of embeddings is normed."""
+    embedding_size: int | None = None
+    """Elements of embeddings that a map makes hidden states (ELECTRA); None where they are hidden states."""
+    norms_output: bool = False
+    """Hidden states behind the last layer are normed."""
 
 
 class ScoreTokens(NamedTuple):

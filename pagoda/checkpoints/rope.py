@@ -80,7 +80,14 @@ class LongRopeScaling:
         return max_length > self.original_max_position_embeddings
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors | LongRopeScaling
+@dataclass(frozen=True)
+class NtkScaling:
+    """The base is times `factor`, and angles are divided by a root of it (Su 2023; GTE)."""
+
+    factor: float
+
+
+RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | FrequencyFactors | LongRopeScaling
 
 
 @dataclass(frozen=True)
@@ -165,12 +172,15 @@ def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
         return None, theta
     if kind == "linear":
         return LinearScaling(rope.number("factor")), theta
+    if kind == "ntk":
+        rope.require("mixed_b", None)
+        return NtkScaling(rope.number("factor")), theta
     if kind == "llama3":
         return _llama3_scaling(rope), theta
     if kind in ("longrope", "su"):
         return _longrope_scaling(rope, fields), theta
     if kind != "yarn":
-        rope.refuse(name, "must be one of default, linear, llama3, yarn, longrope")
+        rope.refuse(name, "must be one of default, linear, ntk, llama3, yarn, longrope")
     if theta <= 1:
         own = rope if rope.values.get("rope_theta") is not None else fields
         own.refuse("rope_theta", "must be above 1 where frequencies are scaled by YaRN")

@@ -63,6 +63,15 @@ class TensorNames:
     token_types: str = "embeddings.token_type_embeddings"
     embedding_norm: str = "embeddings.LayerNorm"
     """Norm of an encoder's embeddings."""
+    embedding_projection: str = "embeddings_project"
+    """Map of an encoder's normed embeddings to hidden states."""
+    distances: str = "encoder.relative_attention_bias"
+    """Table [buckets, heads] of what distances of tokens add to scores."""
+    distance_embeddings: str = "encoder.rel_embeddings"
+    """Table [buckets, hidden] of distances, of which layers make queries and keys, and its norm."""
+    distance_norm: str = "encoder.LayerNorm"
+    distance_query: str = "attention.self.pos_query_proj"
+    distance_key: str = "attention.self.pos_key_proj"
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"
@@ -129,6 +138,8 @@ class TensorNames:
     """Order in tensors of all experts, where one is not as in other linear layers."""
     sinks: str = "self_attn.sinks"
     """Scores of the sinks of heads; the tensor's name in full."""
+    up_first: bool = False
+    """Where gates and ups have one tensor, ups come first."""
     rotates_neighbours: bool = False
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0

@@ -109,7 +109,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
         self._ahead = backend if isinstance(backend, OverlapBackend) else None
-        has_norm = shard.is_last and config.encoder is None
+        has_norm = shard.is_last and config.norms_output
         self._norm = loader.norm(config.names.norm) if has_norm else None
         draft = config.draft_head
         self._captured, self._context = captured, context
@@ -275,7 +275,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             tensors["token_ids"] = batch.token_ids.index_fill(0, own, config.vocab_size)
         if batch.adapters is not None:
             tensors["adapters"] = batch.adapters
-        if self._tables is not None:
+        if self._tables is not None and self._tables.token_types is not None:
             types = batch.token_types if self._tables.token_types.outputs > 1 else None
             tensors["token_types"] = torch.zeros_like(batch.token_ids) if types is None else types
         if self._shard.is_last:
@@ -367,8 +367,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self.head is not self._embedding:
             named["head"] = self.head
         if self._tables is not None:
-            tables = {"positions": self._tables.positions, "token_types": self._tables.token_types}
-            named |= {**tables, "embedding_norm": self._tables.norm}
+            named |= {
+                "positions": self._tables.positions,
+                "token_types": self._tables.token_types,
+                "embedding_norm": self._tables.norm,
+                "embedding_projection": self._tables.projection,
+            }
         if self._joint is not None:
             named |= self._joint.named()
         named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
@@ -485,16 +489,18 @@ class Decoder(Generic[LinearT, MetadataT]):
         tokens = ops.input("token_ids", gathered=self._shard.dp_attention)
         x = ops.embedding(tokens, self._embedding, *ids)
         x = scatter_rows(ops, x) if self._shard.dp_attention else ops.all_reduce(x)
-        if self._tables is not None:
-            x = x if given is None else ops.add(x, given)
-            for name, table in (
-                ("token_types", self._tables.token_types),
-                ("positions", self._tables.positions),
-            ):
-                x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
-            return normed(ops, x, self._tables.norm, config.norm.eps)
         x = scaled(ops, x, self._embedding_multiplier)
-        return x if given is None else ops.add(x, given)
+        x = x if given is None else ops.add(x, given)
+        if self._tables is None:
+            return x
+        for name, table in (
+            ("token_types", self._tables.token_types),
+            ("positions", self._tables.positions),
+        ):
+            if table is not None:
+                x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
+        x = normed(ops, x, self._tables.norm, config.norm.eps)
+        return x if self._tables.projection is None else ops.linear(x, self._tables.projection)
 
     def _added(
         self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None
@@ -552,6 +558,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         if spec.temperature is not None:
             scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
+        if layer.distances is not None:
+            return layer.distances.record(ops, qkv, queries, metadata, cache, spec.scale)
         out = ops.attention(
             queries,
             metadata,

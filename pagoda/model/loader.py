@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
-from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
+from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import LinearShard, Shard, take_part
@@ -48,7 +49,8 @@ class DenseMlp(Generic[LinearT]):
     gate_up: LinearT
     """Gate and up, one above the other; of a plain MLP, up alone."""
     down: LinearT
-    activation: Literal["silu", "gelu_tanh", "gelu"]
+    activation: Activation
+    gated: bool
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Layer(Generic[LinearT]):
     head_norms: HeadNorms | None
     sinks: Tensor | None
     """[heads] float32."""
+    distances: Distances | DisentangledMaps[LinearT] | None
+    """What distances of tokens add to scores."""
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -101,9 +105,11 @@ class Layer(Generic[LinearT]):
 class EncoderTables(Generic[LinearT]):
     """Tables that an encoder adds to the embeddings of tokens, and the norm of the sum."""
 
-    positions: LinearT
-    token_types: LinearT
-    norm: Norm
+    positions: LinearT | None
+    token_types: LinearT | None
+    norm: Norm | None
+    projection: LinearT | None
+    """Map of the normed sum to hidden states."""
 
 
 class WeightLoader(Generic[LinearT]):
@@ -144,7 +150,9 @@ class WeightLoader(Generic[LinearT]):
             return self.norm(names.of_layer(index, name)) if has else None
 
         return Layer(
-            attention_norm=norm(names.attention_norm, has=spec.pre_norm),
+            attention_norm=norm(
+                names.attention_norm, has=spec.pre_norm and not spec.bare_attention
+            ),
             qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
@@ -152,6 +160,7 @@ class WeightLoader(Generic[LinearT]):
             if attention.qk_norm is None or spec.kind is not None
             else self._head_norms(index),
             sinks=self._sinks(index) if attention.sinks else None,
+            distances=load_distances(self, index, attention.distances),
             attention_out=self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.pre_norm and not spec.parallel),
@@ -163,11 +172,21 @@ class WeightLoader(Generic[LinearT]):
     def encoder_tables(self) -> EncoderTables[LinearT] | None:
         """The tables of an encoder's first stage."""
         config = self.shard.config
-        positions, token_types = config.positions, config.token_types
-        if positions is None or token_types is None or not self.shard.is_first:
+        if config.encoder is None or not self.shard.is_first:
             return None
-        tables = self.linear([positions]), self.linear([token_types])
-        return EncoderTables(*tables, self.norm(config.names.embedding_norm))
+        norm = None
+        if config.encoder.norms_embeddings:
+            norm = self.norm(config.names.embedding_norm, config.embedding_size)
+        return EncoderTables(
+            *(
+                None if table is None else self.linear([table])
+                for table in (config.positions, config.token_types)
+            ),
+            norm,
+            None
+            if config.embedding_projection is None
+            else self.linear([config.embedding_projection], bias=True),
+        )
 
     def classifier(self) -> list[LinearT]:
         """The layers of the head that scores, if there is one on this stage."""
@@ -177,9 +196,9 @@ class WeightLoader(Generic[LinearT]):
         linears = self.shard.config.classifier_linears
         return [self.linear([linear], bias=classifier.bias) for linear in linears]
 
-    def norm(self, name: str) -> Norm:
-        """The norm `name` of hidden states."""
-        size, norm = self.shard.config.hidden_size, self.shard.config.norm
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """The norm `name` of hidden states, or of embeddings [n, size]."""
+        size, norm = size or self.shard.config.hidden_size, self.shard.config.norm
         weight = self.norm_weight(name, size)
         if norm.kind == "rms":
             return Norm(weight, None)
@@ -213,7 +232,7 @@ class WeightLoader(Generic[LinearT]):
         began = self.tracer.e2e()
         weights = [self.weight(linear, inputs) for linear in linears]
         _check_act_orders(linears, weights)
-        biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
+        biases = torch.cat([self.bias(linear) for linear in linears]) if bias else None
         loaded = self.tracer.e2e()
         prepared = self.backend.prepare_linear(weights, biases, self.dtype)
         num_bytes = sum(weight_bytes(weight, self.dtype) for weight in weights)
@@ -236,7 +255,8 @@ class WeightLoader(Generic[LinearT]):
             part = LinearShard(range(len(part.outputs)), part.inputs)
         return take_part(linear, weight, part, self.dtype)
 
-    def _bias(self, linear: LinearSpec) -> Tensor:
+    def bias(self, linear: LinearSpec) -> Tensor:
+        """This rank's part of the bias of a linear layer, in the dtype of dense layers."""
         stored, part = linear.stored, self.shard.part_of(linear)
         whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
         self.source.read_into(stored.bias, whole)
@@ -282,8 +302,9 @@ class WeightLoader(Generic[LinearT]):
     def _dense(self, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec) -> DenseMlp[LinearT]:
         return DenseMlp(
             gate_up=self.linear(linears.into, bias=spec.bias),
-            down=self.linear([linears.down], bias=spec.bias),
+            down=self.linear([linears.down], bias=spec.has_down_bias),
             activation=spec.activation,
+            gated=spec.gated,
         )
 
     def _output_gate(self, index: int) -> LinearT | None:

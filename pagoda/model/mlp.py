@@ -9,6 +9,7 @@ from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import DenseMlp, Layer
+from pagoda.model.needed_operations import activation_operation
 from pagoda.model.recording import with_adapters
 from pagoda.model.sharding import Shard
 
@@ -65,7 +66,6 @@ def _dense(
 ) -> Value:
     both = ops.linear(h, mlp.gate_up)
     both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
-    activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul, "gelu": ops.gelu}
-    inner = activations[mlp.activation](both)
+    inner = getattr(ops, activation_operation(mlp.activation, gated=mlp.gated))(both)
     out = ops.linear(inner, mlp.down)
     return with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)

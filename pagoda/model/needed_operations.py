@@ -3,9 +3,22 @@
 
 from __future__ import annotations
 
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from collections.abc import Mapping
 
-_ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu"}
+from pagoda.checkpoints.distances import DistanceBuckets
+from pagoda.checkpoints.model_spec import Activation, ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+
+_GATED: Mapping[Activation, str] = {
+    "silu": "silu_and_mul",
+    "gelu_tanh": "gelu_and_mul",
+    "gelu": "gelu_erf_and_mul",
+}
+"""Operations that apply an activation to a half of their input, and multiply it with the other."""
+
+
+def activation_operation(activation: Activation, *, gated: bool) -> str:
+    """Name of the operation behind the first map of an MLP."""
+    return _GATED[activation] if gated else activation
 
 
 def needed_operations(spec: ModelSpec) -> frozenset[str]:
@@ -29,7 +42,13 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 def _of_attention(layer: LayerSpec) -> set[str]:
     if layer.kind is not None:
         return {*layer.kind.operations}
-    attention, found = layer.attention, {"rotate_and_cache", "attention"}
+    attention, found = layer.attention, {"rotate_and_cache"}
+    if attention.distances is None:
+        found.add("attention")
+    elif isinstance(attention.distances, DistanceBuckets):
+        found.add("relative_attention")
+    else:
+        found |= {"columns", "head_linear", "disentangled_attention"}
     if attention.temperature is not None:
         found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
@@ -39,7 +58,7 @@ def _of_attention(layer: LayerSpec) -> set[str]:
 
 def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
     if isinstance(mlp, MlpSpec):
-        return {_ACTIVATIONS[mlp.activation]}
+        return {activation_operation(mlp.activation, gated=mlp.gated)}
     found = {"experts"}
     if mlp.shared_size:
         found.add("silu_and_mul")

@@ -250,7 +250,7 @@ def test_a_sink_takes_its_share_of_a_split_context(ops: Any) -> None:
         ({"softcap": -1.0}, "A softcap is above 0, not -1.0"),
         ({"chunk": 0}, "A chunk is above 0, not 0"),
         ({"window": 0}, "A window is above 0, not 0"),
-        ({"chunk": 8, "causal": False}, "Windows and chunks are of causal attention"),
+        ({"chunk": 8, "causal": False}, "Chunks are of causal attention"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -90,7 +90,7 @@ def test_vectors_are_those_of_transformers(encoder: Model, backend: str, pooling
         with torch.no_grad():
             states = _body(encoder[1])(torch.tensor([prompt])).last_hidden_state[0]
         torch.testing.assert_close(
-            found[str(index)], _pooled(states, pooling), atol=1e-4, rtol=1e-4
+            found[str(index)], _pooled(states, pooling), atol=5e-5, rtol=5e-5
         )
 
 
@@ -202,7 +202,7 @@ def test_heads_of_several_labels_are_refused(tmp_path: Path) -> None:
         _engine(tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "bert-masked"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
 def test_vectors_of_gguf_files_are_those_of_directories(name: str, tmp_path: Path) -> None:
     kind, options = ENCODERS[name]
     model = make_encoder(kind, **options)

@@ -16,7 +16,7 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 from pagoda.checkpoints.state_layers import StateSpec
 
@@ -56,6 +56,12 @@ def with_attention(
             layer, attention=replace(layer.attention, window=windows[index], **changes)
         )
     )
+
+
+def with_attention_of(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The model with other values of all its `AttentionSpec`s, whose windows stay."""
+    windows = [layer.attention.window for layer in spec.layers]
+    return with_attention(spec, windows, **changes)
 
 
 def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -262,6 +268,12 @@ def with_layer_norm(spec: ModelSpec, fields: Fields, *, bias: bool) -> ModelSpec
     """The model with layer norms."""
     norm = NormSpec(fields.number("layer_norm_eps", 1e-5), "layer", bias)
     return replace(spec, norm=norm)
+
+
+def both_ways(spec: ModelSpec) -> ModelSpec:
+    """A decoder whose tokens see all of their text: it gives vectors."""
+    encoder = EncoderSpec(norms_embeddings=False, norms_output=True)
+    return replace(with_attention_of(spec, causal=False), tie_word_embeddings=True, encoder=encoder)
 
 
 def score_head(spec: ModelSpec, fields: Fields, out: str, dense: str | None = None) -> ModelSpec:

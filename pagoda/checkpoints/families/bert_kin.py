@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders near BERT: DistilBERT, ELECTRA, MPNet and DeBERTa."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
+from pagoda.checkpoints.families.bert import BERT, NAMES, encoder
+from pagoda.checkpoints.families.shared import score_head, with_attention
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec
+
+# ---- DistilBERT: BERT without token types (Sanh et al. 2019)
+
+
+def _distilbert(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    return encoder(spec, fields.updated({"layer_norm_eps": 1e-12, "type_vocab_size": 0}), 0)
+
+
+DISTILBERT = replace(
+    BERT,
+    architecture="DistilBertModel",
+    models="DistilBERT, and sentence models made of it (vectors)",
+    adapt=_distilbert,
+    names=replace(
+        NAMES,
+        layers="transformer.layer",
+        query="attention.q_lin",
+        key="attention.k_lin",
+        value="attention.v_lin",
+        attention_out="attention.out_lin",
+        attention_post_norm="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        mlp_post_norm="output_layer_norm",
+    ),
+    gguf=None,
+    renamed={
+        "dim": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "hidden_dim": "intermediate_size",
+        "activation": "hidden_act",
+    },
+    aliases=frozenset({"DistilBertForMaskedLM"}),
+)
+
+# ---- ELECTRA: BERT whose embeddings may be narrower than hidden states (Clark et al. 2020)
+
+
+def _electra(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    spec = encoder(spec, fields, 0)
+    size = fields.positive("embedding_size")
+    if spec.encoder is None or size == spec.hidden_size:
+        return spec
+    return replace(spec, encoder=replace(spec.encoder, embedding_size=size))
+
+
+ELECTRA = replace(
+    BERT,
+    architecture="ElectraModel",
+    models="ELECTRA (vectors)",
+    adapt=_electra,
+    gguf=None,
+    defaults={**BERT.defaults, "embedding_size": 128},
+    aliases=frozenset({"ElectraForPreTraining"}),
+)
+
+# ---- MPNet: RoBERTa with a number of each head and distance in scores (Song et al. 2020)
+
+_DISTANCES = DistanceBuckets(32, 128)
+_PAD = 1
+"""Token that pads, whatever config.json says: transformers' class has it so."""
+
+
+def _mpnet(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("relative_attention_num_buckets", _DISTANCES.count)
+    spec = encoder(spec, fields.updated({"type_vocab_size": 0}), _PAD + 1)
+    return with_attention(spec, distances=_DISTANCES)
+
+
+MPNET = replace(
+    BERT,
+    architecture="MPNetModel",
+    models="all-mpnet-base-v2, multi-qa-mpnet (vectors)",
+    adapt=_mpnet,
+    names=replace(
+        NAMES,
+        query="attention.attn.q",
+        key="attention.attn.k",
+        value="attention.attn.v",
+        attention_out="attention.attn.o",
+        attention_post_norm="attention.LayerNorm",
+    ),
+    gguf=None,
+    aliases=frozenset({"MPNetForMaskedLM"}),
+)
+
+# ---- DeBERTa v2 and v3: scores of contents with places, and of places with contents (He et al. 2020, 2021)
+
+
+def _deberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    for name in ("conv_kernel_size", "z_steps"):
+        fields.require(name, 0)
+    fields.require("embedding_size", spec.hidden_size)
+    fields.require("attention_head_size", spec.head_dim)
+    said = fields.values.get("pos_att_type")
+    kinds = said.split("|") if isinstance(said, str) else said
+    if not fields.flag("relative_attention", False) or not isinstance(kinds, list):
+        fields.refuse("relative_attention", "must be true, and pos_att_type a list")
+    if {str(kind).strip().lower() for kind in kinds} != {"c2p", "p2c"}:
+        fields.refuse("pos_att_type", "must be c2p and p2c")
+    norms = fields.text("norm_rel_ebd", "none").lower().split("|")
+    longest = _at_least_one(fields, "max_relative_positions") or spec.max_position_embeddings
+    buckets = _at_least_one(fields, "position_buckets")
+    spec = with_attention(
+        encoder(spec, fields, 0),
+        scale=(3 * spec.head_dim) ** -0.5,
+        distances=Disentangled(
+            buckets or longest,
+            longest if buckets else None,
+            fields.flag("share_att_key", False),
+            any(norm.strip() == "layer_norm" for norm in norms),
+        ),
+    )
+    if spec.encoder is None or fields.flag("position_biased_input", True):
+        return spec
+    return replace(spec, encoder=replace(spec.encoder, num_positions=0))
+
+
+def _at_least_one(fields: Fields, name: str) -> int | None:
+    """The number in the field `name`; None where it says that there is none, as -1 does."""
+    return None if fields.values.get(name) in (None, -1, 0) else fields.positive(name)
+
+
+DEBERTA = replace(
+    BERT,
+    architecture="DebertaV2Model",
+    models="DeBERTa v3, mDeBERTa (vectors)",
+    adapt=_deberta,
+    names=replace(
+        NAMES,
+        query="attention.self.query_proj",
+        key="attention.self.key_proj",
+        value="attention.self.value_proj",
+    ),
+    gguf=None,
+    defaults={**BERT.defaults, "layer_norm_eps": 1e-7, "type_vocab_size": 0},
+    aliases=frozenset({"DebertaV2ForMaskedLM"}),
+)
