@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pagoda.checkpoints.checkpoint import weight_files
 from pagoda.checkpoints.config_keys import refuse_other_arithmetic
 from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.families.shared import both_ways, score_head
+from pagoda.checkpoints.families.shared import both_ways, decoder_head, with_head
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.model_spec import (
@@ -21,15 +22,25 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorMap
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
-from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
+from pagoda.checkpoints.safetensors_header import read_header
+from pagoda.checkpoints.sentence_modules import (
+    SentenceModule,
+    dense_modules,
+    read_modules,
+    score_tokens,
+)
 from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
 
-_BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
+_BARE, _WITH_HEAD = "Model", "ForCausalLM"
+_SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 """Endings of the names of architectures."""
+_COLBERT, _COLBERT_MAP = "ColBERT", "linear"
+"""Part of the names of encoders that give vectors of tokens, and the map that makes them."""
 _BOTH_WAYS = "Bidirectional"
 """Part of the names of decoders that see all of a text (LlamaBidirectionalModel)."""
 _COMMON = (
@@ -87,10 +98,26 @@ def read_model_config(
         raise ConfigError(
             f"{directory}: LogitScore names tokens beyond the model's vocabulary of {spec.vocab_size}."
         )
+    dense = [it.map for it in dense_modules(directory, modules)]
+    if dense and not any(module.kind == "Pooling" for module in modules):
+        spec = replace(spec, token_vectors=True)
+    if spec.token_vectors and not dense:
+        dense = [_colbert_map(directory, spec.hidden_size)]
+    spec = replace(spec, vector_maps=tuple(dense))
     # sentence-transformers writes decoders without their heads (Qwen3-Embedding-8B).
     if modules and not spec.tie_word_embeddings and not _has_head(directory):
         spec = replace(spec, headless=True, tie_word_embeddings=True)
     return replace(spec, score_tokens=tokens)
+
+
+def _colbert_map(directory: Path, hidden_size: int) -> VectorMap:
+    """The map of hidden states to vectors of tokens, whose size config.json does not say."""
+    name = f"{_COLBERT_MAP}.weight"
+    for path in weight_files(directory):
+        entry = read_header(path)[0].get(name)
+        if entry is not None:
+            return VectorMap(_COLBERT_MAP, hidden_size, entry.shape[0])
+    raise ConfigError(f"{directory}: no file holds the tensor {name}, which config.json calls for.")
 
 
 def _ties_differ(values: Mapping[str, object]) -> bool:
@@ -104,11 +131,6 @@ def _ties_differ(values: Mapping[str, object]) -> bool:
 
 def _has_head(directory: Path) -> bool:
     return any(name.startswith(HF_NAMES.head) for name in tensor_names(directory))
-
-
-def _gives_score(values: Mapping[str, object]) -> bool:
-    named = values.get("architectures")
-    return isinstance(named, list) and any(str(name).endswith(_SCORES) for name in named[:1])
 
 
 def _sees_all(fields: Fields) -> bool:
@@ -172,8 +194,27 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         if any(layer.kv_kind not in ("full", "window") for layer in spec.layers):
             fields.refuse("is_causal", "must be true of a model whose layers keep states or latents")
         spec = both_ways(spec)
-    scores = spec.encoder is None and _gives_score(fields.values)
-    return score_head(spec, fields, "score") if scores else spec
+    named = fields.values.get("architectures")
+    if isinstance(named, list) and any(_COLBERT in str(name) for name in named):
+        spec = replace(spec, token_vectors=True)
+    head = None if spec.classifier is not None else _head(spec, fields)
+    return spec if head is None else with_head(spec, fields, head)
+
+
+def _head(spec: ModelSpec, fields: Fields) -> ClassifierSpec | None:
+    """The head that the architecture's name says a model has, in place of one that gives logits."""
+    named = fields.values.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    family = spec.family
+    if name == family.architecture or name in family.aliases:
+        return None
+    for ending, make in family.heads.items():
+        if name.endswith(ending):
+            return make(fields)
+    if family.heads or not name.endswith((_SCORES, _OF_TOKENS)):
+        return None
+    head = decoder_head(spec, fields)
+    return replace(head, bias=True, pooling="all") if name.endswith(_OF_TOKENS) else head
 
 
 def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
@@ -205,17 +246,21 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     others: dict[str, Family] = {}
     for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
-        scores = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
+        stem = name.removesuffix(_SCORES).removesuffix(_OF_TOKENS)
+        scores = f"{stem}{_WITH_HEAD}"
         if name in FAMILIES:
             return FAMILIES[name], False
         if name.endswith(_BARE) and bare in FAMILIES:
             return FAMILIES[bare], True
-        if name.endswith(_SCORES) and scores in FAMILIES:
+        if name.endswith((_SCORES, _OF_TOKENS)) and scores in FAMILIES:
             return FAMILIES[scores], False
         # Other names are told by the families themselves, all of which are imported for that.
         others = others or {it: family for family in FAMILIES.values() for it in family.aliases}
-        if name in others:
-            return others[name], False
+        encoder = f"{stem}{_BARE}"
+        if name in others or encoder in others:
+            return others.get(name) or others[encoder], False
+        if encoder in FAMILIES:
+            return FAMILIES[encoder], False
     if (reason := _REFUSED.get(str(named[0]))) is not None:
         raise ConfigError(f"{fields.source}: {named[0]} {reason}.")
     stems = {_stem(name): name for name in FAMILIES}

@@ -12,6 +12,7 @@ from pagoda.checkpoints.distances import Disentangled, distance_linears, distanc
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
+from pagoda.checkpoints.sentence_modules import dense_modules, read_modules
 from pagoda.checkpoints.tensor_names import TEXT_PARTS
 from pagoda.errors import ConfigError
 
@@ -78,9 +79,16 @@ def tensor_names(directory: Path) -> Collection[str]:
     """Full names of the tensors in a model directory. Raises ConfigError: a file is missing or damaged."""
     index = directory / INDEX_FILE
     if index.exists():
-        return full_names(read_index(index)).keys()
-    (path,) = weight_files(directory)
-    return full_names(read_header(path)[0].keys()).keys()
+        names = full_names(read_index(index)).keys()
+    else:
+        (path,) = weight_files(directory)
+        names = full_names(read_header(path)[0].keys()).keys()
+    behind = {
+        f"{it.map.name}.{name.rpartition('.')[2]}"
+        for it in dense_modules(directory, read_modules(directory))
+        for name in read_header(it.file)[0]
+    }
+    return names | behind
 
 
 def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:
@@ -140,9 +148,11 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
-    if spec.classifier is not None and spec.classifier.bias:
-        for linear in spec.classifier_linears:
-            yield [f"{linear.name}.bias"]
+    for name, _ in spec.classifier_vectors:
+        yield [name]
+    for it in spec.vector_maps:
+        if it.bias:
+            yield [f"{it.name}.bias"]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
         yield [name]
     if spec.embedding_projection is not None:

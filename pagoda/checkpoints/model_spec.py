@@ -20,7 +20,13 @@ from pagoda.checkpoints.linears import (
     MlpLinears,
     PlainMlpLinears,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens, Task
+from pagoda.checkpoints.pooling_spec import (
+    ClassifierSpec,
+    EncoderSpec,
+    ScoreTokens,
+    Task,
+    VectorMap,
+)
 from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
 from pagoda.checkpoints.state_layers import StateSpec
 from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
@@ -223,6 +229,10 @@ class ModelSpec:
     """Tables of an encoder; None of a decoder."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
+    vector_maps: tuple[VectorMap, ...] = ()
+    """Layers that vectors go through behind pooling, or in front of it where they are those of tokens."""
+    token_vectors: bool = False
+    """Vectors of a text are those of its tokens (ColBERT, Khattab and Zaharia 2020)."""
     headless: bool = False
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
@@ -243,7 +253,9 @@ class ModelSpec:
 
     @property
     def task(self) -> Task:
-        if self.classifier is not None or self.score_tokens is not None:
+        if self.classifier is not None:
+            return self.classifier.task
+        if self.score_tokens is not None:
             return "score"
         return "generate" if self.gives_logits else "embed"
 
@@ -314,7 +326,8 @@ class ModelSpec:
         if draft is not None:
             own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
             return [*own, *draft.linears(self.hidden_size)]
-        return [self.embedding, self.head, *self.encoder_linears, *self.classifier_linears]
+        tables = [self.embedding, self.head, *self.encoder_linears]
+        return [*tables, *self.classifier_linears, *self.vector_linears]
 
     @property
     def layer_inputs(self) -> range | None:
@@ -408,9 +421,26 @@ class ModelSpec:
         """Layers of the head that scores, in their order."""
         if self.classifier is None:
             return []
-        hidden, dense = self.hidden_size, self.classifier.dense
+        hidden, dense, labels = self.hidden_size, self.classifier.dense, self.classifier.labels
         inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, LinearRole.WHOLE)]
-        return [*inner, LinearSpec(self.classifier.out, 1, hidden, LinearRole.WHOLE)]
+        return [*inner, LinearSpec(self.classifier.out, len(labels), hidden, LinearRole.WHOLE)]
+
+    @property
+    def classifier_vectors(self) -> list[tuple[str, int]]:
+        """Names and sizes of the biases, and of the norm, of the head that scores."""
+        head = self.classifier
+        if head is None:
+            return []
+        found = [] if head.norm is None else self._norm_tensors(head.norm)
+        *inner, out = self.classifier_linears
+        biased = inner * head.dense_bias + [out] * head.bias
+        return [*found, *((f"{linear.name}.bias", linear.outputs) for linear in biased)]
+
+    @property
+    def vector_linears(self) -> list[LinearSpec]:
+        """Layers behind hidden states of texts or tokens, in their order."""
+        maps = self.vector_maps
+        return [LinearSpec(it.name, it.outputs, it.inputs, LinearRole.WHOLE) for it in maps]
 
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""

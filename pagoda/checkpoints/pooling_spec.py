@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Task = Literal["generate", "embed", "score"]
-"""Purpose of a model: text, vectors of texts, or scores of pairs of texts."""
+Task = Literal["generate", "embed", "score", "classify", "token_classify"]
+"""Purpose of a model: text, vectors of texts, scores of pairs of texts, or labels of texts or of tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,51 @@ class ScoreTokens(NamedTuple):
     """None where the logit of `yes` alone is the score."""
 
 
+HeadPooling = Literal["first", "last", "mean", "late", "all"]
+"""Hidden states that a head scores: of one token, the mean, or each, of whose scores the mean is taken (`late`) or
+all are given."""
+VectorActivation = Literal["identity", "tanh", "gelu", "gelu_tanh", "relu", "silu"]
+"""Activations behind maps of pooled hidden states."""
+
+
 @dataclass(frozen=True)
 class ClassifierSpec:
-    """Head that scores a text, or a pair of them."""
+    """Head that scores a text, or a pair of them, or each token; without `labels` it gives one score."""
 
-    out: str
-    """Name of the layer that gives the score."""
+    out: str = "classifier"
+    """Name of the layer that gives the scores."""
     dense: str | None = None
-    """Name of the layer in front of it, whose outputs go through tanh."""
+    """Name of the layer in front of it."""
+    activation: VectorActivation = "tanh"
+    """Behind that layer."""
+    norm: str | None = None
+    """Name of the norm behind that."""
     bias: bool = True
-    first_token: bool = True
-    """The hidden state of the first token is scored, else that of the last one."""
-    sigmoid: bool = True
-    """Scores are meant to be brought between 0 and 1."""
+    dense_bias: bool = True
+    pooling: HeadPooling = "first"
+    labels: tuple[str, ...] = ("LABEL_0",)
+    scores: Literal["sigmoid", "softmax", "identity"] = "sigmoid"
+    """Meaning of scores: shares of one each, shares of one together, or numbers as they are."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Hidden states of all tokens count, or of each."""
+        return self.pooling not in ("first", "last")
+
+    @property
+    def task(self) -> Task:
+        if self.pooling == "all":
+            return "token_classify"
+        return "score" if len(self.labels) == 1 else "classify"
+
+
+@dataclass(frozen=True)
+class VectorMap:
+    """A layer behind pooled hidden states, or behind those of tokens (`Dense` of sentence-transformers; ColBERT)."""
+
+    name: str
+    """Name of its weight, without `.weight`."""
+    inputs: int
+    outputs: int
+    bias: bool = False
+    activation: VectorActivation = "identity"

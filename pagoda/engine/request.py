@@ -190,7 +190,7 @@ class Request:
 
     def _limit_reuse(self) -> None:
         """The hidden state of a token scores the next one."""
-        if self.work.pooling is Pooling.MEAN:
+        if self.work.pooling in (Pooling.MEAN, Pooling.ALL, Pooling.SCORE_ALL):
             self.table.num_reusable_tokens = 0
         elif self.num_scored_tokens < self.num_prompt_tokens:
             self.table.num_reusable_tokens = self.num_scored_tokens - 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
-    Pooling,
     PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
@@ -33,7 +32,7 @@ class AnswerCheck:
         most = MAX_COUNT if sampling.max_tokens is None else sampling.max_tokens
         self._num_left = most - len(request.output_token_ids)
         self._num_top = _most(sampling.logprobs, vocab_size)
-        self._is_pooled = request.work.pooling
+        self._is_pooled = request.work.pooling is not None
         self._scores: list[int] | None = None
         """Position up to which prompt tokens have their log-probabilities, and likeliest tokens of each."""
         num_top = _most(sampling.prompt_logprobs, vocab_size)
@@ -82,10 +81,10 @@ class AnswerCheck:
     def _check_whole(self, chunk: TokenChunk, *, is_failure: bool) -> None:
         """Checks that what comes before the answer, or with its end, has come."""
         vector = chunk.embedding
-        if self._is_pooled is None or is_failure:
+        if not self._is_pooled or is_failure:
             if vector is not None:
                 raise PeerError("sent a vector that was not asked for")
-        elif not vector or len(vector) % 4 or (self._is_pooled is Pooling.SCORE and vector[4:]):
+        elif not vector or len(vector) % 4:
             raise PeerError("sent no vector, or a part of one")
         if self._scores and not is_failure and self._scores[0] < self._num_prompt:
             raise PeerError("sent an answer without the log-probabilities of its prompt")

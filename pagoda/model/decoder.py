@@ -40,7 +40,7 @@ from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, scaled, with_adapters
+from pagoda.model.recording import normed, scaled, through, with_adapters
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -122,7 +122,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         elif shard.is_first:
             self._embedding = loader.linear([config.embedding])
         self._tables = loader.encoder_tables()
-        self._classifier = loader.classifier()
+        self._classifier, self._vector_maps = loader.classifier(), loader.vector_maps()
         self.head: LinearT | None = None
         if draft is not None and not draft.has_head:
             self.head = None if lent is None else lent.head
@@ -339,7 +339,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         return logits
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores [m, 1] float32 that the model's head gives hidden states [m, hidden], of one token a text."""
+        """Scores [m, labels] float32 that the model's head gives hidden states [m, hidden]."""
         tokens = self._shard.config.score_tokens
         if tokens is None:
             (scores,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["scores"])
@@ -347,6 +347,13 @@ class Decoder(Generic[LinearT, MetadataT]):
         logits = self.logits(hidden)
         scores = logits[:, tokens.yes]
         return (scores if tokens.no is None else scores - logits[:, tokens.no])[:, None]
+
+    def vectors(self, hidden: Tensor) -> Tensor:
+        """Vectors [m, d] float32 of pooled hidden states [m, hidden], or of those of tokens."""
+        if not self._vector_maps:
+            return hidden
+        (vectors,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["vectors"])
+        return vectors
 
     @property
     def has_argmax(self) -> bool:
@@ -375,7 +382,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             }
         if self._joint is not None:
             named |= self._joint.named()
-        named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
+        for kind, layers in (("classifier", self._classifier), ("vectors", self._vector_maps)):
+            named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             shared = vars(layer.mlp).get("shared")
             of_shared = {} if shared is None else vars(shared)
@@ -457,11 +465,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
-        if self._classifier:
-            *dense, out_layer = self._classifier
-            for inner in dense:
-                h = ops.softcap(ops.linear(h, inner), 1.0)  # tanh
-            ops.result("scores", ops.linear(h, out_layer))
+        for name, layers in (("scores", self._classifier), ("vectors", self._vector_maps)):
+            if layers:
+                ops.result(name, through(ops, h, layers, eps))
         if self.head is None:
             return ops.build()
         logits = scaled(ops, ops.linear(h, self.head), multipliers.logits)

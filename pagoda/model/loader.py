@@ -26,6 +26,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.model_spec import Activation, LayerSpec, MlpSpec
+from pagoda.checkpoints.pooling_spec import VectorActivation
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
@@ -112,6 +113,16 @@ class EncoderTables(Generic[LinearT]):
     """Map of the normed sum to hidden states."""
 
 
+@dataclass(frozen=True)
+class VectorLayer(Generic[LinearT]):
+    """A layer behind hidden states of texts or tokens."""
+
+    weight: LinearT
+    activation: VectorActivation
+    norm: Norm | None
+    """Behind the activation."""
+
+
 class WeightLoader(Generic[LinearT]):
     """Gives the weights of a shard. Where one is missing or has the wrong shape, it raises ConfigError."""
 
@@ -188,13 +199,30 @@ class WeightLoader(Generic[LinearT]):
             else self.linear([config.embedding_projection], bias=True),
         )
 
-    def classifier(self) -> list[LinearT]:
+    def classifier(self) -> list[VectorLayer[LinearT]]:
         """The layers of the head that scores, if there is one on this stage."""
-        classifier = self.shard.config.classifier
-        if classifier is None or not self.shard.is_last:
+        config, head = self.shard.config, self.shard.config.classifier
+        if head is None or not self.shard.is_last:
             return []
-        linears = self.shard.config.classifier_linears
-        return [self.linear([linear], bias=classifier.bias) for linear in linears]
+        *inner, out = config.classifier_linears
+        norm = None if head.norm is None else self.norm(head.norm)
+        return [
+            *(
+                VectorLayer(self.linear([linear], bias=head.dense_bias), head.activation, norm)
+                for linear in inner
+            ),
+            VectorLayer(self.linear([out], bias=head.bias), "identity", None),
+        ]
+
+    def vector_maps(self) -> list[VectorLayer[LinearT]]:
+        """The layers behind vectors, if there are any on this stage."""
+        config = self.shard.config
+        maps = zip(config.vector_linears, config.vector_maps, strict=True)
+        return [
+            VectorLayer(self.linear([linear], bias=it.bias), it.activation, None)
+            for linear, it in maps
+            if self.shard.is_last
+        ]
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         """The norm `name` of hidden states, or of embeddings [n, size]."""

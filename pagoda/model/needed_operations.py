@@ -31,8 +31,11 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
     factors = spec.multipliers
     if any(factor != 1 for factor in (factors.embedding, factors.residual, factors.logits)):
         found.add("scale")
-    has_dense_head = spec.classifier is not None and spec.classifier.dense is not None
-    if factors.logits_softcap is not None or has_dense_head:
+    activations = {it.activation for it in spec.vector_maps}
+    if spec.classifier is not None and spec.classifier.dense is not None:
+        activations.add(spec.classifier.activation)
+    found |= activations - {"tanh", "identity"}
+    if factors.logits_softcap is not None or "tanh" in activations:
         found.add("softcap")
     if spec.gives_logits:
         found.add("linear_argmax")

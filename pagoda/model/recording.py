@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pagoda.backend.base import LinearT
 from pagoda.backend.graph import Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operations import GraphBuilder
-from pagoda.model.loader import Norm
+from pagoda.model.loader import Norm, VectorLayer
 
 
 def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
@@ -21,6 +24,20 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
 def scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
     """x [n, d] times a factor, if it is not one."""
     return x if factor == 1 else ops.scale(x, factor)
+
+
+def through(
+    ops: GraphBuilder, x: Value, layers: Sequence[VectorLayer[LinearT]], eps: float
+) -> Value:
+    """x [n, hidden] behind layers, each with its activation and norm."""
+    for layer in layers:
+        x = ops.linear(x, layer.weight)
+        if layer.activation == "tanh":
+            x = ops.softcap(x, 1.0)
+        elif layer.activation != "identity":
+            x = getattr(ops, layer.activation)(x)
+        x = normed(ops, x, layer.norm, eps)
+    return x
 
 
 def with_adapters(

@@ -219,6 +219,7 @@ class Shard:
             yield config.head
         if self.is_last:
             yield from config.classifier_linears
+            yield from config.vector_linears
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
@@ -286,8 +287,8 @@ class Shard:
         config = self.config
         total = sum(size for _, size in config.last_norm_tensors) * self.is_last
         total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
-        if self.is_last and config.classifier is not None and config.classifier.bias:
-            total += sum(linear.outputs for linear in config.classifier_linears)
+        total += sum(size for _, size in config.classifier_vectors) * self.is_last
+        total += sum(it.outputs for it in config.vector_maps if it.bias) * self.is_last
         if self.is_first and config.embedding_projection is not None:
             total += config.hidden_size
         total += len(self.layers) * self._distance_numbers()

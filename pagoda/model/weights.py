@@ -19,6 +19,7 @@ from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.contents import full_names, no_place, unread_tensors
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.sentence_modules import dense_modules, read_modules
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 
@@ -127,10 +128,20 @@ class CheckpointWeights:
     Names are those of a decoder with its head; see `full_names`.
     """
 
-    def __init__(self, files: Mapping[str, Path], opened: contextlib.ExitStack) -> None:
-        """`files` says which file holds each tensor; `opened` closes them."""
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        opened: contextlib.ExitStack,
+        modules: Mapping[str, Path] | None = None,
+    ) -> None:
+        """`files` says which file holds each tensor, `modules` that of each map behind vectors, where it is called
+        `linear`; `opened` closes them."""
         self._stored_names = full_names(files.keys())
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
+        for name, path in (modules or {}).items():
+            for end in ("weight", "bias"):
+                self._stored_names[f"{name}.{end}"] = f"linear.{end}"
+                self._files[f"{name}.{end}"] = path
         self._opened = opened
         self._handles: dict[Path, Any] = {}
 
@@ -235,7 +246,9 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
     """The weights of a Hugging Face model directory, in one file or several with an index.
     Raises ConfigError: there are none, or a file is corrupt."""
     with contextlib.ExitStack() as opened:
-        yield CheckpointWeights(_find_tensors(directory), opened)
+        dense = dense_modules(directory, read_modules(directory))
+        modules = {it.map.name: it.file for it in dense}
+        yield CheckpointWeights(_find_tensors(directory), opened, modules)
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:

@@ -70,6 +70,32 @@ RANKERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_MODERN = {"local_attention": 26, "pad_token_id": 0}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForSequenceClassification", {}),
+    "bert-tokens": ("BertForTokenClassification", {}),
+    "roberta-tokens": ("RobertaForTokenClassification", {"pad_token_id": 1}),
+    "distilbert": ("DistilBertForSequenceClassification", {"hidden_dim": 90}),
+    "electra": ("ElectraForSequenceClassification", {"embedding_size": 24}),
+    "electra-tokens": ("ElectraForTokenClassification", {"embedding_size": 24}),
+    "mpnet": ("MPNetForSequenceClassification", {"pad_token_id": 1}),
+    "deberta": ("DebertaV2ForSequenceClassification", _DEBERTA),
+    "deberta-tokens": ("DebertaV2ForTokenClassification", _DEBERTA),
+    "modernbert": ("ModernBertForSequenceClassification", _MODERN),
+    "modernbert-mean": (
+        "ModernBertForSequenceClassification",
+        {**_MODERN, "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
+    ),
+    "modernbert-tokens": ("ModernBertForTokenClassification", _MODERN),
+    "eurobert": ("EuroBertForSequenceClassification", {"pad_token_id": 0}),
+    "nomic": ("NomicBertForSequenceClassification", {}),
+    "gte": ("GteForSequenceClassification", {"pad_token_id": 0}),
+    "jina-v3": ("JinaEmbeddingsV3ForSequenceClassification", {"pad_token_id": 1}),
+    "qwen2": ("Qwen2ForSequenceClassification", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "qwen2-tokens": ("Qwen2ForTokenClassification", {"num_key_value_heads": 2}),
+}
+
+
 def make_encoder(kind: str, **options: Any) -> transformers.PreTrainedModel:
     """A model of a class of transformers, whose weights, biases and norms are all random."""
     model_class = getattr(transformers, kind)

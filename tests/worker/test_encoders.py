@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from encoder_models import ENCODERS, RANKERS, make_encoder
+from encoder_models import ENCODERS, HEADS, RANKERS, make_encoder
 from gguf_encoders import save_gguf_encoder
 from in_process import InProcessEngine
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Pooling, Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -183,7 +185,7 @@ def test_old_names_of_norms(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is not supported"),
-        ({"hidden_act": "relu"}, "hidden_act must be 'gelu'"),
+        ({"hidden_act": "relu6"}, "hidden_act must be 'gelu' or 'gelu_pytorch_tanh' or 'relu' or"),
         ({"is_decoder": True}, "is_decoder is not supported"),
     ],
 )
@@ -196,10 +198,89 @@ def test_other_arithmetic_is_refused(tmp_path: Path, options: dict[str, Any], me
         _engine(tmp_path)
 
 
-def test_heads_of_several_labels_are_refused(tmp_path: Path) -> None:
-    make_encoder("BertForSequenceClassification", num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="id2label says that the head has 3 labels"):
-        _engine(tmp_path)
+@pytest.mark.parametrize("name", HEADS)
+def test_labels_are_those_of_transformers(name: str, tmp_path: Path, backend: str) -> None:
+    kind, options = HEADS[name]
+    model = make_encoder(kind, num_labels=3, **options)
+    model.save_pretrained(tmp_path)
+    head = read_model_config(tmp_path).classifier
+    assert head is not None
+    pooling = Pooling.SCORE_ALL if head.sees_all else Pooling.SCORE
+    ways = [{}] if name.startswith("roberta") else [{}, WAYS["tp 2"]]
+    for way in ways:
+        found = _vectors(_engine(tmp_path, backend, **way), _requests(pooling))
+        for index, prompt in enumerate(PROMPTS):
+            with torch.no_grad():
+                expected = model(torch.tensor([prompt])).logits[0].flatten()
+            torch.testing.assert_close(found[str(index)], expected, atol=5e-5, rtol=5e-5)
+
+
+def test_vectors_of_tokens(tmp_path: Path, backend: str) -> None:
+    """As ColBERT has them, and those of any encoder."""
+    model = make_encoder("BertModel")
+    model.save_pretrained(tmp_path)
+    found = _vectors(_engine(tmp_path, backend), _requests(Pooling.ALL))
+    tensors = load_file(tmp_path / "model.safetensors")
+    narrow = torch.randn(24, 64)
+    save_file(tensors | {"linear.weight": narrow}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["HF_ColBERT"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mapped = _vectors(_engine(tmp_path, backend), _requests(Pooling.ALL))
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            states = model(torch.tensor([prompt])).last_hidden_state[0]
+        for own, wanted in ((found, states), (mapped, states @ narrow.t())):
+            vectors = own[str(index)].view(len(prompt), -1)
+            torch.testing.assert_close(vectors, wanted, atol=1e-4, rtol=5e-5)
+
+
+def test_vectors_of_tokens_in_pieces(tmp_path: Path) -> None:
+    """A decoder gives them whatever steps its prompts are cut into, and takes none from a cache."""
+    model = make_encoder("Qwen3Model", num_key_value_heads=2, head_dim=16)
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"max_num_batched_tokens": 33}):
+        engine = _engine(tmp_path, **options)
+        for _ in range(2):
+            found = _vectors(engine, _requests(Pooling.ALL))
+            for index, prompt in enumerate(PROMPTS):
+                with torch.no_grad():
+                    states = model(torch.tensor([prompt])).last_hidden_state[0]
+                torch.testing.assert_close(
+                    found[str(index)], states.flatten(), atol=1e-4, rtol=5e-5
+                )
+
+
+def test_layers_behind_pooling(tmp_path: Path, backend: str) -> None:
+    """Those of sentence-transformers, as EmbeddingGemma has them."""
+    model = make_encoder("BertModel")
+    model.save_pretrained(tmp_path)
+    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": "" if not i else f"{i}_{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    sizes, maps = (64, 90, 40), []
+    for i in range(2):
+        place = tmp_path / f"{i + 2}_Dense"
+        place.mkdir()
+        activation = ("Tanh", "Identity")[i]
+        layer = {"in_features": sizes[i], "out_features": sizes[i + 1], "bias": i == 0}
+        layer["activation_function"] = f"torch.nn.modules.activation.{activation}"
+        (place / "config.json").write_text(json.dumps(layer))
+        tensors = {"linear.weight": torch.randn(sizes[i + 1], sizes[i]) / 8}
+        if i == 0:
+            tensors["linear.bias"] = torch.randn(sizes[1])
+        save_file(tensors, place / "model.safetensors")
+        maps.append(tensors)
+    found = _vectors(_engine(tmp_path, backend), _requests(Pooling.MEAN))
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            pooled = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        inner = torch.tanh(maps[0]["linear.weight"] @ pooled + maps[0]["linear.bias"])
+        expected = maps[1]["linear.weight"] @ inner
+        torch.testing.assert_close(found[str(index)], expected, atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])

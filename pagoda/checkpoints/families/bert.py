@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.shared import score_head, with_layer_norm
+from pagoda.checkpoints.families.shared import with_head, with_layer_norm
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import LayerSpec, ModelSpec
-from pagoda.checkpoints.pooling_spec import EncoderSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec
 from pagoda.checkpoints.rope import RotarySpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
@@ -45,7 +45,7 @@ def _bert(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 def _bert_ranker(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    return score_head(_bert(spec, fields), fields, "classifier", "pooler.dense")
+    return with_head(_bert(spec, fields), fields, ClassifierSpec(dense="pooler.dense"))
 
 
 def _roberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -54,9 +54,13 @@ def _roberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 def _roberta_ranker(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    return score_head(_roberta(spec, fields), fields, "classifier.out_proj", "classifier.dense")
+    return with_head(_roberta(spec, fields), fields, TWO_LAYERS)
 
 
+TWO_LAYERS = ClassifierSpec("classifier.out_proj", "classifier.dense")
+"""Head that looks at the first token, as most have it."""
+OF_TOKENS = {"ForTokenClassification": lambda _: ClassifierSpec(pooling="all")}
+"""Head that looks at each token."""
 NAMES = TensorNames(
     embedding="embeddings.word_embeddings",
     layers="encoder.layer",
@@ -94,7 +98,8 @@ BERT = Family(
     defaults=_BERT_DEFAULTS,
     activation="gelu",
     other_activations=frozenset({"gelu_tanh", "relu", "silu"}),
-    aliases=frozenset({"BertForMaskedLM", "ErnieModel", "ErnieForMaskedLM"}),
+    aliases=frozenset({"BertForMaskedLM", "HF_ColBERT", "ErnieModel", "ErnieForMaskedLM"}),
+    heads=OF_TOKENS,
 )
 BERT_RANKER = replace(
     BERT,

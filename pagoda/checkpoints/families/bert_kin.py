@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
-from pagoda.checkpoints.families.bert import BERT, NAMES, encoder
-from pagoda.checkpoints.families.shared import score_head, with_attention
+from pagoda.checkpoints.families.bert import BERT, NAMES, OF_TOKENS, TWO_LAYERS, encoder
+from pagoda.checkpoints.families.shared import with_attention
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorActivation
 
 # ---- DistilBERT: BERT without token types (Sanh et al. 2019)
 
@@ -44,6 +45,12 @@ DISTILBERT = replace(
         "activation": "hidden_act",
     },
     aliases=frozenset({"DistilBertForMaskedLM"}),
+    heads={
+        **OF_TOKENS,
+        "ForSequenceClassification": lambda _: ClassifierSpec(
+            dense="pre_classifier", activation="relu"
+        ),
+    },
 )
 
 # ---- ELECTRA: BERT whose embeddings may be narrower than hidden states (Clark et al. 2020)
@@ -65,6 +72,10 @@ ELECTRA = replace(
     gguf=None,
     defaults={**BERT.defaults, "embedding_size": 128},
     aliases=frozenset({"ElectraForPreTraining"}),
+    heads={
+        **OF_TOKENS,
+        "ForSequenceClassification": lambda _: replace(TWO_LAYERS, activation="gelu"),
+    },
 )
 
 # ---- MPNet: RoBERTa with a number of each head and distance in scores (Song et al. 2020)
@@ -95,6 +106,7 @@ MPNET = replace(
     ),
     gguf=None,
     aliases=frozenset({"MPNetForMaskedLM"}),
+    heads={**OF_TOKENS, "ForSequenceClassification": lambda _: TWO_LAYERS},
 )
 
 # ---- DeBERTa v2 and v3: scores of contents with places, and of places with contents (He et al. 2020, 2021)
@@ -129,6 +141,14 @@ def _deberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return replace(spec, encoder=replace(spec.encoder, num_positions=0))
 
 
+def _deberta_head(fields: Fields) -> ClassifierSpec:
+    known: dict[str, VectorActivation] = {"gelu": "gelu", "tanh": "tanh", "relu": "relu"}
+    activation = fields.text("pooler_hidden_act", "gelu")
+    if activation not in known:
+        fields.refuse("pooler_hidden_act", f"must be one of {', '.join(known)}")
+    return ClassifierSpec(dense="pooler.dense", activation=known[activation])
+
+
 def _at_least_one(fields: Fields, name: str) -> int | None:
     """The number in the field `name`; None where it says that there is none, as -1 does."""
     return None if fields.values.get(name) in (None, -1, 0) else fields.positive(name)
@@ -148,4 +168,5 @@ DEBERTA = replace(
     gguf=None,
     defaults={**BERT.defaults, "layer_norm_eps": 1e-7, "type_vocab_size": 0},
     aliases=frozenset({"DebertaV2ForMaskedLM"}),
+    heads={**OF_TOKENS, "ForSequenceClassification": _deberta_head},
 )

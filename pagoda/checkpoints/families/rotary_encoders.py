@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagoda.checkpoints.families.bert import OF_TOKENS, TWO_LAYERS
 from pagoda.checkpoints.families.shared import (
     both_ways,
+    head_pooling,
     typed_windows,
     with_attention,
     with_layer_norm,
@@ -15,7 +17,7 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
-from pagoda.checkpoints.pooling_spec import EncoderSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, HeadPooling
 from pagoda.checkpoints.tensor_names import TensorNames
 
 # ---- ModernBERT: most layers have a window, norms are in front, the MLP has a gate (Warner et al. 2024)
@@ -46,6 +48,22 @@ def _with_biases(layer: LayerSpec, bias: bool, down_bias: bool | None = None) ->
     return replace(layer.mlp, bias=bias, down_bias=down_bias)
 
 
+def _modern_head(fields: Fields) -> ClassifierSpec:
+    pooling = head_pooling(fields, "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
+    return _modern_layers(fields, pooling)
+
+
+def _modern_layers(fields: Fields, pooling: HeadPooling) -> ClassifierSpec:
+    fields.require("classifier_activation", "gelu")
+    return ClassifierSpec(
+        dense="head.dense",
+        activation="gelu",
+        norm="head.norm",
+        dense_bias=fields.flag("classifier_bias", False),
+        pooling=pooling,
+    )
+
+
 MODERN_BERT = Family(
     "ModernBertModel",
     "ModernBERT, GTE and Granite R2 made of it (vectors)",
@@ -68,7 +86,11 @@ MODERN_BERT = Family(
     defaults={"max_position_embeddings": 8192, "rope_theta": 160_000.0},
     activation="gelu",
     own_keys=frozenset({"mlp_bias"}),
-    aliases=frozenset({"ModernBertForMaskedLM"}),
+    aliases=frozenset({"ModernBertForMaskedLM", "ColBERTModernBertModel"}),
+    heads={
+        "ForSequenceClassification": _modern_head,
+        "ForTokenClassification": lambda fields: _modern_layers(fields, "all"),
+    },
 )
 
 # ---- EuroBERT: Llama both ways (Boizard et al. 2025)
@@ -80,6 +102,12 @@ def _euro(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return both_ways(spec)
 
 
+def _euro_head(fields: Fields) -> ClassifierSpec:
+    known: dict[str, HeadPooling] = {"bos": "first", "mean": "mean", "late": "late"}
+    pooling = head_pooling(fields, "classifier_pooling", "late", known)
+    return ClassifierSpec(dense="dense", activation="gelu", pooling=pooling)
+
+
 EURO_BERT = Family(
     "EuroBertModel",
     "EuroBERT (vectors)",
@@ -87,6 +115,7 @@ EURO_BERT = Family(
     defaults={"max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
     own_keys=frozenset({"mlp_bias"}),
     aliases=frozenset({"EuroBertForMaskedLM"}),
+    heads={**OF_TOKENS, "ForSequenceClassification": _euro_head},
 )
 
 # ---- Norms of sums, as BERT has them, without learned positions
@@ -106,6 +135,10 @@ def _of_sums(spec: ModelSpec, fields: Fields, mlp: MlpSpec, *, bias: bool) -> Mo
         tie_word_embeddings=True,
         encoder=EncoderSpec(num_token_types=fields.count("type_vocab_size")),
     )
+
+
+def _pooler_head(_: Fields) -> ClassifierSpec:
+    return ClassifierSpec(dense="pooler.dense")
 
 
 _DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2}
@@ -172,6 +205,7 @@ NOMIC_BERT = Family(
     defaults={**_DEFAULTS, "max_position_embeddings": 2048, "rope_theta": 1000.0},
     own_keys=frozenset({"num_experts"}),
     aliases=frozenset({"NomicBertForMaskedLM"}),
+    heads={**OF_TOKENS, "ForSequenceClassification": _pooler_head},
 )
 
 # ---- GTE: a gated MLP whose map back has a bias (Zhang et al. 2024)
@@ -209,7 +243,10 @@ GTE = Family(
     | {"rope_theta": 160_000.0},
     activation="gelu",
     other_activations=frozenset({"silu", "gelu_tanh"}),
-    aliases=frozenset({"NewModel", "GteNewModel", "NewForMaskedLM", "GteForMaskedLM"}),
+    aliases=frozenset(
+        {"NewModel", "GteNewModel", "NewForMaskedLM", "GteForMaskedLM", "NewForTokenClassification"}
+    ),  # the last one is gte-multilingual-base, which gives vectors
+    heads={**OF_TOKENS, "ForSequenceClassification": _pooler_head},
 )
 
 # ---- Jina v3: RoBERTa with rotated queries and keys (Sturua et al. 2024)
@@ -235,4 +272,5 @@ JINA_V3 = Family(
     activation="gelu",
     other_activations=frozenset({"gelu_tanh", "relu", "silu"}),
     aliases=frozenset({"JinaEmbeddingsV3ForMaskedLM"}),
+    heads={**OF_TOKENS, "ForSequenceClassification": lambda _: TWO_LAYERS},
 )
