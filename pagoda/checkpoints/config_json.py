@@ -11,7 +11,12 @@ from pagoda.checkpoints.checkpoint import weight_files
 from pagoda.checkpoints.config_keys import refuse_other_arithmetic
 from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.families.shared import both_ways, decoder_head, with_head
+from pagoda.checkpoints.families.shared import (
+    both_ways,
+    decoder_head,
+    with_head,
+    with_masked_head,
+)
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.model_spec import (
@@ -27,8 +32,11 @@ from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.checkpoints.sentence_modules import (
+    COLBERT_MAP,
+    SPARSE_MAP,
     SentenceModule,
     dense_modules,
+    lexical_maps,
     read_modules,
     score_tokens,
 )
@@ -41,6 +49,7 @@ _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 """Endings of the names of architectures."""
 _COLBERT, _COLBERT_MAP = "ColBERT", "linear"
 """Part of the names of encoders that give vectors of tokens, and the map that makes them."""
+_SPLADE = "SpladePooling"
 _BOTH_WAYS = "Bidirectional"
 """Part of the names of decoders that see all of a text (LlamaBidirectionalModel)."""
 _COMMON = (
@@ -98,16 +107,37 @@ def read_model_config(
         raise ConfigError(
             f"{directory}: LogitScore names tokens beyond the model's vocabulary of {spec.vocab_size}."
         )
-    dense = [it.map for it in dense_modules(directory, modules)]
-    if dense and not any(module.kind == "Pooling" for module in modules):
-        spec = replace(spec, token_vectors=True)
-    if spec.token_vectors and not dense:
-        dense = [_colbert_map(directory, spec.hidden_size)]
-    spec = replace(spec, vector_maps=tuple(dense))
+    spec = _with_vectors(spec, directory, modules)
     # sentence-transformers writes decoders without their heads (Qwen3-Embedding-8B).
     if modules and not spec.tie_word_embeddings and not _has_head(directory):
         spec = replace(spec, headless=True, tie_word_embeddings=True)
     return replace(spec, score_tokens=tokens)
+
+
+def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceModule]) -> ModelSpec:
+    """The model with the layers behind its hidden states that the directory has.
+    Raises ConfigError: they are not there, or the family has no such layers."""
+    maps, hidden = dict(spec.vector_maps), spec.hidden_size
+    kinds = {module.kind for module in modules}
+    dense = tuple(it.map for it in dense_modules(directory, modules))
+    if dense:
+        maps["vectors" if "Pooling" in kinds else "token_vectors"] = dense
+    elif "token_vectors" in maps:
+        maps["token_vectors"] = (_colbert_map(directory, hidden),)
+    beside = lexical_maps(directory)
+    if COLBERT_MAP in beside:
+        maps["token_vectors"] = (VectorMap(COLBERT_MAP, hidden, hidden, bias=True),)
+    if SPARSE_MAP in beside:
+        maps["token_weights"] = (VectorMap(SPARSE_MAP, hidden, 1, bias=True, activation="relu"),)
+    spec = replace(spec, vector_maps=maps)
+    if _SPLADE not in kinds:
+        return spec
+    with_masked = with_masked_head(spec)
+    if with_masked is None:
+        raise ConfigError(
+            f"{directory}: modules.json has {_SPLADE}, and {spec.family.architecture} no head of tokens for it."
+        )
+    return with_masked
 
 
 def _colbert_map(directory: Path, hidden_size: int) -> VectorMap:
@@ -192,13 +222,23 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
     spec = family.adapt(shared, fields)
     if spec.encoder is None and _sees_all(fields):
         if any(layer.kv_kind not in ("full", "window") for layer in spec.layers):
-            fields.refuse("is_causal", "must be true of a model whose layers keep states or latents")
+            fields.refuse(
+                "is_causal", "must be true of a model whose layers keep states or latents"
+            )
         spec = both_ways(spec)
-    named = fields.values.get("architectures")
-    if isinstance(named, list) and any(_COLBERT in str(name) for name in named):
-        spec = replace(spec, token_vectors=True)
+    spec = _with_named_vectors(spec, fields)
     head = None if spec.classifier is not None else _head(spec, fields)
     return spec if head is None else with_head(spec, fields, head)
+
+
+def _with_named_vectors(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with the layers behind hidden states that its architecture is named after."""
+    named = fields.values.get("architectures")
+    names = " ".join(map(str, named)) if isinstance(named, list) else ""
+    if _COLBERT in names:
+        usual = VectorMap(_COLBERT_MAP, spec.hidden_size, spec.hidden_size)
+        spec = replace(spec, vector_maps={"token_vectors": (usual,)})
+    return (with_masked_head(spec) or spec) if "Splade" in names else spec
 
 
 def _head(spec: ModelSpec, fields: Fields) -> ClassifierSpec | None:

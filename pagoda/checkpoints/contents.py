@@ -10,13 +10,15 @@ from pathlib import Path
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.distances import Disentangled, distance_linears, distance_tensors
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
-from pagoda.checkpoints.sentence_modules import dense_modules, read_modules
+from pagoda.checkpoints.sentence_modules import dense_modules, lexical_maps, read_modules
 from pagoda.checkpoints.tensor_names import TEXT_PARTS
 from pagoda.errors import ConfigError
 
 _DECODER = "model."
+_TOKEN_MAP = "linear."
+"""Beginning of the names of the map that makes vectors of tokens (ColBERT)."""
 _HEAD = "lm_head."
 _ENCODERS = (
     *("bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "deberta.", "ernie."),
@@ -65,7 +67,7 @@ def _full_name(stored: str, is_bare: bool) -> str:
             return stored
     if stored.startswith(_EAGLE_LAYER):
         stored = f"layers.0.{stored.removeprefix(_EAGLE_LAYER)}"
-    if is_bare and not stored.startswith((_HEAD, _DECODER)):
+    if is_bare and not stored.startswith((_HEAD, _DECODER, _TOKEN_MAP)):
         return f"{_DECODER}{stored}"
     for part in TEXT_PARTS:
         if stored.startswith(f"{_DECODER}{part}"):
@@ -88,7 +90,8 @@ def tensor_names(directory: Path) -> Collection[str]:
         for it in dense_modules(directory, read_modules(directory))
         for name in read_header(it.file)[0]
     }
-    return names | behind
+    beside = {f"{it}.{end}" for it in lexical_maps(directory) for end in ("weight", "bias")}
+    return names | behind | beside
 
 
 def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:
@@ -148,11 +151,8 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
-    for name, _ in spec.classifier_vectors:
+    for name, _ in spec.map_vectors:
         yield [name]
-    for it in spec.vector_maps:
-        if it.bias:
-            yield [f"{it.name}.bias"]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
         yield [name]
     if spec.embedding_projection is not None:

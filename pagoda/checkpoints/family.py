@@ -63,5 +63,8 @@ class Family:
     """Some files have the experts of a layer in one tensor, others one by one."""
     heads: Mapping[str, Callable[[Fields], ClassifierSpec]] = field(default_factory=dict)
     """Heads that score texts or tokens, by what stands for `Model` in the architecture's name then."""
+    masked_head: tuple[str, str, str] | None = None
+    """Names of the layer, of the norm and, in full, of the numbers added to logits of the head of masked language
+    modelling."""
     own_keys: frozenset[str] = frozenset()
     """Keys of config.json that `adapt` handles although other families must not have them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
@@ -25,9 +25,10 @@ from pagoda.checkpoints.pooling_spec import (
     EncoderSpec,
     ScoreTokens,
     Task,
+    VectorKind,
     VectorMap,
 )
-from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
+from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec, TemperatureSpec
 from pagoda.checkpoints.state_layers import StateSpec
 from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
 from pagoda.checkpoints.weight_formats import Quantization
@@ -38,15 +39,6 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 """Activations of MLPs; `gelu` is exact, `gelu_tanh` by the hyperbolic tangent."""
-
-
-@dataclass(frozen=True)
-class TemperatureSpec:
-    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
-
-    period: float
-    factor: float
-    offset: float
 
 
 @dataclass(frozen=True)
@@ -229,10 +221,10 @@ class ModelSpec:
     """Tables of an encoder; None of a decoder."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
-    vector_maps: tuple[VectorMap, ...] = ()
-    """Layers that vectors go through behind pooling, or in front of it where they are those of tokens."""
-    token_vectors: bool = False
-    """Vectors of a text are those of its tokens (ColBERT, Khattab and Zaharia 2020)."""
+    vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
+    """Layers behind hidden states of texts or tokens, besides those of the head that scores."""
+    logit_bias: str = ""
+    """Tensor that is added to logits of the layers `masked`; empty where there are none."""
     headless: bool = False
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
@@ -326,8 +318,7 @@ class ModelSpec:
         if draft is not None:
             own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
             return [*own, *draft.linears(self.hidden_size)]
-        tables = [self.embedding, self.head, *self.encoder_linears]
-        return [*tables, *self.classifier_linears, *self.vector_linears]
+        return [self.embedding, self.head, *self.encoder_linears, *self.map_linears]
 
     @property
     def layer_inputs(self) -> range | None:
@@ -417,30 +408,24 @@ class ModelSpec:
         return [*filter(None, (self.positions, self.token_types, self.embedding_projection))]
 
     @property
-    def classifier_linears(self) -> list[LinearSpec]:
-        """Layers of the head that scores, in their order."""
+    def maps(self) -> Mapping[VectorKind, tuple[VectorMap, ...]]:
+        """Layers behind hidden states of texts or tokens, by what they are for."""
         if self.classifier is None:
-            return []
-        hidden, dense, labels = self.hidden_size, self.classifier.dense, self.classifier.labels
-        inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, LinearRole.WHOLE)]
-        return [*inner, LinearSpec(self.classifier.out, len(labels), hidden, LinearRole.WHOLE)]
+            return self.vector_maps
+        return {**self.vector_maps, "scores": self.classifier.layers(self.hidden_size)}
 
     @property
-    def classifier_vectors(self) -> list[tuple[str, int]]:
-        """Names and sizes of the biases, and of the norm, of the head that scores."""
-        head = self.classifier
-        if head is None:
-            return []
-        found = [] if head.norm is None else self._norm_tensors(head.norm)
-        *inner, out = self.classifier_linears
-        biased = inner * head.dense_bias + [out] * head.bias
-        return [*found, *((f"{linear.name}.bias", linear.outputs) for linear in biased)]
+    def map_linears(self) -> list[LinearSpec]:
+        return [it.linear for layers in self.maps.values() for it in layers]
 
     @property
-    def vector_linears(self) -> list[LinearSpec]:
-        """Layers behind hidden states of texts or tokens, in their order."""
-        maps = self.vector_maps
-        return [LinearSpec(it.name, it.outputs, it.inputs, LinearRole.WHOLE) for it in maps]
+    def map_vectors(self) -> list[tuple[str, int]]:
+        """Names and sizes of the biases and norms of layers behind hidden states."""
+        found = [(self.logit_bias, self.vocab_size)] if self.logit_bias else []
+        for it in (layer for layers in self.maps.values() for layer in layers):
+            found += [(f"{it.name}.bias", it.outputs)] * it.bias
+            found += self._norm_tensors(it.norm, it.outputs) if it.norm else []
+        return found
 
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""

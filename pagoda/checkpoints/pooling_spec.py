@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
+
 Task = Literal["generate", "embed", "score", "classify", "token_classify"]
 """Purpose of a model: text, vectors of texts, scores of pairs of texts, or labels of texts or of tokens."""
 
@@ -44,6 +46,30 @@ VectorActivation = Literal["identity", "tanh", "gelu", "gelu_tanh", "relu", "sil
 
 
 @dataclass(frozen=True)
+class VectorMap:
+    """A layer behind pooled hidden states, or behind those of tokens."""
+
+    name: str
+    """Name of its weight, without `.weight`."""
+    inputs: int
+    outputs: int
+    bias: bool = False
+    activation: VectorActivation = "identity"
+    norm: str | None = None
+    """Name of the norm behind the activation."""
+
+    @property
+    def linear(self) -> LinearSpec:
+        return LinearSpec(self.name, self.outputs, self.inputs, LinearRole.WHOLE)
+
+
+VectorKind = Literal["scores", "vectors", "token_vectors", "token_weights", "masked"]
+"""Purposes of layers behind hidden states: scores of labels; vectors of texts; those of tokens (ColBERT, Khattab and
+Zaharia 2020); a weight of each token in its text (BGE-M3, Chen et al. 2024); and hidden states whose products with
+embeddings weigh the vocabulary (SPLADE, Formal et al. 2021)."""
+
+
+@dataclass(frozen=True)
 class ClassifierSpec:
     """Head that scores a text, or a pair of them, or each token; without `labels` it gives one score."""
 
@@ -73,14 +99,10 @@ class ClassifierSpec:
             return "token_classify"
         return "score" if len(self.labels) == 1 else "classify"
 
-
-@dataclass(frozen=True)
-class VectorMap:
-    """A layer behind pooled hidden states, or behind those of tokens (`Dense` of sentence-transformers; ColBERT)."""
-
-    name: str
-    """Name of its weight, without `.weight`."""
-    inputs: int
-    outputs: int
-    bias: bool = False
-    activation: VectorActivation = "identity"
+    def layers(self, hidden_size: int) -> tuple[VectorMap, ...]:
+        """The layers that hidden states go through."""
+        out = VectorMap(self.out, hidden_size, len(self.labels), self.bias)
+        if self.dense is None:
+            return (out,)
+        sizes = (hidden_size, hidden_size, self.dense_bias)
+        return VectorMap(self.dense, *sizes, self.activation, self.norm), out

@@ -87,7 +87,9 @@ class NtkScaling:
     factor: float
 
 
-RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | FrequencyFactors | LongRopeScaling
+RopeScaling = (
+    LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | FrequencyFactors | LongRopeScaling
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,15 @@ class RotarySpec:
     theta: float
     """Base of the wavelengths."""
     scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class TemperatureSpec:
+    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
+
+    period: float
+    factor: float
+    offset: float
 
 
 def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySpec:

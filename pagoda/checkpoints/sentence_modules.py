@@ -83,6 +83,15 @@ def dense_modules(directory: Path, modules: Sequence[SentenceModule]) -> Iterato
         )
 
 
+COLBERT_MAP, SPARSE_MAP = "colbert_linear", "sparse_linear"
+
+
+def lexical_maps(directory: Path) -> list[str]:
+    """Names of the maps of BGE-M3 that lie beside a model, in a file of torch's each, of which tensors are called
+    `weight` and `bias`."""
+    return [it for it in (COLBERT_MAP, SPARSE_MAP) if (directory / f"{it}.pt").is_file()]
+
+
 def score_tokens(directory: Path, modules: Sequence[SentenceModule]) -> ScoreTokens | None:
     """The tokens whose logits are a pair's score, as the module `LogitScore` names them; None without that module.
     Raises ConfigError: its file is missing or damaged."""

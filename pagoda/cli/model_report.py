@@ -105,7 +105,9 @@ def _gives(spec: ModelSpec) -> str:
         return "labels of texts (POST /classify)"
     if spec.task == "token_classify":
         return "labels of tokens (POST /pooling)"
-    if spec.token_vectors:
+    if "masked" in spec.vector_maps:
+        return "a weight for each token of the vocabulary (POST /v1/embeddings)"
+    if "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
         return "vectors of tokens (POST /pooling), by which /v1/rerank and /v1/score compare texts"
     if spec.task == "embed":
         return (

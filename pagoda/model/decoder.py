@@ -35,6 +35,7 @@ from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.own_rows import gather_rows, scatter_rows
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
+from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import Layer, Norm, WeightLoader
@@ -122,11 +123,14 @@ class Decoder(Generic[LinearT, MetadataT]):
         elif shard.is_first:
             self._embedding = loader.linear([config.embedding])
         self._tables = loader.encoder_tables()
-        self._classifier, self._vector_maps = loader.classifier(), loader.vector_maps()
+        self._vector_layers = loader.vector_layers()
+        self._logit_bias: Tensor | None = None
+        if "masked" in self._vector_layers:
+            self._logit_bias = loader.vector(config.logit_bias, config.vocab_size)
         self.head: LinearT | None = None
         if draft is not None and not draft.has_head:
             self.head = None if lent is None else lent.head
-        elif shard.is_last and config.gives_logits:
+        elif shard.is_last and (config.gives_logits or self._logit_bias is not None):
             tied = config.tie_word_embeddings and shard.is_first
             self.head = self._embedding if tied else loader.linear([config.head])
         self._rotary = {
@@ -342,18 +346,17 @@ class Decoder(Generic[LinearT, MetadataT]):
         """Scores [m, labels] float32 that the model's head gives hidden states [m, hidden]."""
         tokens = self._shard.config.score_tokens
         if tokens is None:
-            (scores,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["scores"])
-            return scores
+            return self.through("scores", hidden)
         logits = self.logits(hidden)
         scores = logits[:, tokens.yes]
         return (scores if tokens.no is None else scores - logits[:, tokens.no])[:, None]
 
-    def vectors(self, hidden: Tensor) -> Tensor:
-        """Vectors [m, d] float32 of pooled hidden states [m, hidden], or of those of tokens."""
-        if not self._vector_maps:
+    def through(self, kind: VectorKind, hidden: Tensor) -> Tensor:
+        """What the layers of a kind make of hidden states [m, hidden] of texts or tokens: [m, d] float32."""
+        if kind not in self._vector_layers:
             return hidden
-        (vectors,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["vectors"])
-        return vectors
+        (found,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), [kind])
+        return found if kind != "masked" or self._logit_bias is None else found + self._logit_bias
 
     @property
     def has_argmax(self) -> bool:
@@ -382,7 +385,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             }
         if self._joint is not None:
             named |= self._joint.named()
-        for kind, layers in (("classifier", self._classifier), ("vectors", self._vector_maps)):
+        for kind, layers in self._vector_layers.items():
             named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             shared = vars(layer.mlp).get("shared")
@@ -465,9 +468,14 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
-        for name, layers in (("scores", self._classifier), ("vectors", self._vector_maps)):
-            if layers:
-                ops.result(name, through(ops, h, layers, eps))
+        for kind, layers in self._vector_layers.items():
+            found = through(ops, h, layers, eps)
+            if kind == "masked" and self.head is not None:
+                logits = ops.linear(found, self.head)
+                found = ops.all_gather(logits, self._shard.vocabulary_shares)
+            ops.result(kind, found)
+        if not config.gives_logits:
+            return ops.build()
         if self.head is None:
             return ops.build()
         logits = scaled(ops, ops.linear(h, self.head), multipliers.logits)

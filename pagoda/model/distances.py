@@ -142,7 +142,9 @@ def _places(loader: WeightLoader[LinearT], spec: Disentangled) -> Tensor:
     if not spec.norms_table:
         return table
     size = config.hidden_size
-    weight, bias = (loader.vector(f"{names.distance_norm}.{end}", size) for end in ("weight", "bias"))
+    weight, bias = (
+        loader.vector(f"{names.distance_norm}.{end}", size) for end in ("weight", "bias")
+    )
     return F.layer_norm(table, [size], weight.cpu(), bias.cpu(), config.norm.eps)
 
 

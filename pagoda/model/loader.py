@@ -26,7 +26,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.model_spec import Activation, LayerSpec, MlpSpec
-from pagoda.checkpoints.pooling_spec import VectorActivation
+from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
@@ -199,30 +199,14 @@ class WeightLoader(Generic[LinearT]):
             else self.linear([config.embedding_projection], bias=True),
         )
 
-    def classifier(self) -> list[VectorLayer[LinearT]]:
-        """The layers of the head that scores, if there is one on this stage."""
-        config, head = self.shard.config, self.shard.config.classifier
-        if head is None or not self.shard.is_last:
-            return []
-        *inner, out = config.classifier_linears
-        norm = None if head.norm is None else self.norm(head.norm)
-        return [
-            *(
-                VectorLayer(self.linear([linear], bias=head.dense_bias), head.activation, norm)
-                for linear in inner
-            ),
-            VectorLayer(self.linear([out], bias=head.bias), "identity", None),
-        ]
+    def vector_layers(self) -> dict[VectorKind, list[VectorLayer[LinearT]]]:
+        """The layers behind hidden states of texts or tokens, if there are any on this stage."""
+        maps = self.shard.config.maps if self.shard.is_last else {}
+        return {kind: [self._vector_layer(it) for it in layers] for kind, layers in maps.items()}
 
-    def vector_maps(self) -> list[VectorLayer[LinearT]]:
-        """The layers behind vectors, if there are any on this stage."""
-        config = self.shard.config
-        maps = zip(config.vector_linears, config.vector_maps, strict=True)
-        return [
-            VectorLayer(self.linear([linear], bias=it.bias), it.activation, None)
-            for linear, it in maps
-            if self.shard.is_last
-        ]
+    def _vector_layer(self, it: VectorMap) -> VectorLayer[LinearT]:
+        norm = None if it.norm is None else self.norm(it.norm, it.outputs)
+        return VectorLayer(self.linear([it.linear], bias=it.bias), it.activation, norm)
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         """The norm `name` of hidden states, or of embeddings [n, size]."""

@@ -31,9 +31,7 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
     factors = spec.multipliers
     if any(factor != 1 for factor in (factors.embedding, factors.residual, factors.logits)):
         found.add("scale")
-    activations = {it.activation for it in spec.vector_maps}
-    if spec.classifier is not None and spec.classifier.dense is not None:
-        activations.add(spec.classifier.activation)
+    activations = {it.activation for layers in spec.maps.values() for it in layers}
     found |= activations - {"tanh", "identity"}
     if factors.logits_softcap is not None or "tanh" in activations:
         found.add("softcap")

@@ -218,8 +218,7 @@ class Shard:
         if self.is_last and config.gives_logits and not tied:
             yield config.head
         if self.is_last:
-            yield from config.classifier_linears
-            yield from config.vector_linears
+            yield from config.map_linears
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
@@ -287,8 +286,7 @@ class Shard:
         config = self.config
         total = sum(size for _, size in config.last_norm_tensors) * self.is_last
         total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
-        total += sum(size for _, size in config.classifier_vectors) * self.is_last
-        total += sum(it.outputs for it in config.vector_maps if it.bias) * self.is_last
+        total += sum(size for _, size in config.map_vectors) * self.is_last
         if self.is_first and config.embedding_projection is not None:
             total += config.hidden_size
         total += len(self.layers) * self._distance_numbers()
@@ -307,7 +305,6 @@ class Shard:
             total += sum(size for _, size in config.norm_tensors(layer))
             total += sum(len(self.part_of(m).outputs) for m in biases)
         return total * _VECTOR_ITEMSIZE
-
 
     def _distance_numbers(self) -> int:
         """Numbers of a layer by which distances of tokens count, or of which those are made."""

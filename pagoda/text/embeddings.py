@@ -95,6 +95,8 @@ async def embed(
         )
     if pooling is Pooling.ALL and options.dimensions is not None:
         refuse("dimensions", "is of vectors of whole texts; this model gives those of tokens")
+    if pooling is Pooling.WEIGHTS and not defaults.weighs_tokens:
+        refuse("task", "must be of vectors; this model gives tokens no weights")
     normalize = defaults.normalize if options.normalize is None else options.normalize
     requests = await _prepared(
         generator, prompts, options, pooling, param, beginning, client_request=client_request
@@ -121,7 +123,9 @@ async def score_texts(
     requests = await _prepared(
         generator, prompts, options, defaults.head, "input", "", client_request=client_request
     )
-    return await gather_all([_embedding(generator, it, options, normalize=False) for it in requests])
+    return await gather_all(
+        [_embedding(generator, it, options, normalize=False) for it in requests]
+    )
 
 
 async def _prepared(
@@ -192,7 +196,8 @@ async def _embedding(
                 raise EmbeddingError(f"{request.request.request_id}: {delta.error}")
             if delta.embedding is not None:
                 num_tokens = len(request.request.prompt_token_ids)
-                count = num_tokens if request.request.work.pooling is Pooling.ALL else 1
+                pooling = request.request.work.pooling
+                count = num_tokens if pooling in (Pooling.ALL, Pooling.WEIGHTS) else 1
                 work = partial(
                     _finished, delta.embedding, count, options.dimensions, normalize=normalize
                 )

@@ -20,7 +20,10 @@ from pagoda.errors import ConfigError
 from pagoda.files import read_regular
 from pagoda.messages.frontend import Pooling
 
-_MODULE_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+_MODULE_KINDS = (
+    *("Transformer", "Pooling", "Dense", "Normalize", "LogitScore", "MLMTransformer"),
+    "SpladePooling",
+)
 _MODES = {
     "pooling_mode_lasttoken": Pooling.LAST,
     "lasttoken": Pooling.LAST,
@@ -54,6 +57,8 @@ class PoolingDefaults:
     """Names of the scores of the model's head, if it has one."""
     scores: Literal["sigmoid", "softmax", "identity"] = "sigmoid"
     """Meaning of scores: shares of one each, shares of one together, or numbers as they are."""
+    weighs_tokens: bool = False
+    """The model gives each token its weight in a text."""
     head: Pooling = Pooling.SCORE
     """Way from hidden states to scores."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +102,7 @@ def read_pooling(directory: Path) -> PoolingDefaults:
             defaults = replace(defaults, scores=scores)
     if not modules or defaults.labels or defaults.task == "score":
         return defaults
-    if defaults.pooling is Pooling.ALL:
+    if defaults.pooling in (Pooling.ALL, Pooling.SPARSE):
         return defaults
     path = directory / FILE
     pooling, normalize = Pooling.LAST, False
@@ -138,11 +143,15 @@ def _by_architecture(read: Callable[[], ModelSpec]) -> PoolingDefaults:
         return PoolingDefaults()
     encodes = spec.encoder is not None
     pooling, head = Pooling.FIRST if encodes else Pooling.LAST, spec.classifier
-    if spec.token_vectors:
+    if "masked" in spec.vector_maps:
+        pooling = Pooling.SPARSE
+    elif "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
         pooling = Pooling.ALL
     return PoolingDefaults(
         Pooling.SCORE if spec.task == "score" else pooling,
+        normalize=pooling is not Pooling.SPARSE,
         task=spec.task,
+        weighs_tokens="token_weights" in spec.vector_maps,
         encodes=encodes,
         generates=spec.gives_logits,
         labels=() if head is None else head.labels,

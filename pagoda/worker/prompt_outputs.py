@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagoda.backend.sampling import ScoredRows
+from pagoda.checkpoints.pooling_spec import HeadPooling, VectorKind
 from pagoda.messages.frontend import Pooling, PromptLogprobs
-from pagoda.checkpoints.pooling_spec import HeadPooling
 from pagoda.messages.worker import MIN_SAMPLED_ROWS, SlotStart
 from pagoda.model.decoder import Decoder
 from pagoda.worker.step_rows import SlotRows
@@ -30,6 +31,12 @@ _HEAD_POOLING: Mapping[HeadPooling, Pooling] = {
     "all": Pooling.ALL,
 }
 """Tokens that heads look at, or whose mean they take; `late` ones take that of their scores."""
+_OF_TOKENS: Mapping[Pooling, VectorKind] = {
+    Pooling.ALL: "token_vectors",
+    Pooling.WEIGHTS: "token_weights",
+    Pooling.SPARSE: "masked",
+}
+"""Layers that hidden states of tokens go through."""
 _BY_HEAD = (Pooling.SCORE, Pooling.SCORE_ALL)
 ScoreRows = Callable[[Tensor, Tensor, int], ScoredRows]
 """`Backend.score`."""
@@ -140,7 +147,7 @@ class PromptReader:
             pooled = range(0)
             is_last = first + len(rows) == prompt.num_tokens
             pooling = self._rows_of(prompt)
-            if pooling in (Pooling.MEAN, Pooling.ALL):
+            if pooling is Pooling.MEAN or pooling in _OF_TOKENS:
                 pooled = rows
             elif pooling is Pooling.FIRST and first == 0:  # encoders take prompts whole
                 pooled = rows[:1]
@@ -210,11 +217,14 @@ class PromptReader:
     ) -> None:
         """Pools hidden states of a chunk [n, hidden], which layers of the model's go through before or behind."""
         by_head, pooling = prompt.pooling in _BY_HEAD, self._rows_of(prompt)
-        layers = model.scores if by_head else model.vectors
-        of_tokens = self._scores_tokens if by_head else pooling is Pooling.ALL
-        if of_tokens:
+        of_tokens = self._scores_tokens if by_head else pooling in _OF_TOKENS
+        kind = "vectors" if pooling is None else _OF_TOKENS.get(pooling, "vectors")
+        layers = model.scores if by_head else partial(model.through, kind)
+        if pooling is Pooling.SPARSE:
+            hidden = _highest(layers, hidden)
+        elif of_tokens:
             hidden = layers(hidden)
-        if pooling is Pooling.ALL:
+        if pooling in (Pooling.ALL, Pooling.WEIGHTS):
             outputs.rows[chunk.slot] = hidden
             pooled = torch.cat([*prompt.rows, hidden])
         elif pooling is Pooling.MEAN:
@@ -239,6 +249,12 @@ class PromptReader:
             prompt = self._prompts.get(slot)
             if prompt is not None:
                 prompt.rows.append(rows)
+
+
+def _highest(layers: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """log(1 + x) of the highest x above 0 that any hidden state [n, hidden] gives each token: [1, vocab]."""
+    parts = (layers(some).amax(0) for some in hidden.split(MIN_SAMPLED_ROWS))
+    return torch.log1p(torch.stack([*parts]).amax(0, keepdim=True).clamp(min=0))
 
 
 def _int32_bytes(parts: list[Tensor]) -> bytes:

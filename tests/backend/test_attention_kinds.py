@@ -123,9 +123,7 @@ def _attend(
         if kind.by_distance == "buckets":
             parts = (columns(graph, numbers, i * width, width) for i in range(2))
             sizes = {"head_dim": HEAD_DIM, "scale": 0.3}
-            return disentangled_attention(
-                graph, queries, metadata, *parts, cache, BUCKETS, **sizes
-            )
+            return disentangled_attention(graph, queries, metadata, *parts, cache, BUCKETS, **sizes)
         return graph.attention(
             queries,
             metadata,

@@ -48,7 +48,10 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eurobert": ("EuroBertModel", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}),
     "nomic": ("NomicBertModel", {"intermediate_size": 72}),
     "gte": ("GteModel", {"num_attention_heads": 2, "pad_token_id": 0}),
-    "gte-no-types": ("GteModel", {"type_vocab_size": 0, "intermediate_size": 70, "pad_token_id": 0}),
+    "gte-no-types": (
+        "GteModel",
+        {"type_vocab_size": 0, "intermediate_size": 70, "pad_token_id": 0},
+    ),
     "jina-v3": ("JinaEmbeddingsV3Model", {"pad_token_id": 1}),
     "embedding-gemma": (
         "Gemma3TextModel",
@@ -70,6 +73,12 @@ RANKERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", {}),
+    "distilbert": ("DistilBertForMaskedLM", {"hidden_dim": 90}),
+    "roberta": ("RobertaForMaskedLM", {"pad_token_id": 1}),
+    "mpnet": ("MPNetForMaskedLM", {"pad_token_id": 1}),
+}
 _MODERN = {"local_attention": 26, "pad_token_id": 0}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {}),

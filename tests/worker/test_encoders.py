@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from encoder_models import ENCODERS, HEADS, RANKERS, make_encoder
+from encoder_models import ENCODERS, HEADS, MASKED, RANKERS, make_encoder
 from gguf_encoders import save_gguf_encoder
 from in_process import InProcessEngine
 from safetensors.torch import load_file, save_file
@@ -249,6 +249,49 @@ def test_vectors_of_tokens_in_pieces(tmp_path: Path) -> None:
                 torch.testing.assert_close(
                     found[str(index)], states.flatten(), atol=1e-4, rtol=5e-5
                 )
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_weights_of_the_vocabulary(name: str, tmp_path: Path, backend: str) -> None:
+    """As SPLADE has them."""
+    kind, options = MASKED[name]
+    model = make_encoder(kind, **options)
+    model.save_pretrained(tmp_path)
+    modules = [{"type": f"x.{kind}", "path": ""} for kind in ("MLMTransformer", "SpladePooling")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    for ways in ({}, WAYS["tp 2"], WAYS["pp 2"]):
+        found = _vectors(_engine(tmp_path, backend, **ways), _requests(Pooling.SPARSE))
+        for index, prompt in enumerate(PROMPTS):
+            with torch.no_grad():
+                highest = model(torch.tensor([prompt])).logits[0].amax(0)
+            expected = torch.log1p(highest.clamp(min=0))
+            torch.testing.assert_close(found[str(index)], expected, atol=5e-5, rtol=5e-5)
+
+
+def test_weights_and_vectors_of_tokens(tmp_path: Path, backend: str) -> None:
+    """As BGE-M3 has them, beside vectors of texts."""
+    model = make_encoder("XLMRobertaModel", type_vocab_size=1, pad_token_id=1)
+    model.save_pretrained(tmp_path)
+    maps = {}
+    for name, outputs in (("sparse_linear", 1), ("colbert_linear", 64)):
+        maps[name] = {"weight": torch.randn(outputs, 64) / 8, "bias": torch.randn(outputs)}
+        torch.save(maps[name], tmp_path / f"{name}.pt")
+    engine = _engine(tmp_path, backend)
+    found = {
+        it: _vectors(engine, _requests(it)) for it in (Pooling.WEIGHTS, Pooling.ALL, Pooling.FIRST)
+    }
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            states = model(torch.tensor([prompt])).last_hidden_state[0]
+        mapped = {it: states @ its["weight"].t() + its["bias"] for it, its in maps.items()}
+        expected = {
+            Pooling.WEIGHTS: mapped["sparse_linear"].relu(),
+            Pooling.ALL: mapped["colbert_linear"],
+            Pooling.FIRST: states[0],
+        }
+        for pooling, wanted in expected.items():
+            own = found[pooling][str(index)]
+            torch.testing.assert_close(own, wanted.flatten(), atol=5e-5, rtol=5e-5)
 
 
 def test_layers_behind_pooling(tmp_path: Path, backend: str) -> None:

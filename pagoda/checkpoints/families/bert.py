@@ -98,8 +98,16 @@ BERT = Family(
     defaults=_BERT_DEFAULTS,
     activation="gelu",
     other_activations=frozenset({"gelu_tanh", "relu", "silu"}),
-    aliases=frozenset({"BertForMaskedLM", "HF_ColBERT", "ErnieModel", "ErnieForMaskedLM"}),
+    aliases=frozenset(
+        {"BertForMaskedLM", "HF_ColBERT", "ErnieModel", "ErnieForMaskedLM"}
+        | {"BertSpladeSparseEmbeddingModel"}
+    ),
     heads=OF_TOKENS,
+    masked_head=(
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.bias",
+    ),
 )
 BERT_RANKER = replace(
     BERT,
@@ -116,9 +124,10 @@ XLM_ROBERTA = replace(
     adapt=_roberta,
     gguf=None,
     defaults={**_BERT_DEFAULTS, "pad_token_id": 1},
+    masked_head=("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     aliases=frozenset(
         {"RobertaModel", "RobertaForMaskedLM", "XLMRobertaForMaskedLM"}
-        | {"CamembertModel", "CamembertForMaskedLM"}
+        | {"CamembertModel", "CamembertForMaskedLM", "BgeM3EmbeddingModel"}
     ),
 )
 XLM_ROBERTA_RANKER = replace(
@@ -126,7 +135,5 @@ XLM_ROBERTA_RANKER = replace(
     architecture="XLMRobertaForSequenceClassification",
     models="bge-reranker, bge-reranker-v2-m3, stsb-roberta (scores of pairs)",
     adapt=_roberta_ranker,
-    aliases=frozenset(
-        {"RobertaForSequenceClassification", "CamembertForSequenceClassification"}
-    ),
+    aliases=frozenset({"RobertaForSequenceClassification", "CamembertForSequenceClassification"}),
 )

@@ -45,6 +45,7 @@ DISTILBERT = replace(
         "activation": "hidden_act",
     },
     aliases=frozenset({"DistilBertForMaskedLM"}),
+    masked_head=("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
     heads={
         **OF_TOKENS,
         "ForSequenceClassification": lambda _: ClassifierSpec(
@@ -71,6 +72,7 @@ ELECTRA = replace(
     adapt=_electra,
     gguf=None,
     defaults={**BERT.defaults, "embedding_size": 128},
+    masked_head=None,
     aliases=frozenset({"ElectraForPreTraining"}),
     heads={
         **OF_TOKENS,
@@ -106,6 +108,7 @@ MPNET = replace(
     ),
     gguf=None,
     aliases=frozenset({"MPNetForMaskedLM"}),
+    masked_head=("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     heads={**OF_TOKENS, "ForSequenceClassification": lambda _: TWO_LAYERS},
 )
 
@@ -168,5 +171,6 @@ DEBERTA = replace(
     gguf=None,
     defaults={**BERT.defaults, "layer_norm_eps": 1e-7, "type_vocab_size": 0},
     aliases=frozenset({"DebertaV2ForMaskedLM"}),
+    masked_head=None,
     heads={**OF_TOKENS, "ForSequenceClassification": _deberta_head},
 )

@@ -13,10 +13,16 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
     ExpertsSpec,
     LayerSpec,
+    MlpSpec,
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, HeadPooling
+from pagoda.checkpoints.pooling_spec import (
+    ClassifierSpec,
+    EncoderSpec,
+    HeadPooling,
+    VectorMap,
+)
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 from pagoda.checkpoints.state_layers import StateSpec
 
@@ -295,6 +301,17 @@ def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpe
         scores = kinds.get(fields.text("problem_type", ""), "softmax")
         head = replace(head, scores=scores)
     return replace(spec, tie_word_embeddings=True, classifier=replace(head, labels=labels))
+
+
+def with_masked_head(spec: ModelSpec) -> ModelSpec | None:
+    """The model with its head of masked language modelling, which weighs the vocabulary; None where it has none."""
+    names, mlp = spec.family.masked_head, spec.layers[0].mlp
+    if names is None or not isinstance(mlp, MlpSpec):
+        return None
+    dense, norm, bias = names
+    layer = VectorMap(dense, spec.hidden_size, spec.embedding_size, True, mlp.activation, norm)
+    maps = {**spec.vector_maps, "masked": (layer,)}
+    return replace(spec, vector_maps=maps, logit_bias=bias)
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:

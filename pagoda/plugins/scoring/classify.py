@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from aiohttp import web
 
@@ -72,19 +72,25 @@ async def pooling(context: RequestContext) -> web.StreamResponse:
     caller, generator = context.caller, context.service.admit(body.model, context.client_request)
     own = generator.text.pooling.task
     known = {"score": "classify", "generate": "embed"}.get(own, own)
-    if body.task is not None and body.task != known and (body.task, known) != ("token_embed", "embed"):
+    of_tokens = {"token_embed": Pooling.ALL, "token_classify": Pooling.WEIGHTS}
+    if body.task not in (None, known) and (known != "embed" or body.task not in of_tokens):
         refuse("task", f"must be {known}, which the model is for")
     if known == "embed":
         options = body.vector_options
-        if body.task == "token_embed":
-            options = replace(options, pooling=Pooling.ALL)
+        if body.task in of_tokens:
+            weighs = body.task == "token_classify"
+            options = replace(options, pooling=of_tokens[body.task])
+            options = replace(options, normalize=False) if weighs else options
         return context.json(
             await vectors(caller, generator, body, options, kind="pooling", key="data")
         )
     found = await _scores(caller, generator, body, use_activation=body.use_activation)
-    of_tokens = known == "token_classify"
     data = [
-        {"object": "pooling", "index": index, "data": rows if of_tokens else rows[0]}
+        {
+            "object": "pooling",
+            "index": index,
+            "data": rows if known == "token_classify" else rows[0],
+        }
         for index, (_, rows) in enumerate(found)
     ]
     return context.json(
