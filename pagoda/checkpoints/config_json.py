@@ -46,6 +46,7 @@ from pagoda.files import read_object
 
 _BARE, _WITH_HEAD = "Model", "ForCausalLM"
 _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
 _COLBERT, _COLBERT_MAP = "ColBERT", "linear"
 """Part of the names of encoders that give vectors of tokens, and the map that makes them."""
@@ -251,7 +252,7 @@ def _head(spec: ModelSpec, fields: Fields) -> ClassifierSpec | None:
     for ending, make in family.heads.items():
         if name.endswith(ending):
             return make(fields)
-    if family.heads or not name.endswith((_SCORES, _OF_TOKENS)):
+    if not name.endswith((_SCORES, _OF_TOKENS)):
         return None
     head = decoder_head(spec, fields)
     return replace(head, bias=True, pooling="all") if name.endswith(_OF_TOKENS) else head
@@ -286,13 +287,13 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     others: dict[str, Family] = {}
     for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
-        stem = name.removesuffix(_SCORES).removesuffix(_OF_TOKENS)
+        stem = _stem(name)
         scores = f"{stem}{_WITH_HEAD}"
         if name in FAMILIES:
             return FAMILIES[name], False
         if name.endswith(_BARE) and bare in FAMILIES:
             return FAMILIES[bare], True
-        if name.endswith((_SCORES, _OF_TOKENS)) and scores in FAMILIES:
+        if name.endswith((_SCORES, _OF_TOKENS, _REWARDS)) and scores in FAMILIES:
             return FAMILIES[scores], False
         # Other names are told by the families themselves, all of which are imported for that.
         others = others or {it: family for family in FAMILIES.values() for it in family.aliases}
@@ -312,7 +313,7 @@ def _family(fields: Fields) -> tuple[Family, bool]:
 
 def _stem(architecture: str) -> str:
     """Name of an architecture without what all of them end with."""
-    for ending in (_WITH_HEAD, _SCORES, "ForConditionalGeneration", _BARE):
+    for ending in (*_ENDINGS, _WITH_HEAD, _SCORES, _OF_TOKENS, "ForConditionalGeneration", _BARE):
         architecture = architecture.removesuffix(ending)
     return architecture
 
