@@ -17,16 +17,16 @@ class DistanceBuckets:
     """A number of each head and bucket of distances is added to scores (Raffel et al. 2020, part 2.1; MPNet)."""
 
     count: int
-    """Buckets, half of them of keys behind a query; a quarter each is of one distance, others grow with distances."""
+    """Buckets, half of them of keys behind a query; half of these are of one distance each, others grow."""
     farthest: int
     """Distance from which on all are in the last bucket."""
 
 
 @dataclass(frozen=True)
 class Disentangled:
-    """Scores of a token's content with another's place, and of its place with the other's content (He et al. 2020).
+    """Scores of a token's content with another's place, and of its place with the other's content.
 
-    Places are rows of a table of `2 span` distances, of which each layer makes queries and keys.
+    Places are rows of a table of `2 span` distances, of which each layer makes queries and keys (He et al. 2020).
     """
 
     span: int

@@ -14,7 +14,7 @@ Task = Literal["generate", "embed", "score", "classify", "token_classify"]
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What surrounds the layers of an encoder, whose tokens see all of a text (Devlin et al. 2018)."""
+    """Tables and norms around the layers of an encoder, whose tokens see all of a text (Devlin et al. 2018)."""
 
     num_positions: int = 0
     """Rows of the table of positions, which are added to embeddings; 0 where there is none."""
@@ -64,9 +64,9 @@ class VectorMap:
 
 
 VectorKind = Literal["scores", "vectors", "token_vectors", "token_weights", "masked"]
-"""Purposes of layers behind hidden states: scores of labels; vectors of texts; those of tokens (ColBERT, Khattab and
-Zaharia 2020); a weight of each token in its text (BGE-M3, Chen et al. 2024); and hidden states whose products with
-embeddings weigh the vocabulary (SPLADE, Formal et al. 2021)."""
+"""Purposes of layers behind hidden states: scores of labels; vectors of texts; those of tokens (ColBERT, Khattab
+and Zaharia 2020); a weight of each token in its text (BGE-M3, Chen et al. 2024); and hidden states whose products
+with embeddings weigh the vocabulary (SPLADE, Formal et al. 2021)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ClassifierSpec:
     dense: str | None = None
     """Name of the layer in front of it."""
     activation: VectorActivation = "tanh"
-    """Behind that layer."""
+    """Activation behind that layer."""
     norm: str | None = None
     """Name of the norm behind that."""
     bias: bool = True

@@ -47,7 +47,7 @@ def read_modules(directory: Path) -> Sequence[SentenceModule]:
 class DenseModule:
     map: VectorMap
     file: Path
-    """Its weights, of which the names are `linear.weight` and `linear.bias`."""
+    """File of its weights, whose names are `linear.weight` and `linear.bias`."""
 
 
 _ACTIVATIONS: dict[str, VectorActivation] = {
@@ -60,8 +60,8 @@ _ACTIVATIONS: dict[str, VectorActivation] = {
 
 
 def dense_modules(directory: Path, modules: Sequence[SentenceModule]) -> Iterator[DenseModule]:
-    """The layers that vectors go through, in their order. Raises ConfigError: a file is missing or damaged, or asks
-    for what Pagoda does not do."""
+    """The layers that vectors go through, in their order.
+    Raises ConfigError: a file is missing or damaged, or asks for what Pagoda does not do."""
     for module in modules:
         if module.kind != "Dense":
             continue

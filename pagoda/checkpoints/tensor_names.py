@@ -139,7 +139,7 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     """Scores of the sinks of heads; the tensor's name in full."""
     up_first: bool = False
-    """Where gates and ups have one tensor, ups come first."""
+    """Ups come first where gates and ups have one tensor."""
     rotates_neighbours: bool = False
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0

@@ -352,7 +352,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         return (scores if tokens.no is None else scores - logits[:, tokens.no])[:, None]
 
     def through(self, kind: VectorKind, hidden: Tensor) -> Tensor:
-        """What the layers of a kind make of hidden states [m, hidden] of texts or tokens: [m, d] float32."""
+        """Hidden states [m, hidden] of texts or tokens behind the layers of a kind: [m, d] float32."""
         if kind not in self._vector_layers:
             return hidden
         (found,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), [kind])

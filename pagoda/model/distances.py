@@ -87,7 +87,7 @@ class DisentangledMaps(Generic[LinearT]):
 def load_distances(
     loader: WeightLoader[LinearT], index: int, spec: DistanceBuckets | Disentangled | None
 ) -> Distances | DisentangledMaps[LinearT] | None:
-    """What distances add to the scores of a layer, of this rank's heads."""
+    """Weights of what distances add to the scores of a layer, for this rank's heads."""
     if spec is None:
         return None
     config, heads = loader.shard.config, loader.shard.heads
@@ -151,7 +151,7 @@ def _places(loader: WeightLoader[LinearT], spec: Disentangled) -> Tensor:
 def _of_heads(
     loader: WeightLoader[LinearT], linear: LinearSpec, places: Tensor
 ) -> HeadLinears[LinearT]:
-    """What this rank's heads make of places [2 span, hidden]."""
+    """Maps of this rank's heads by places [2 span, hidden], behind a layer's map."""
     weight = loader.weight(linear)
     values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
     mapped = F.linear(places, values.float().cpu(), loader.bias(linear).float().cpu())

@@ -93,7 +93,7 @@ class Layer(Generic[LinearT]):
     sinks: Tensor | None
     """[heads] float32."""
     distances: Distances | DisentangledMaps[LinearT] | None
-    """What distances of tokens add to scores."""
+    """Weights of what distances of tokens add to scores."""
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -120,7 +120,7 @@ class VectorLayer(Generic[LinearT]):
     weight: LinearT
     activation: VectorActivation
     norm: Norm | None
-    """Behind the activation."""
+    """Norm behind the activation."""
 
 
 class WeightLoader(Generic[LinearT]):

@@ -136,8 +136,8 @@ class CheckpointWeights:
         opened: contextlib.ExitStack,
         maps: Mapping[str, tuple[str, Path]] | None = None,
     ) -> None:
-        """`files` says which file holds each tensor, `maps` that of each map in a file of its own, with the beginning
-        of names there; `opened` closes them."""
+        """`files` says which file holds each tensor, `maps` that of each map in a file of its own, with the
+        beginning of names there; `opened` closes them."""
         self._stored_names = full_names(files.keys())
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
         for name, (beginning, path) in (maps or {}).items():

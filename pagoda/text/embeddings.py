@@ -234,8 +234,8 @@ async def products(
 ) -> list[float]:
     """The inner product of the vectors of each pair; other streams go on meanwhile.
 
-    Of vectors of length 1 it is the cosine of the angle between them, and 0 if one of them has no length. Of vectors
-    of tokens, the highest products of each of the first text's are added up (Khattab and Zaharia 2020).
+    Of vectors of length 1 it is the cosine of the angle between them, and 0 if one of them has no length. Of
+    vectors of tokens, the highest products of each of the first text's are added up (Khattab and Zaharia 2020).
     """
     found = []
     for one, other in pairs:

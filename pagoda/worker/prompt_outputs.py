@@ -51,7 +51,7 @@ class PromptOutputs:
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Hidden states of the step's tokens [hidden], added up, of slots that take their mean."""
     rows: dict[int, Tensor] = field(default_factory=dict)
-    """What slots that take all tokens have of those of the step, [n, d]."""
+    """Vectors of the step's tokens [n, d], of slots that take all of them."""
 
     def update(self, other: PromptOutputs) -> None:
         self.logprobs.update(other.logprobs)
@@ -94,7 +94,7 @@ class _Prompt:
         self.sum: Tensor | None = None
         """Hidden states of all tokens so far, added up in float64."""
         self.rows: list[Tensor] = []
-        """What was made of each of them, where all are wanted."""
+        """Vectors of tokens so far [n, d], where all are wanted."""
 
 
 class PromptReader:

@@ -95,7 +95,11 @@ def _more(entry: dict[str, Any]) -> dict[str, Tensor]:
         return {}
     inner = {"score.0.weight": torch.randn(64, 64) / 8, "score.0.bias": torch.randn(64)}
     labels = entry["reward"]
-    return {**inner, "score.2.weight": torch.randn(labels, 64) / 8, "score.2.bias": torch.randn(labels)}
+    return {
+        **inner,
+        "score.2.weight": torch.randn(labels, 64) / 8,
+        "score.2.bias": torch.randn(labels),
+    }
 
 
 def _expected(model: Any, pooling: Pooling, more: dict[str, Tensor]) -> Tensor:

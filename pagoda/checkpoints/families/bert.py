@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders in the way of BERT (Devlin et al. 2018): RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2019)...
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa (Devlin et al. 2018; Liu et al. 2019; Conneau et al. 2019).
 
 A token sees all of its text; positions are learned; norms are of sums; the MLP has no gate.
 """

@@ -304,7 +304,7 @@ def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpe
 
 
 def with_masked_head(spec: ModelSpec) -> ModelSpec | None:
-    """The model with its head of masked language modelling, which weighs the vocabulary; None where it has none."""
+    """The model with its head of masked language modelling, which weighs the vocabulary; None without one."""
     names, mlp = spec.family.masked_head, spec.layers[0].mlp
     if names is None or not isinstance(mlp, MlpSpec):
         return None

@@ -38,7 +38,7 @@ class ClassifyRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_f
 
 class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
-    """What is wanted, by default what the model is for; any model that gives vectors gives those of tokens too."""
+    """Purpose, by default that of the model; any model that gives vectors gives those of tokens too."""
     use_activation: bool | None = None
     """False gives scores as the model's head does."""
 
@@ -52,7 +52,7 @@ async def classify(context: RequestContext) -> web.StreamResponse:
     found = await _scores(context.caller, generator, body, use_activation=body.use_activation)
     labels = generator.text.pooling.labels
     data = []
-    for index, (one, [probs]) in enumerate(found):
+    for index, (_, [probs]) in enumerate(found):
         highest = max(range(len(probs)), key=probs.__getitem__)
         scored = {"label": labels[highest], "probs": probs, "num_classes": len(probs)}
         data.append({"index": index, **scored})
@@ -110,7 +110,7 @@ async def _scores(
     *,
     use_activation: bool | None,
 ) -> list[tuple[Embedding, list[list[float]]]]:
-    """What each text's head gave, and its scores [1 or tokens, labels]."""
+    """Results of each text, and its scores [1 or tokens, labels]."""
     options = body.options()
     scored = await score_texts(
         generator, inputs_of(body.input), options, client_request=caller.client_request
