@@ -87,8 +87,8 @@ class AttentionSpec:
 
     @property
     def reach(self) -> int:
-        """Tokens of a window or of a chunk; 0 where all are seen."""
-        return self.window or self.chunk or 0
+        """Tokens of a window or of a chunk; 0 where all are kept, as encoders keep them for a step."""
+        return (self.window or self.chunk or 0) if self.causal else 0
 
 
 @dataclass(frozen=True)

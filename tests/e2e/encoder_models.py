@@ -29,7 +29,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaModel", {"pad_token_id": 1}),
     "xlm-roberta": ("XLMRobertaModel", {"type_vocab_size": 1, "pad_token_id": 1}),
     "camembert": ("CamembertModel", {"pad_token_id": 1, "hidden_act": "gelu_new"}),
-    "bert-relu": ("BertModel", {"hidden_act": "relu", "num_hidden_layers": 1}),
+    "bert-relu": ("BertModel", {"hidden_act": "relu", "num_hidden_layers": 2}),
     "distilbert": ("DistilBertModel", {"hidden_dim": 90, "activation": "silu"}),
     "electra": ("ElectraModel", {"embedding_size": 24, "hidden_act": "gelu_pytorch_tanh"}),
     "mpnet": ("MPNetModel", {"pad_token_id": 1, "num_attention_heads": 2}),
