@@ -37,6 +37,7 @@ DISTILBERT = replace(
         mlp_post_norm="output_layer_norm",
     ),
     gguf=None,
+    defaults={**BERT.defaults, "hidden_dim": 3072},
     renamed={
         "dim": "hidden_size",
         "n_layers": "num_hidden_layers",
@@ -120,28 +121,34 @@ def _deberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
         fields.require(name, 0)
     fields.require("embedding_size", spec.hidden_size)
     fields.require("attention_head_size", spec.head_dim)
-    said = fields.values.get("pos_att_type")
+    said = fields.values.get("pos_att_type") or []
     kinds = said.split("|") if isinstance(said, str) else said
-    if not fields.flag("relative_attention", False) or not isinstance(kinds, list):
-        fields.refuse("relative_attention", "must be true, and pos_att_type a list")
-    if {str(kind).strip().lower() for kind in kinds} != {"c2p", "p2c"}:
-        fields.refuse("pos_att_type", "must be c2p and p2c")
-    norms = fields.text("norm_rel_ebd", "none").lower().split("|")
-    longest = _at_least_one(fields, "max_relative_positions") or spec.max_position_embeddings
-    buckets = _at_least_one(fields, "position_buckets")
+    if not isinstance(kinds, list):
+        fields.refuse("pos_att_type", "must be a list")
+    known = {str(kind).strip().lower() for kind in kinds}
+    is_relative = fields.flag("relative_attention", False)
+    if known != {"c2p", "p2c"} and (is_relative or known):
+        fields.refuse("pos_att_type", "must be c2p and p2c, or absent without relative_attention")
     spec = with_attention(
         encoder(spec, fields, 0),
-        scale=(3 * spec.head_dim) ** -0.5,
-        distances=Disentangled(
-            buckets or longest,
-            longest if buckets else None,
-            fields.flag("share_att_key", False),
-            any(norm.strip() == "layer_norm" for norm in norms),
-        ),
+        scale=((1 + len(known)) * spec.head_dim) ** -0.5,
+        distances=_disentangled(spec, fields) if is_relative else None,
     )
     if spec.encoder is None or fields.flag("position_biased_input", True):
         return spec
     return replace(spec, encoder=replace(spec.encoder, num_positions=0))
+
+
+def _disentangled(spec: ModelSpec, fields: Fields) -> Disentangled:
+    longest = _at_least_one(fields, "max_relative_positions") or spec.max_position_embeddings
+    buckets = _at_least_one(fields, "position_buckets")
+    norms = fields.text("norm_rel_ebd", "none").lower().split("|")
+    return Disentangled(
+        buckets or longest,
+        longest if buckets else None,
+        fields.flag("share_att_key", False),
+        any(norm.strip() == "layer_norm" for norm in norms),
+    )
 
 
 def _deberta_head(fields: Fields) -> ClassifierSpec:

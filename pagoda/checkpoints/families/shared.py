@@ -320,7 +320,8 @@ def _labels(fields: Fields) -> tuple[str, ...]:
     count = len(names) if isinstance(names, dict) else fields.positive("num_labels", 2)
     if not isinstance(names, dict):
         return tuple(f"LABEL_{i}" for i in range(count))
-    found = tuple(names.get(str(i)) for i in range(count))
+    by_number = {str(number): name for number, name in names.items()}
+    found = tuple(by_number.get(str(i)) for i in range(count))
     if not found or not all(isinstance(name, str) for name in found):
         fields.refuse("id2label", "must be an object with a name for each number from 0 on")
     return found
