@@ -102,6 +102,19 @@ _GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+_QWEN3_VL_MOE = {
+    "head_dim": 24,
+    "num_attention_heads": 6,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+_EXAONE4 = {"sliding_window": 24, "sliding_window_pattern": 2}
+_LFM2 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
+    "block_multiple_of": 32,
+}
 _LLAMA4 = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -186,7 +199,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
     "glm": ("GlmForCausalLM", {"head_dim": 16}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
-    "exaone4": ("Exaone4ForCausalLM", {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone4": ("Exaone4ForCausalLM", _EXAONE4),
     "exaone4-full": (
         "Exaone4ForCausalLM",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3},
@@ -320,14 +333,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True}),
     "cohere": ("CohereForCausalLM", {}),
-    "lfm2": (
-        "Lfm2ForCausalLM",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
-            "block_multiple_of": 32,
-        },
-    ),
+    "lfm2": ("Lfm2ForCausalLM", _LFM2),
     "lfm2-bias": (
         "Lfm2ForCausalLM",
         {
@@ -377,6 +383,12 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", "Qwen3VLTextConfig", {"head_dim": 32}),
     "smolvlm": ("SmolVLM", "LlamaConfig", {}),
     "idefics3": ("Idefics3", "LlamaConfig", {"num_key_value_heads": 4}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", "Qwen3VLMoeTextConfig", _QWEN3_VL_MOE),
+    "internvl-qwen3-moe": ("InternVL", "Qwen3MoeConfig", _QWEN3_VL_MOE),
+    "cohere2-vision": ("Cohere2Vision", "Cohere2Config", {"sliding_window": 24}),
+    "lfm2-vl": ("Lfm2Vl", "Lfm2Config", _LFM2),
+    "granite-vision": ("LlavaNext", "GraniteConfig", _MULTIPLIERS),
+    "exaone4.5": ("Exaone4_5_", "Exaone4Config", _EXAONE4),
     "idefics2": ("Idefics2", "MistralConfig", {"sliding_window": 24}),
 }
 """Models that see: class in transformers without its end, class of the text part's configuration, values."""
@@ -397,13 +409,16 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def as_published(directory: Path) -> None:
     """Gives tensors of models that see the names and shapes of their makers' files, which transformers changes.
 
-    It renames layers of Kimi K2.5, and takes apart the experts of Qwen3.5."""
+    It renames layers of Kimi K2.5, takes apart the experts of Qwen3.5, and turns those of Qwen3-VL."""
     path = directory / "model.safetensors"
     tensors, experts = {}, {}
+    config = (directory / "config.json").read_text()
     for name, tensor in sorted(load_file(path).items()):
         layer, found, rest = name.partition(".experts.")
         expert, _, place = rest.partition(".")
-        if found and "qwen3_5" in (directory / "config.json").read_text():
+        if found and "qwen3_vl_moe" in config:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+        elif found and "qwen3_5" in config:
             experts.setdefault(layer, {})[place, int(expert)] = tensor
         else:
             tensors[name.replace("model.blocks.", "model.layers.")] = tensor

@@ -45,6 +45,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MiMoForCausalLM": "qwen",
         "Qwen3ForCausalLM": "qwen",
         "Qwen3MoeForCausalLM": "qwen",
+        "Qwen3VLMoeForConditionalGeneration": "qwen",
         "Phi3ForCausalLM": "llama",
         "Gemma2ForCausalLM": "gemma",
         "Gemma3ForCausalLM": "gemma",

@@ -9,6 +9,7 @@ from pagoda.checkpoints.families.shared import (
     WINDOW_PATTERN,
     every_nth_full,
     gguf_windows,
+    text_sizes,
     with_attention,
     with_layer_norm,
     without_rotation,
@@ -46,7 +47,7 @@ COHERE = Family(
 )
 COHERE2 = Family(
     "Cohere2ForCausalLM",
-    "Command R7B, Command A",
+    "Command R7B, Command A, text of Command A Vision",
     _adapt_second,
     names=_NAMES,
     gguf=GgufFormat(
@@ -58,4 +59,10 @@ COHERE2 = Family(
     ),
     defaults={"tie_word_embeddings": True},
     own_keys=frozenset({"logit_scale"}),
+    model_types={
+        "cohere2": {
+            **text_sizes(256_000, 8192, 22_528, 40, 64, None, 8192),
+            "tie_word_embeddings": True,
+        }
+    },
 )

@@ -141,7 +141,7 @@ def _gguf_values(fields: Fields) -> Mapping[str, object]:
 
 EXAONE4 = Family(
     "Exaone4ForCausalLM",
-    "EXAONE 4.0",
+    "EXAONE 4.0, text of EXAONE 4.5",
     _adapt_exaone4,
     names=TensorNames(attention_post_norm="post_attention_layernorm"),
     gguf=GgufFormat(
@@ -151,4 +151,5 @@ EXAONE4 = Family(
         read=frozenset({WINDOW_PATTERN}),
     ),
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
+    model_types={"exaone4": text_sizes(102_400, 4096, 16_384, 32, 32, 32, 2048)},
 )
