@@ -12,8 +12,6 @@ namespace pagoda {
 
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 int round_up_to_16(int64_t d) { return static_cast<int>((d + 15) / 16 * 16); }
 
 // Elements of a head, rounded up: of queries and keys, and of values and results.
@@ -50,7 +48,7 @@ class Pieces {
 struct Memory {
     float* queries;  // packed
     float* factors;
-    int64_t *positions, *firsts;  // of rows
+    int64_t *positions, *firsts, *own_positions;  // of rows
     Partial partial;  // of one split
     Softmax segment;  // of the splits of one segment
     Softmax whole;    // of all of them
@@ -60,7 +58,7 @@ struct Memory {
         const int64_t rows = sizes.max_head_rows;
         queries = pieces.take(sizes.max_queries * padded.row);
         factors = pieces.take(rows);
-        for (int64_t** of_rows : {&positions, &firsts}) {
+        for (int64_t** of_rows : {&positions, &firsts, &own_positions}) {
             *of_rows = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{sizes.max_rows}));
         }
         partial = pieces.take_partial(rows, padded.value);
@@ -217,6 +215,7 @@ struct Attention {
             const auto& tile = tile_of(item, member);
             for (int row = 0; row < tile.num_tokens * plan.group; ++row) {
                 const int64_t position = cold_blocks ? tile.end - 1 : tile.first_position + row / plan.group;
+                memory.own_positions[rows] = position;
                 memory.firsts[rows] = options.reach.first(position);
                 memory.positions[rows++] = options.reach.last(position, tile.end);
             }
@@ -242,7 +241,8 @@ struct Attention {
         const AttendTile attended{
             cache, memory.queries, memory.factors, memory.positions, memory.firsts, rows, item.kv_head, item.heads,
             options.softcap * kLog2E, blocks, item.end, shape.num_kv_heads, shape.block_size, shape.head_dim,
-            Widths(cache).row, padded};
+            Widths(cache).row, padded, options.relative, memory.own_positions,
+            metadata.sequences[static_cast<size_t>(tile_of(item).sequence)].first_token, plan.group};
         if (item.split >= 0) {
             const Partial split = split_at(item, item.split);
             if (!item.resumes) clear(split, item.heads, rows, padded);

@@ -162,6 +162,12 @@ constexpr pagoda::RowKernel kRowKernels[] = {
              put(row.outputs[0], mul(gelu_tanh(get(row.inputs[0])), get(row.inputs[0] + row.width)));
          });
      }},
+    {"gelu_erf_and_mul",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) {
+             put(row.outputs[0], mul(gelu(get(row.inputs[0])), get(row.inputs[0] + row.width)));
+         });
+     }},
     {"swiglu_oai",
      [](const pagoda::RowOperands& row) {
          const auto alpha = static_cast<float>(row.numbers[0]), limit = static_cast<float>(row.numbers[1]);
@@ -170,6 +176,22 @@ constexpr pagoda::RowKernel kRowKernels[] = {
     {"gelu",
      [](const pagoda::RowOperands& row) {
          for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], gelu(get(row.inputs[0]))); });
+     }},
+    {"gelu_tanh",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], gelu_tanh(get(row.inputs[0]))); });
+     }},
+    {"silu",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], silu(get(row.inputs[0]))); });
+     }},
+    {"relu",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], max(zero(), get(row.inputs[0]))); });
+     }},
+    {"columns",
+     [](const pagoda::RowOperands& row) {
+         std::copy_n(row.inputs[0] + static_cast<int64_t>(row.numbers[0]), row.width, row.outputs[0]);
      }},
     {"scale",
      [](const pagoda::RowOperands& row) {

@@ -28,6 +28,7 @@ from pagoda.backend.base import (
     check_operations,
 )
 from pagoda.backend.graph import Graph, RotaryTable, Value
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
@@ -533,9 +534,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         if norms is not None and spec.qk_norm == "all" and ranks > 1:
             # Queries and keys of a token are normed together with those of the other ranks.
             own = (len(norms.queries), len(norms.keys))
-            squares = ops.all_reduce(ops.sum_of_squares(qkv, queries=own[0], keys=own[1]))
-            qkv = ops.norm_by_squares(
-                qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
+            squares = ops.all_reduce(sum_of_squares(ops, qkv, queries=own[0], keys=own[1]))
+            qkv = norm_by_squares(
+                ops, qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
             )
             norms = None
         is_own = qkv.own

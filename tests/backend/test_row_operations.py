@@ -17,6 +17,7 @@ from torch import Tensor
 from pagoda.backend.base import HeadNorms
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.graph import Value
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.single import compute
@@ -38,6 +39,11 @@ def _gelu_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def _gelu_erf_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
 def _swiglu_oai(x: Tensor) -> Tensor:
     gate, up = x[:, ::2].clamp(max=4), x[:, 1::2].clamp(-4, 4)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -46,7 +52,11 @@ def _swiglu_oai(x: Tensor) -> Tensor:
 CASES = {
     "gelu_and_mul": _Case("gelu_and_mul", _gelu_and_mul, even=True),
     "swiglu_oai": _Case("swiglu_oai", _swiglu_oai, {"alpha": 1.702, "limit": 4.0}, even=True),
+    "gelu_erf_and_mul": _Case("gelu_erf_and_mul", _gelu_erf_and_mul, even=True),
     "gelu": _Case("gelu", F.gelu),
+    "gelu_tanh": _Case("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+    "silu": _Case("silu", F.silu),
+    "relu": _Case("relu", F.relu),
     "sigmoid": _Case("sigmoid", torch.sigmoid),
     "scale": _Case("scale", lambda x: x * 0.3, {"factor": 0.3}),
     "softcap": _Case("softcap", lambda x: 2 * torch.tanh(x / 2), {"cap": 2.0}),
@@ -145,9 +155,9 @@ def test_a_norm_over_the_heads_of_all_ranks(name: str, queries: int, keys: int) 
     norms = HeadNorms(random_tensor(queries, seed=1), random_tensor(keys, seed=2), 1e-5)
 
     def record(graph: GraphBuilder, x: Value) -> Value:
-        squares = graph.all_reduce(graph.sum_of_squares(x, queries=queries, keys=keys))
+        squares = graph.all_reduce(sum_of_squares(graph, x, queries=queries, keys=keys))
         whole = {"all_queries": 3 * queries, "all_keys": 3 * keys}
-        return graph.norm_by_squares(x, squares, norms, **whole)
+        return norm_by_squares(graph, x, squares, norms, **whole)
 
     q, k, v = x.double().split([queries, keys, keys], dim=1)
     q, k = (

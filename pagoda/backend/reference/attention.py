@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -123,20 +123,26 @@ class AttentionMetadata:
     tiles: Tiles
     first_blocks: Tensor
     """[n], the first cache block of each token's sequence."""
-    longest_context: int
-    plan_both_ways: Callable[[], AttentionMetadata]
-    """Plans the step for attention that is not causal."""
-
-    @cached_property
-    def both_ways(self) -> AttentionMetadata:
-        """The step as attention sees it that is not causal."""
-        return self.plan_both_ways()
+    query_lens: list[int]
+    """Tokens of each sequence in the step, `context_lens` those with the ones before."""
+    context_lens: list[int]
+    both_ways: Callable[[int | None], AttentionMetadata]
+    """The step as attention sees it that is not causal, with a window or without."""
 
 
 def plan_attention(
-    batch: TokenBatch, num_heads: int, cache: KVCache, group: int = 0, *, causal: bool = True
+    batch: TokenBatch,
+    num_heads: int,
+    cache: KVCache,
+    group: int = 0,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> AttentionMetadata:
-    """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head."""
+    """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head.
+
+    `window` is that of attention which is not causal: tokens see positions that may lie behind their sequences.
+    """
     _, num_kv_heads, block_size, _ = cache.keys.shape
     queries_per_key = num_heads // num_kv_heads
     block_table = batch.block_tables[group]
@@ -151,6 +157,8 @@ def plan_attention(
     order_in_sequence = torch.arange(num_tiles) - first_tile[sequence_of_tile]
     ends = batch.context_lens[sequence_of_tile]
     seen_to = batch.context_lens[batch.sequence_ids] - 1
+    if window is not None:
+        seen_to = batch.positions + window - 1
     if causal:
         seen_to = batch.positions
         ends = ends.minimum(
@@ -210,8 +218,13 @@ def plan_attention(
             (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile],
         ),
         first_blocks=block_table[batch.sequence_ids, 0],
-        longest_context=max(batch.context_lens.tolist(), default=0),
-        plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
+        query_lens=batch.query_lens.tolist(),
+        context_lens=batch.context_lens.tolist(),
+        both_ways=lru_cache(
+            lambda window: plan_attention(
+                batch, num_heads, cache, group, causal=False, window=window
+            )
+        ),
     )
 
 
@@ -288,7 +301,8 @@ def attention(
     causal: bool,
 ) -> Tensor:
     if not causal:
-        metadata = metadata.both_ways
+        metadata = metadata.both_ways(window)
+        window = None if window is None else 2 * window - 1
     num_kv_heads = cache.keys.shape[1]
     tiles = query_tiles(queries, metadata, num_kv_heads, head_dim, scale)
     of_rows = torch.full(tiles.shape[:3], -torch.inf)
@@ -481,12 +495,13 @@ def attend_keys(
         _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
     scores = _scores(queries, keys, softcap)
     hidden = _hidden(key_positions, positions, cold_lens, reach)
+    hidden[going_on:] |= unwritten[:, None]
     _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
     _add_tile(found, slice(0, len(queries)), scores, values)
 
 
 def _scores(queries: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-    scores = _bmm(queries, keys.transpose(1, 2))
+    scores = bmm(queries, keys.transpose(1, 2))
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
@@ -500,7 +515,7 @@ def _add_tile(found: Softmax, now: slice, scores: Tensor, values: Tensor) -> Non
     spare = out.shape[-1] - values.shape[-1]
     found.highest[now] = new_highest
     found.total[now] = total * decay + weights.sum(-1, keepdim=True)
-    found.out[now] = out * decay + _bmm(weights, _widened(values, spare))
+    found.out[now] = out * decay + bmm(weights, _widened(values, spare))
 
 
 def _hidden(
@@ -558,7 +573,7 @@ def _widened(x: Tensor, num_columns: int) -> Tensor:
     return F.pad(x, (0, num_columns)) if num_columns else x
 
 
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
+def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Batched product. With at least one matrix per thread, none is ever shared out between threads."""
     count = a.shape[0]
     missing = torch.get_num_threads() - count

@@ -38,6 +38,7 @@ from pagoda.backend.reference import (
     experts,
     latents,
     linear,
+    relative,
     rows,
     states,
 )
@@ -60,6 +61,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **experts.OPERATIONS,
     **latents.OPERATIONS,
     **linear.OPERATIONS,
+    **relative.OPERATIONS,
     **rows.OPERATIONS,
     **states.OPERATIONS,
 }

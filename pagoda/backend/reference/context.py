@@ -65,7 +65,7 @@ def context_attention(
     packed = query_tiles(queries, metadata, cache.keys.shape[1], head_dim, scale)
     # A block of another rank is -1 less its number; the first segment's rank is that of the first block.
     first_ranks = torch.where(metadata.first_blocks < 0, -1 - metadata.first_blocks, ranks.rank)
-    num_segments = -(-metadata.longest_context // segment_tokens)
+    num_segments = -(-max(metadata.context_lens, default=0) // segment_tokens)
     num_heads = queries.shape[1] // head_dim
     whole = Softmax.empty(num_tokens, num_heads, head_dim)
     order = (first_ranks + torch.arange(ranks.size)[:, None]) % ranks.size

@@ -43,8 +43,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    doubled = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1 + torch.exp(-doubled)) * up
+    return gelu_tanh(gate) * up
+
+
+def gelu_erf_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate) * up
 
 
 def swiglu_oai(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
@@ -54,6 +58,23 @@ def swiglu_oai(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     return x * 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    doubled = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return x / (1 + torch.exp(-doubled))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def relu(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+def columns(x: Tensor, *, first: int, count: int) -> Tensor:
+    return x[:, first : first + count]
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -101,8 +122,13 @@ OPERATIONS: Mapping[str, Callable[..., Tensor | None]] = {
         layer_norm,
         silu_and_mul,
         gelu_and_mul,
+        gelu_erf_and_mul,
         swiglu_oai,
         gelu,
+        gelu_tanh,
+        silu,
+        relu,
+        columns,
         sigmoid,
         mul,
         scale_rows,

@@ -107,6 +107,7 @@ KINDS = {
     "chunks": Kind(chunk=20),
     "sinks": Kind(sinks=(-3.0, 0.5, 4.0, 90.0)),
     "both ways": Kind(causal=False),
+    "a window both ways": Kind(causal=False, window=20),
     "sinks and soft cap in a window": Kind(sinks=(1.0, 0.0, 2.0, 3.0), softcap=30.0, window=33),
 }
 

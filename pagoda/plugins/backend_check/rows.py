@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms
 from pagoda.backend.graph import Value
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.plugins.backend_check.subject import (
     ROWS,
@@ -161,12 +162,12 @@ def _norms_over_ranks(subject: Subject) -> str:
             vectors = [random_tensor(n, seed=n).to(backend.device) for n in (queries, keys)]
 
             def record(ops: GraphBuilder, x: Value) -> list[Value]:
-                squares = ops.sum_of_squares(x, queries=queries, keys=keys)
+                squares = sum_of_squares(ops, x, queries=queries, keys=keys)
                 whole = {"all_queries": 2 * queries, "all_keys": 2 * keys}
                 return [
                     squares,
-                    ops.norm_by_squares(
-                        x, squares, HeadNorms(vectors[0], vectors[1], 1e-5), **whole
+                    norm_by_squares(
+                        ops, x, squares, HeadNorms(vectors[0], vectors[1], 1e-5), **whole
                     ),
                 ]
 
