@@ -19,6 +19,7 @@ def _row(family: Family) -> str:
     gguf = "–" if family.gguf is None else f"`{family.gguf.architecture}`"
     names = ", ".join(f"`{name}`" for name in others)
     title = family.architecture.removesuffix("ForCausalLM").removesuffix("Model")
+    title = title.removesuffix("LMHead").removesuffix("ForConditionalGeneration")
     title = title.replace("ForSequenceClassification", ", with a score")
     return f"| {title} | {family.models} | {names} | {kinds or '–'} | {gguf} |"
 

@@ -14,6 +14,7 @@ from pagoda.checkpoints.families.shared import score_head
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, nearest
 from pagoda.checkpoints.model_spec import (
+    Activation,
     AttentionSpec,
     LayerSpec,
     MlpSpec,
@@ -50,10 +51,13 @@ _FOLLOWING = ("head_dim", "num_key_value_heads")
 _MAX_HEADS = _MAX_HEAD_DIM = 65_536
 DTYPES = ("float32", "bfloat16", "float16")
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
-    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
     "gelu": ("gelu",),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
+    "xielu": ("xielu",),
 }
 """Names of activations in files."""
 
@@ -124,7 +128,8 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         if fields.values.get(own) is not None
     }
     fields = fields.updated(renamed)
-    _check_activation(fields, family)
+    fields = fields.updated(family.values(fields))
+    activation = _activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
@@ -139,7 +144,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
     attention_bias = fields.flag("attention_bias", False)
     layer = LayerSpec(
         AttentionSpec(scale=head_dim**-0.5, qkv_bias=attention_bias, output_bias=attention_bias),
-        MlpSpec(fields.positive("intermediate_size"), activation=family.activation),
+        MlpSpec(fields.positive("intermediate_size"), activation=activation, gated=family.gated),
     )
     shared = ModelSpec(
         family=family,
@@ -218,11 +223,20 @@ def _stem(architecture: str) -> str:
     return architecture
 
 
-def _check_activation(fields: Fields, family: Family) -> None:
+def _activation(fields: Fields, family: Family) -> Activation:
+    """The activation that the file names, one of the family's."""
+    known = [family.activation, *sorted(family.other_activations)]
+    found = family.activation
     for name in ("hidden_act", "hidden_activation"):
-        known = _ACTIVATIONS[family.activation]
-        if fields.text(name, known[0]) not in known:
-            fields.refuse(name, f"must be {known[0]!r}")
+        if fields.values.get(name) is None:
+            continue
+        spelled = fields.text(name)
+        named = [it for it in known if spelled in _ACTIVATIONS[it]]
+        if not named:
+            names = " or ".join(repr(_ACTIVATIONS[it][0]) for it in known)
+            fields.refuse(name, f"must be {names}")
+        found = named[0]
+    return found
 
 
 def _dtype(fields: Fields) -> str:

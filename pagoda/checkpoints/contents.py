@@ -16,11 +16,13 @@ from pagoda.errors import ConfigError
 
 _DECODER = "model."
 _HEAD = "lm_head."
+_TRANSFORMER = "transformer."
+"""Beginning of names in files of GPT-2's kind, which are left out in some of them."""
 _ENCODERS = ("bert.", "roberta.")
 """Beginnings of names in files of an encoder that has a head."""
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names of norms in files that were made from TensorFlow's."""
-_BARE = ("embed_tokens.weight", "fc.weight")
+_BARE = ("embed_tokens.weight", "decoder.embed_tokens.weight", "fc.weight")
 """Tensors in files of a decoder alone: its embedding table, or the first map of an EAGLE-3 head."""
 _EAGLE_LAYER = "midlayer."
 """Beginning of names in an EAGLE-3 head's only layer, which others call its first."""
@@ -33,9 +35,10 @@ _PARTS = frozenset(
 )
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
 _FOLLOWING = re.compile(
-    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale)$"
+    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
+    r"|(attn|attention)\.(masked_)?bias)$"
 )
-"""Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
+"""Frequencies that follow from the configuration, scales of KV caches in the files' own format, and masks."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED = {
     MlpSpec: (LinearRole.MLP_IN, LinearRole.MLP_OUT),
@@ -61,6 +64,7 @@ def _full_name(stored: str, is_bare: bool) -> str:
             for old, new in _OLD_NORMS.items():
                 stored = stored.replace(old, new)
             return stored
+    stored = stored.removeprefix(_TRANSFORMER)
     if stored.startswith(_EAGLE_LAYER):
         stored = f"layers.0.{stored.removeprefix(_EAGLE_LAYER)}"
     if is_bare and not stored.startswith((_HEAD, _DECODER)):
@@ -139,6 +143,8 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
+    if spec.head_bias:
+        yield [f"{spec.names.head}.bias"]
     if spec.classifier is not None and spec.classifier.bias:
         for linear in spec.classifier_linears:
             yield [f"{linear.name}.bias"]

@@ -11,6 +11,16 @@ Task = Literal["generate", "embed", "score"]
 
 
 @dataclass(frozen=True)
+class PositionTable:
+    """Learned positions (Gehring et al. 2017)."""
+
+    num_positions: int
+    """Rows of the table."""
+    first_position: int = 0
+    """Row of the first token's position."""
+
+
+@dataclass(frozen=True)
 class EncoderSpec:
     """Tables that an encoder adds to the embeddings of tokens, before the sum is normed (Devlin et al. 2018)."""
 

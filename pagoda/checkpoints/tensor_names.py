@@ -49,6 +49,28 @@ ExpertLayout = Literal["linear", "bare", "transposed", "interleaved"]
 in which gates and ups may take turns."""
 
 
+HeadNormLayout = Literal["stacked", "listed", "shared"]
+"""Tensors of layer norms of heads: [heads, head_dim], one of each head, or one for all heads with a bias."""
+
+
+@dataclass(frozen=True)
+class HeadLayerNorm:
+    """Layer norms of the heads of queries, or of keys."""
+
+    name: str
+    """Name without `.weight`, in full."""
+    head_dim: int
+    layout: HeadNormLayout
+
+    def tensors(self, heads: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors of so many heads."""
+        if self.layout == "listed":
+            return [(f"{self.name}.norms.{head}.weight", (self.head_dim,)) for head in range(heads)]
+        if self.layout == "stacked":
+            return [(f"{self.name}.weight", (heads, self.head_dim))]
+        return [(f"{self.name}.{end}", (self.head_dim,)) for end in ("weight", "bias")]
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """Names of tensors without `.weight` and `.bias`; by default those of Hugging Face checkpoints.
@@ -129,6 +151,13 @@ class TensorNames:
     """Order in tensors of all experts, where one is not as in other linear layers."""
     sinks: str = "self_attn.sinks"
     """Scores of the sinks of heads; the tensor's name in full."""
+    head_norms: HeadNormLayout = "stacked"
+    activation: str = "mlp.act_fn"
+    """Numbers of an activation that has weights."""
+    joins_by_head: bool = False
+    """Queries, keys and values are one tensor, in which those of each KV head lie together (GPT-NeoX, Falcon)."""
+    transposes: bool = False
+    """Inputs come before outputs in the tensors of layers (GPT-2)."""
     rotates_neighbours: bool = False
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from pagoda.backend.base import (
     StepInput,
     TokenBatch,
     check_operations,
+)
+from pagoda.backend.decoder_operations import (
+    alibi_attention,
+    clip,
+    layer_norm_heads,
+    position_scale,
+    rotate_heads,
 )
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
@@ -122,13 +129,16 @@ class Decoder(Generic[LinearT, MetadataT]):
         elif shard.is_first:
             self._embedding = loader.linear([config.embedding])
         self._tables = loader.encoder_tables()
+        self._positions, self._embedding_norm = loader.position_table(), loader.embedding_norm()
         self._classifier = loader.classifier()
         self.head: LinearT | None = None
         if draft is not None and not draft.has_head:
             self.head = None if lent is None else lent.head
         elif shard.is_last and config.gives_logits:
             tied = config.tie_word_embeddings and shard.is_first
-            self.head = self._embedding if tied else loader.linear([config.head])
+            self.head = (
+                self._embedding if tied else loader.linear([config.head], bias=config.head_bias)
+            )
         self._rotary = {
             name: rotary_frequencies(rotary, config.max_position_embeddings)
             for name, rotary in config.rotary.items()
@@ -371,6 +381,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             named |= {**tables, "embedding_norm": self._tables.norm}
         if self._joint is not None:
             named |= self._joint.named()
+        named |= {"positions": self._positions, "embedding_norm": self._embedding_norm}
         named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             shared = vars(layer.mlp).get("shared")
@@ -429,7 +440,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 rows = ops.input("rows")
                 attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
-                if layer.spec.parallel:
+                if layer.spec.parallel and not layer.spec.parallel_norms:
                     h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
@@ -438,6 +449,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops, out, attended, None if maps is None else maps.attention_out, adapters
             )
             if layer.spec.parallel:
+                h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 mlp = whole_mlp if self._shard.dp_attention else own_part
                 out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
             if not self._shard.dp_attention:
@@ -494,7 +506,11 @@ class Decoder(Generic[LinearT, MetadataT]):
                 x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
             return normed(ops, x, self._tables.norm, config.norm.eps)
         x = scaled(ops, x, self._embedding_multiplier)
-        return x if given is None else ops.add(x, given)
+        x = x if given is None else ops.add(x, given)
+        if self._positions is not None:
+            table = self._positions
+            x = ops.add(x, ops.embedding(ops.input("positions"), table, 0, table.outputs))
+        return normed(ops, x, self._embedding_norm, config.norm.eps)
 
     def _added(
         self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None
@@ -539,6 +555,17 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops, qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
             )
             norms = None
+        if spec.clip is not None:
+            qkv = clip(ops, qkv, spec.clip)
+        if layer.head_layer_norms is not None:
+            weight, bias = layer.head_layer_norms
+            bias = torch.zeros_like(weight) if bias is None else bias
+            eps = self._shard.config.norm.eps
+            qkv = layer_norm_heads(ops, qkv, weight, bias, head_dim=head_dim, eps=eps)
+        if spec.norms_rotated and table is not None:
+            elements = (len(self._shard.heads) + self._shard.num_kv_heads) * head_dim
+            qkv = rotate_heads(ops, qkv, table, elements=elements, head_dim=head_dim)
+            table = None
         is_own = qkv.own
         queries = ops.rotate_and_cache(
             ops.share_rows(qkv),
@@ -550,20 +577,23 @@ class Decoder(Generic[LinearT, MetadataT]):
             head_dim=head_dim,
         )
         if spec.temperature is not None:
-            scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
+            scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
-        out = ops.attention(
-            queries,
-            metadata,
-            cache,
-            head_dim=head_dim,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=layer.sinks,
-            chunk=spec.chunk,
-            causal=spec.causal,
-        )
+        sizes: dict[str, Any] = {"head_dim": head_dim, "scale": spec.scale}
+        if layer.slopes is not None:
+            out = alibi_attention(ops, queries, metadata, cache, layer.slopes, **sizes)
+        else:
+            out = ops.attention(
+                queries,
+                metadata,
+                cache,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks=layer.sinks,
+                chunk=spec.chunk,
+                causal=spec.causal,
+                **sizes,
+            )
         if is_own:
             out = ops.own_rows(out)
         if layer.gate is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
-_ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu"}
+_GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
+_PLAIN = {"relu2": {"relu", "mul"}}
+"""Operations of activations that are not one of the same name."""
 
 
 def needed_operations(spec: ModelSpec) -> frozenset[str]:
@@ -29,7 +31,14 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 def _of_attention(layer: LayerSpec) -> set[str]:
     if layer.kind is not None:
         return {*layer.kind.operations}
-    attention, found = layer.attention, {"rotate_and_cache", "attention"}
+    attention, found = layer.attention, {"rotate_and_cache"}
+    found.add("alibi_attention" if attention.alibi else "attention")
+    if attention.clip is not None:
+        found.add("clip")
+    if attention.qk_norm == "layer":
+        found.add("layer_norm_heads")
+    if attention.norms_rotated:
+        found.add("rotate_heads")
     if attention.temperature is not None:
         found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
@@ -39,7 +48,9 @@ def _of_attention(layer: LayerSpec) -> set[str]:
 
 def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
     if isinstance(mlp, MlpSpec):
-        return {_ACTIVATIONS[mlp.activation]}
+        if mlp.gated:
+            return {_GATED[mlp.activation]}
+        return _PLAIN.get(mlp.activation, {mlp.activation})
     found = {"experts"}
     if mlp.shared_size:
         found.add("silu_and_mul")

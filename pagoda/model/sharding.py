@@ -285,6 +285,7 @@ class Shard:
         config = self.config
         total = sum(size for _, size in config.last_norm_tensors) * self.is_last
         total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
+        total += self.is_last * config.head_bias * len(self.vocabulary)
         if self.is_last and config.classifier is not None and config.classifier.bias:
             total += sum(linear.outputs for linear in config.classifier_linears)
         for layer in self.layers:

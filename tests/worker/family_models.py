@@ -178,6 +178,7 @@ _KIMI_K2: dict[str, Any] = {
     "topk_group": 1,
     "rope_parameters": {**_V2_LITE["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+_GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -368,6 +369,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "qwen3-next-dense": ("Qwen3NextForCausalLM", {**_DELTA, "num_experts": 0}),
+    "gpt2": ("GPT2LMHeadModel", {**_GPT2, "activation_function": "gelu"}),
+    "gpt2-new": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 96, "n_layer": 1}),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", _GPT2),
+    "gpt-bigcode-heads": ("GPTBigCodeForCausalLM", {**_GPT2, "multi_query": False}),
+    "gpt-neox": ("GPTNeoXForCausalLM", {}),
+    "gpt-neox-sequential": (
+        "GPTNeoXForCausalLM",
+        {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
+    ),
+    "gptj": ("GPTJForCausalLM", {**_GPT2, "rotary_dim": 8}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 80, "word_embed_proj_dim": 64}),
+    "bloom": ("BloomForCausalLM", {"n_layer": 3, "n_head": 6, "hidden_size": 96}),
+    "falcon": ("FalconForCausalLM", {}),
+    "falcon-groups": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80},
+    ),
+    "falcon-one-norm": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "FalconForCausalLM",
+        {"parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        {
+            **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
+            "attn_config": {"clip_qkv": 1.5},
+        },
+    ),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "num_hidden_layers": 4}),
 }
 """Class in transformers and values that are not those of `_SHAPE`, by name."""

@@ -24,7 +24,7 @@ def _encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
     num_positions = spec.max_position_embeddings
     if num_positions <= first_position:
         fields.refuse("max_position_embeddings", f"must be above {first_position}")
-    mlp = MlpSpec(fields.positive("intermediate_size"), bias=True, activation="gelu")
+    mlp = MlpSpec(fields.positive("intermediate_size"), bias=True, activation="gelu", gated=False)
 
     def change(_: int, layer: LayerSpec) -> LayerSpec:
         attention = replace(layer.attention, causal=False, qkv_bias=True, output_bias=True)

@@ -17,7 +17,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ModelSpec, Multipliers
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
 
 # ---- Gemma 2: norms before and behind, scaled embeddings, capped scores and logits (Gemma Team 2024)

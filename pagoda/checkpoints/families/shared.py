@@ -13,10 +13,11 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
     ExpertsSpec,
     LayerSpec,
+    MlpSpec,
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, PositionTable
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 from pagoda.checkpoints.state_layers import StateSpec
 
@@ -262,6 +263,42 @@ def with_layer_norm(spec: ModelSpec, fields: Fields, *, bias: bool) -> ModelSpec
     """The model with layer norms."""
     norm = NormSpec(fields.number("layer_norm_eps", 1e-5), "layer", bias)
     return replace(spec, norm=norm)
+
+
+def with_biases(
+    spec: ModelSpec, *, qkv: bool = True, out: bool = True, mlp: bool = True
+) -> ModelSpec:
+    """The model with biases of queries, keys and values, of the map behind attention, and of dense MLPs."""
+
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
+        attention = replace(layer.attention, qkv_bias=qkv, output_bias=out)
+        dense = isinstance(layer.mlp, MlpSpec)
+        return replace(
+            layer,
+            attention=attention,
+            mlp=replace(layer.mlp, bias=mlp) if dense else layer.mlp,
+        )
+
+    return spec.with_layers(change)
+
+
+def with_position_table(spec: ModelSpec, first: int = 0) -> ModelSpec:
+    """The model with learned positions in place of rotary ones; `first` is the row of the first position."""
+    spec = without_rotation(spec, [True] * spec.num_layers)
+    return replace(spec, position_table=PositionTable(spec.max_position_embeddings + first, first))
+
+
+def with_alibi(spec: ModelSpec) -> ModelSpec:
+    """The model whose scores depend on distances, and that knows no other positions."""
+    spec = without_rotation(spec, [True] * spec.num_layers)
+    return with_attention(spec, alibi=True)
+
+
+def following_sizes(fields: Fields, inner_name: str = "") -> Mapping[str, object]:
+    """Sizes of models whose heads all have keys and values; MLPs are as wide as `inner_name` says, or four times."""
+    heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
+    inner = fields.positive(inner_name, 4 * hidden)
+    return {"intermediate_size": inner, "num_key_value_heads": heads, "head_dim": None}
 
 
 def score_head(spec: ModelSpec, fields: Fields, out: str, dense: str | None = None) -> ModelSpec:

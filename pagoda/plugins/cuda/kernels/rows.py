@@ -493,5 +493,7 @@ OPERATIONS: Mapping[str, Callable[..., None]] = {
     )
 }
 """Operations of a graph by name: functions of inputs, weights, outputs and those attributes that they name."""
-WRITES_ANY = frozenset({"rms_norm", "silu_and_mul", "gelu_and_mul", "gelu_erf_and_mul", "swiglu_oai"})
+WRITES_ANY = frozenset(
+    {"rms_norm", "silu_and_mul", "gelu_and_mul", "gelu_erf_and_mul", "swiglu_oai"}
+)
 """Operations whose output is written in any number format."""
