@@ -27,7 +27,7 @@ from pagoda.checkpoints.pooling_spec import (
     ScoreTokens,
     Task,
 )
-from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
+from pagoda.checkpoints.rope import DynamicScaling, LongRopeScaling, RotarySpec
 from pagoda.checkpoints.state_layers import StateSpec
 from pagoda.checkpoints.tensor_names import (
     HeadLayerNorm,
@@ -276,7 +276,9 @@ class ModelSpec:
         these; None where they do not."""
         for table in self.rotary.values():
             scaling, longest = table.scaling, self.max_position_embeddings
-            if isinstance(scaling, LongRopeScaling) and scaling.is_long(longest):
+            if not isinstance(scaling, LongRopeScaling | DynamicScaling):
+                continue
+            if longest > scaling.original_max_position_embeddings:
                 return scaling.original_max_position_embeddings
         return None
 

@@ -142,6 +142,8 @@ class TensorNames:
     expert_down: str = "mlp.experts.{expert}.down_proj"
     correction: str = "mlp.gate.e_score_correction_bias"
     """Numbers that are added to scores for the choice of experts; the tensor's name in full."""
+    correction_rows: bool = False
+    """The tensor is a matrix of one row (ERNIE 4.5)."""
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
     shared_down: str = "mlp.shared_experts.down_proj"

@@ -290,7 +290,9 @@ class WeightLoader(Generic[LinearT]):
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
-            correction = self.vector(name, spec.routing.num_experts)
+            count = spec.routing.num_experts
+            shape = (1, count) if config.names.correction_rows else count
+            correction = self._tensor(name, shape, torch.float32).flatten()
         experts = Experts(
             spec.routing,
             held.start,

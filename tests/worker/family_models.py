@@ -178,6 +178,24 @@ _KIMI_K2: dict[str, Any] = {
     "topk_group": 1,
     "rope_parameters": {**_V2_LITE["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
+_HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_SIGMOIDS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+}
 _GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
 _VISION = {
     "hidden_size": 16,
@@ -369,8 +387,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "qwen3-next-dense": ("Qwen3NextForCausalLM", {**_DELTA, "num_experts": 0}),
+    "command-r-plus": ("CohereForCausalLM", {"use_qk_norm": True, "head_dim": 24}),
+    "stablelm-12b": (
+        "StableLmForCausalLM",
+        {"qk_layernorm": True, "use_parallel_residual": True, "num_attention_heads": 8},
+    ),
+    "dynamic-ntk": ("LlamaForCausalLM", {"rope_parameters": _DYNAMIC}),
+    "cwm": (
+        "CwmForCausalLM",
+        {"sliding_window": 24, "num_hidden_layers": 4, "head_dim": 16, "bos_token_id": 1},
+    ),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 24, "num_key_value_heads": 1}),
+    "olmo": ("OlmoForCausalLM", {"clip_qkv": 1.5}),
+    "flex-olmo": ("FlexOlmoForCausalLM", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "phi": ("PhiForCausalLM", {"num_attention_heads": 2}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 24}),
+    "nemotron": ("NemotronForCausalLM", {"head_dim": 24}),
+    "arcee": ("ArceeForCausalLM", {"mlp_bias": True}),
+    "jais2": ("Jais2ForCausalLM", {}),
+    "persimmon": ("PersimmonForCausalLM", {"num_attention_heads": 2}),
+    "apertus": ("ApertusForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
+    "dots1": ("Dots1ForCausalLM", {**_SIGMOIDS, "n_group": 2, "sliding_window": None}),
+    "solar-open": ("SolarOpenForCausalLM", {**_SIGMOIDS, "head_dim": 24}),
+    "exaone-moe": ("ExaoneMoeForCausalLM", {**_EXAONE4, **_SIGMOIDS, "num_experts": 6}),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        {**_EXPERTS, "head_dim": 16, "rope_parameters": _HALF_ROPE},
+    ),
+    "ernie4.5": ("Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 48},
+    ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", {"rope_parameters": _ALPHA, "head_dim": 24}),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "gpt2": ("GPT2LMHeadModel", {**_GPT2, "activation_function": "gelu"}),
-    "gpt2-new": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 96, "n_layer": 1}),
+    "gpt2-new": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 96}),
     "gpt-bigcode": ("GPTBigCodeForCausalLM", _GPT2),
     "gpt-bigcode-heads": ("GPTBigCodeForCausalLM", {**_GPT2, "multi_query": False}),
     "gpt-neox": ("GPTNeoXForCausalLM", {}),
@@ -477,11 +529,15 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(("gemma", "qwen3-next", "qwen3.5"))  # of weights of norms
+    less_one = name.startswith(
+        ("gemma", "qwen3-next", "qwen3.5", "nemotron")
+    )  # of weights of norms
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
+            elif "act_fn" in parameter_name:
+                parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
                 mean = 0 if less_one and "linear_attn" not in parameter_name else 1
                 parameter.normal_(mean=mean, std=0.2)

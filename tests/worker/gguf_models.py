@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "Phi3": "phi3",
     "SeedOss": "seed_oss",
     "SmolLM3": "smollm3",
+    "Gemma": "gemma",
     "Gemma2": "gemma2",
     "Gemma3": "gemma3",
     "Qwen2Moe": "qwen2moe",

@@ -30,7 +30,17 @@ IN_GGUF = [
     for name, (kind, _) in FAMILIES.items()
     if {**_BY_ALIAS, **KNOWN}[kind].gguf is not None
     and not name.endswith(
-        ("-scale", "-mixed", "-groups", "-bias", "-chunked", "-unnormed", "next-dense")
+        (
+            "-scale",
+            "-mixed",
+            "-groups",
+            "-bias",
+            "-chunked",
+            "-unnormed",
+            "next-dense",
+            "-ntk",
+            "-12b",
+        )
     )
 ]
 """Others have what files do not say."""

@@ -24,6 +24,8 @@ from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 def _adapt_first(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = with_layer_norm(spec, fields, bias=False)
     spec = spec.with_layers(lambda _, layer: replace(layer, parallel=True))
+    if fields.flag("use_qk_norm", False):
+        spec = with_attention(spec, qk_norm="layer")
     multipliers = Multipliers(logits=fields.number("logit_scale", 0.0625))
     return replace(spec, multipliers=multipliers)
 
@@ -39,12 +41,12 @@ _NAMES = TensorNames(rotates_neighbours=True)
 _KEYS = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 COHERE = Family(
     "CohereForCausalLM",
-    "Command R, Aya 23",
+    "Command R, Command R+, Aya 23",
     _adapt_first,
     names=_NAMES,
     gguf=GgufFormat("command-r", names=GGUF_NEIGHBOURS, keys=_KEYS),
     defaults={"tie_word_embeddings": True, "rope_theta": 5e5},
-    own_keys=frozenset({"logit_scale"}),
+    own_keys=frozenset({"logit_scale", "use_qk_norm"}),
 )
 COHERE2 = Family(
     "Cohere2ForCausalLM",

@@ -152,6 +152,19 @@ def layers_behind_dense(fields: Fields, num_layers: int, usual: int) -> list[int
     return [layer for layer in range(first, num_layers) if layer % every == 0]
 
 
+_MLP_KINDS = "mlp_layer_types"
+
+
+def sparse_by_kind(fields: Fields, num_layers: int) -> list[int]:
+    """Layers that `mlp_layer_types` call sparse; those behind the first one where the file is silent."""
+    if fields.values.get(_MLP_KINDS) is None:
+        return layers_behind_dense(fields, num_layers, 1)
+    kinds = fields.texts(_MLP_KINDS)
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        fields.refuse(_MLP_KINDS, f"must be a list of {num_layers} of dense, sparse")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+
+
 def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     """Every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
     step = fields.positive("decoder_sparse_step", 1)
@@ -295,7 +308,7 @@ def with_alibi(spec: ModelSpec) -> ModelSpec:
 
 
 def following_sizes(fields: Fields, inner_name: str = "") -> Mapping[str, object]:
-    """Sizes of models whose heads all have keys and values; MLPs are as wide as `inner_name` says, or four times."""
+    """Sizes of models whose heads all have keys; MLPs are as wide as `inner_name` says, or four times."""
     heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
     inner = fields.positive(inner_name, 4 * hidden)
     return {"intermediate_size": inner, "num_key_value_heads": heads, "head_dim": None}
