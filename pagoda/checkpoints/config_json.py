@@ -12,7 +12,7 @@ from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
 from pagoda.checkpoints.families.shared import score_head
 from pagoda.checkpoints.family import Family
-from pagoda.checkpoints.fields import Fields, nearest
+from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.model_spec import (
     Activation,
     AttentionSpec,
@@ -22,6 +22,7 @@ from pagoda.checkpoints.model_spec import (
     NormSpec,
 )
 from pagoda.checkpoints.quantization_config import parse_quantization
+from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
 from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
@@ -38,12 +39,6 @@ _COMMON = (
     "compression_config",
 )
 """Fields that stand beside `text_config`, or within."""
-_INDEXED = "attends to tokens that an indexer chooses (index_topk), which Pagoda does not compute"
-_REFUSED = {
-    "DeepseekV32ForCausalLM": f"{_INDEXED}; the nearest that it serves is DeepSeek-V3.1 (DeepseekV3ForCausalLM)",
-    "GlmMoeDsaForCausalLM": f"{_INDEXED}; the nearest that it serves is GLM-4.7 (Glm4MoeForCausalLM)",
-}
-"""Architectures near those of families, with what they compute otherwise."""
 _MAX_LAYERS = 4096
 """Layers of a model: each is an object, of which a wrong number must not fill memory."""
 _FOLLOWING = ("head_dim", "num_key_value_heads")
@@ -179,8 +174,8 @@ def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
     by_kind = {kind: family for family in FAMILIES.values() for kind in family.model_types}
     kind = text.text("model_type", "")
     if kind not in by_kind:
-        near = nearest(kind, {it: it for it in by_kind})
-        text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}{near}")
+        near = three_nearest(kind, {it: it for it in by_kind})
+        text.refuse("model_type", f"is none that Pagoda runs, the nearest of which are {near}")
     family = by_kind[kind]
     values = {**family.model_types[kind], **text.values, **common}
     return Fields(values, fields.source, "text_config."), family, False
@@ -190,9 +185,10 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     """The family of a model, and whether it is a decoder alone (`Qwen3Model`), which has no head: embedding models
     are published so. Its embedding table is the head then."""
     named = fields.values.get("architectures")
-    known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
-        raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
+        raise ConfigError(
+            f'{fields.source} names no architectures; it must have a list such as ["LlamaForCausalLM"].'
+        )
     others: dict[str, Family] = {}
     for name in filter(lambda it: isinstance(it, str), named):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
@@ -207,12 +203,14 @@ def _family(fields: Fields) -> tuple[Family, bool]:
         others = others or {it: family for family in FAMILIES.values() for it in family.aliases}
         if name in others:
             return others[name], False
-    if (reason := _REFUSED.get(str(named[0]))) is not None:
-        raise ConfigError(f"{fields.source}: {named[0]} {reason}.")
-    stems = {_stem(name): name for name in FAMILIES}
-    near = nearest(_stem(str(named[0])), stems)
+    if (refusal := REFUSED.get(str(named[0]))) is not None:
+        raise ConfigError(
+            f"{fields.source}: {named[0]} {refusal.reason}, which Pagoda does not compute; "
+            f"the nearest that it serves is {refusal.nearest}."
+        )
+    near = three_nearest(_stem(str(named[0])), {_stem(name): name for name in FAMILIES})
     raise ConfigError(
-        f"{fields.source}: architecture {named[0]!r} is not supported{near}; Pagoda runs models of {known}."
+        f"{fields.source}: architecture {named[0]!r} is not supported; the nearest that are supported are {near}."
     )
 
 

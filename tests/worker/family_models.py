@@ -431,12 +431,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
     ),
     "gptj": ("GPTJForCausalLM", {**_GPT2, "rotary_dim": 8}),
-    "opt": ("OPTForCausalLM", {"ffn_dim": 80, "word_embed_proj_dim": 64}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 96}),
     "bloom": ("BloomForCausalLM", {"n_layer": 3, "n_head": 6, "hidden_size": 96}),
     "falcon": ("FalconForCausalLM", {}),
     "falcon-groups": (
         "FalconForCausalLM",
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
     ),
     "falcon-one-norm": (
         "FalconForCausalLM",

@@ -121,6 +121,11 @@ def _adapt_mpt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_layer_norm(spec, fields, bias=False)
 
 
+def _mpt_values(fields: Fields) -> Mapping[str, object]:
+    longest = fields.positive("max_seq_len", 2048)
+    return {**following_sizes(fields), "max_position_embeddings": longest}
+
+
 _WQKV = "attn.Wqkv"
 MPT = Family(
     "MptForCausalLM",
@@ -143,11 +148,10 @@ MPT = Family(
         "d_model": "hidden_size",
         "n_heads": "num_attention_heads",
         "n_layers": "num_hidden_layers",
-        "max_seq_len": "max_position_embeddings",
         "layer_norm_epsilon": "layer_norm_eps",
     },
-    values=following_sizes,
-    defaults={"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    values=_mpt_values,
+    defaults={"tie_word_embeddings": True},
     activation="gelu",
     gated=False,
     aliases=frozenset({"MPTForCausalLM"}),

@@ -32,6 +32,7 @@ ERNIE = Family(
 
 def _adapt_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("use_bias", False)
+    fields.require("moe_norm_min", 1e-12)
     counts = expert_counts(fields, "moe_num_experts", (64, 6))
     inner = fields.positive("moe_intermediate_size", 1536)
     experts = ExpertsSpec(

@@ -9,6 +9,7 @@ from functools import partial
 
 from pagoda.checkpoints.families.shared import (
     following_sizes,
+    own_heads,
     with_biases,
     with_layer_norm,
     with_position_table,
@@ -119,7 +120,7 @@ GPT_NEOX = Family(
         joins_by_head=True,
     ),
     renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
-    values=partial(following_sizes, inner_name="intermediate_size"),
+    values=own_heads,
     activation="gelu",
     other_activations=_GELUS,
     gated=False,
@@ -134,10 +135,9 @@ GPT_NEOX = Family(
 def _gptj_values(fields: Fields) -> Mapping[str, object]:
     head_dim = fields.positive("hidden_size") // fields.positive("num_attention_heads")
     rotated = fields.positive("rotary_dim", 64)
-    return {
-        **following_sizes(fields, "n_inner"),
-        "partial_rotary_factor": rotated / max(head_dim, 1),
-    }
+    if rotated > head_dim or rotated % 2:
+        fields.refuse("rotary_dim", f"must be even and at most the {head_dim} of a head")
+    return {**following_sizes(fields, "n_inner"), "partial_rotary_factor": rotated / head_dim}
 
 
 def _adapt_gptj(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -200,7 +200,7 @@ OPT = Family(
         down="fc2",
     ),
     renamed={"activation_function": "hidden_act"},
-    values=partial(following_sizes, inner_name="ffn_dim"),
+    values=partial(following_sizes, inner_name="ffn_dim", usual=3072),
     defaults={"tie_word_embeddings": True, "max_position_embeddings": 2048},
     activation="relu",
     other_activations=_GELUS,

@@ -56,11 +56,24 @@ def _adapt_cwm(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_attention(_adapt_llama(spec, fields), windows)
 
 
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CWM = Family(
     "CwmForCausalLM",
     "CWM 32B",
     _adapt_cwm,
-    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "rope_parameters": _CWM_ROPE,
+    },
     own_keys=frozenset({"mlp_bias"}),
 )
 

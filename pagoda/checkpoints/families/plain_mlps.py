@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
-    following_sizes,
+    own_heads,
     with_attention,
     with_biases,
     with_given_window,
@@ -140,7 +140,7 @@ PERSIMMON = Family(
         joins_by_head=True,
         head_norms="shared",
     ),
-    values=lambda fields: following_sizes(fields, "intermediate_size"),
+    values=own_heads,
     activation="relu2",
     gated=False,
     partial_rotary=0.5,
@@ -155,12 +155,20 @@ def _adapt_apertus(spec: ModelSpec, _: Fields) -> ModelSpec:
     return with_attention(spec, qk_norm="head")
 
 
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 APERTUS = Family(
     "ApertusForCausalLM",
     "Apertus 8B and 70B",
     _adapt_apertus,
     names=TensorNames(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6},
+    defaults={"rms_norm_eps": 1e-5, "rope_parameters": _ROPE},
     activation="xielu",
     gated=False,
 )

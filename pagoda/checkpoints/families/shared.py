@@ -307,11 +307,19 @@ def with_alibi(spec: ModelSpec) -> ModelSpec:
     return with_attention(spec, alibi=True)
 
 
-def following_sizes(fields: Fields, inner_name: str = "") -> Mapping[str, object]:
-    """Sizes of models whose heads all have keys; MLPs are as wide as `inner_name` says, or four times."""
-    heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
-    inner = fields.positive(inner_name, 4 * hidden)
-    return {"intermediate_size": inner, "num_key_value_heads": heads, "head_dim": None}
+def own_heads(fields: Fields) -> Mapping[str, object]:
+    """Sizes of models whose heads of queries all have keys and values, and of whose size files are silent."""
+    heads = fields.positive("num_attention_heads")
+    return {"num_key_value_heads": heads, "head_dim": None}
+
+
+def following_sizes(
+    fields: Fields, inner_name: str = "", usual: int | None = None
+) -> Mapping[str, object]:
+    """The same with inner channels of MLPs: those in the field `inner_name`, the usual ones, or four times as many
+    as there are hidden ones."""
+    usual = usual or 4 * fields.positive("hidden_size")
+    return {**own_heads(fields), "intermediate_size": fields.positive(inner_name, usual)}
 
 
 def score_head(spec: ModelSpec, fields: Fields, out: str, dense: str | None = None) -> ModelSpec:
