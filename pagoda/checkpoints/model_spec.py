@@ -228,6 +228,8 @@ class ModelSpec:
     norms_embedding: bool = False
     """A decoder's embeddings are normed (Bloom)."""
     head_bias: bool = False
+    norms_head: bool = False
+    """Rows of the head are brought to length one as they are loaded (Baichuan 2)."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
     headless: bool = False
@@ -296,7 +298,8 @@ class ModelSpec:
         outputs = self.vocab_size
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
-        return LinearSpec(self.names.head, outputs, self.hidden_size, LinearRole.HEAD)
+        name, hidden = self.names.head, self.hidden_size
+        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit_rows=self.norms_head)
 
     @property
     def head_of_next_token(self) -> ModelSpec | None:
@@ -349,7 +352,7 @@ class ModelSpec:
         q, k, v = self._linears(layer, (names.query, names.key, names.value), sizes, inputs, roles)
         if names.joins_by_head:
             q, k, v = self._joined_by_head((q, k, v))
-        if self.layers[layer].attention.output_gate:
+        if self.layers[layer].attention.output_gate and not names.attention_gate:
             q = replace(q, name=f"{q.name}.query", rows=self._gated_rows(q.name, 0))
         out, order = names.of_layer(layer, names.attention_out), self.head_order(layer)
         if order is not None:
@@ -383,6 +386,9 @@ class ModelSpec:
         if not spec.attention.output_gate:
             return []
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
+        if names.attention_gate:
+            own = names.of_layer(layer, names.attention_gate)
+            return [LinearSpec(own, size, hidden, LinearRole.QUERY)]
         rows = self._gated_rows(tensor, self.head_dim)
         return [LinearSpec(f"{tensor}.gate", size, hidden, LinearRole.QUERY, rows)]
 

@@ -97,6 +97,8 @@ class TensorNames:
     value: str = "self_attn.v_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    attention_gate: str = ""
+    """Gate of attention's outputs; empty where its rows lie behind each head's queries."""
     attention_out: str = "self_attn.o_proj"
     query_down: str = "self_attn.q_a_proj"
     """Latent vector of queries, with its norm, and the queries of all heads, made of it."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
@@ -144,7 +145,8 @@ class CheckpointWeights:
             rows = self._transposed(stored, linear.outputs)
             return DenseWeight(in_head_order(rows, linear.head_order).to(dtype))
         values = self.tensor(stored.weight, stored.shape, READABLE)
-        return DenseWeight(own_rows(values.view(-1, linear.inputs), linear).to(dtype))
+        rows = own_rows(values.view(-1, linear.inputs), linear)
+        return DenseWeight((normalize(rows.float()) if linear.unit_rows else rows).to(dtype))
 
     def _transposed(self, stored: StoredRows, count: int) -> Tensor:
         """Rows of a tensor [inputs, rows], or of one expert in a tensor [experts, inputs, rows]."""

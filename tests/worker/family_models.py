@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2ForCausalLM",
         {**_EXPERTS, "head_dim": 16, "rope_parameters": _HALF_ROPE},
     ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            **{"head_dim": 24, "sliding_window": 24, "num_hidden_layers": 4, "route_scale": 1.7},
+            **{"mup_enabled": True, "num_shared_experts": 1},
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3ForCausalLM",
+        {
+            **{"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 24},
+            **{"qk_rope_head_dim": 8, "scale_emb": 3, "dim_model_base": 32},
+        },
+    ),
     "ernie4.5": ("Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
     "ernie4.5-moe": (
         "Ernie4_5_MoeForCausalLM",
@@ -487,8 +503,13 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
     if name in TEXT_PARTS:
         return _make_seeing(name, **sizes)
     kind, changes = FAMILIES[name]
+    return make_random(name, kind, {**changes, **sizes})
+
+
+def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
+    """A model of a class of transformers whose configuration has these values, the same for each name."""
     cls = getattr(transformers, kind)
-    return _randomize(name, cls, cls.config_class(**_SHAPE | changes | sizes))
+    return _randomize(name, cls, cls.config_class(**{**_SHAPE, **values}))
 
 
 def as_published(directory: Path) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders with experts as in DeepSeek-V3 and attention as in Llama: dots, Solar Open, K-EXAONE, MiniMax."""
+"""Experts as in DeepSeek-V3 with attention as in Llama: dots, Solar Open, K-EXAONE, MiniMax, AFMoE."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
@@ -18,6 +21,7 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _KEYS = frozenset(
@@ -138,4 +142,44 @@ MINIMAX_M2 = Family(
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
     partial_rotary=1.0,
     own_keys=frozenset({"num_local_experts", "scoring_func", "use_qk_norm"}),
+)
+
+
+# ---- AFMoE: gated attention, norms behind, positions in layers with windows alone (Arcee 2025)
+
+
+def _adapt_afmoe(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("attention_bias", False)
+    every = fields.positive("global_attn_every_n_layers", 4)
+    kinds = ("sliding_attention", "full_attention")
+    usual = [kinds[(layer + 1) % every == 0] for layer in range(spec.num_layers)]
+    windows = typed_windows(fields, spec.num_layers, usual, 1024)
+    spec = with_attention(spec, windows, qk_norm="head", output_gate=True)
+    spec = without_rotation(spec, [window is None for window in windows])
+    spec = spec.with_layers(lambda _, layer: replace(layer, post_norm=True))
+    if fields.flag("mup_enabled", False):
+        spec = replace(spec, multipliers=Multipliers(embedding=math.sqrt(spec.hidden_size)))
+    counts = expert_counts(fields, "num_experts", (64, 6))
+    scale = fields.number("route_scale", 1.0)
+    routing = ExpertRouting(*counts, renormalize=True, scores="sigmoid", scaling_factor=scale)
+    inner = fields.positive("moe_intermediate_size", 1408)
+    shared = fields.count("num_shared_experts", 2) * inner
+    experts = ExpertsSpec(routing, inner, correction=True, shared_size=shared)
+    first = fields.count("num_dense_layers", 1)
+    return with_experts(spec, experts, range(first, spec.num_layers))
+
+
+AFMOE = Family(
+    "AfmoeForCausalLM",
+    "Trinity Nano, Mini and Large",
+    _adapt_afmoe,
+    names=TensorNames(
+        attention_gate="self_attn.gate_proj",
+        mlp_norm="pre_mlp_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+        router="mlp.router.gate",
+        correction="mlp.expert_bias",
+    ),
+    defaults={"rms_norm_eps": 1e-5, "head_dim": 128},
+    own_keys=frozenset({"num_dense_layers", "num_experts", "num_shared_experts", "route_scale"}),
 )
