@@ -61,7 +61,7 @@ def test_a_minimal_file_takes_the_usual_values() -> None:
 
 _BIASED_QKV = (
     *("Qwen2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "SeedOssForCausalLM"),
-    *("Qwen2MoeForCausalLM", "MiMoForCausalLM"),
+    *("Qwen2MoeForCausalLM", "MiMoForCausalLM", "QWenLMHeadModel"),
 )
 _BIASED = (
     *("GptOssForCausalLM", "PhiForCausalLM", "Starcoder2ForCausalLM", "Jais2ForCausalLM"),
@@ -73,7 +73,7 @@ _LAYER_NORMS = (
     *("PhiForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM", "Jais2ForCausalLM"),
     *("PersimmonForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM"),
     *("GPTJForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM"),
-    "MptForCausalLM",
+    *("MptForCausalLM", "OrionForCausalLM"),
 )
 _PARALLEL = ("Cohere", "PhiFor", "GPTNeoX", "GPTJ", "Falcon")
 _SPARSE = (
@@ -83,7 +83,8 @@ _SPARSE = (
     *("OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "Qwen3_5MoeForCausalLM"),
     *("FlexOlmoForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM"),
     *("MiniMaxM2ForCausalLM", "Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM"),
-    "Qwen3VLMoeForConditionalGeneration",
+    *("Qwen3VLMoeForConditionalGeneration", "DeepseekForCausalLM", "BailingMoeForCausalLM"),
+    "AfmoeForCausalLM",
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),
@@ -97,6 +98,7 @@ _NORMS = {
     **dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), "head"),
     "Qwen3VLMoeForConditionalGeneration": "head",
     "PersimmonForCausalLM": "layer",
+    "AfmoeForCausalLM": "head",
 }
 
 
@@ -117,11 +119,26 @@ def test_families(name: str) -> None:
     only_behind = (
         *("Exaone4ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "FlexOlmoForCausalLM"),
     )
-    behind = (*only_behind, "Glm4ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+    behind = (
+        *only_behind,
+        "Glm4ForCausalLM",
+        "AfmoeForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    )
     assert config.layers[0].post_norm is (name in behind)
     assert config.layers[0].pre_norm is (name not in only_behind)
     assert config.layers[0].parallel is name.startswith(_PARALLEL)
     assert config.norm.kind == ("layer" if name in _LAYER_NORMS else "rms")
+
+
+def test_baichuan_scores_by_distance_where_files_are_silent_on_positions() -> None:
+    small = {"architectures": ["BaichuanForCausalLM"], "head_dim": ..., "num_key_value_heads": ...}
+    assert not parse(**small).layers[0].attention.alibi
+    second = parse(**small, max_position_embeddings=..., model_max_length=4096, vocab_size=125_696)
+    assert second.layers[0].attention.alibi
+    assert second.head.unit_rows
+    assert second.max_position_embeddings == 4096
 
 
 def test_parts_of_heads_and_layers_that_are_not_rotated() -> None:
@@ -300,7 +317,7 @@ def test_sliding_windows() -> None:
         (
             {"architectures": ["GPT9LMHeadModel"]},
             ": architecture 'GPT9LMHeadModel' is not supported; the nearest that are supported are "
-            "GPT2LMHeadModel, GPTNeoXForCausalLM and GPTJForCausalLM.",
+            "GPT2LMHeadModel, QWenLMHeadModel and GPTNeoXForCausalLM.",
         ),
         (
             {"architectures": ...},

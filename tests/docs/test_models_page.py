@@ -22,6 +22,7 @@ def test_every_family_is_compared() -> None:
         for name in (
             "tiny_models.py",
             "family_models.py",
+            "own_code_models.py",
             "head_models.py",
             "../e2e/encoder_models.py",
         )

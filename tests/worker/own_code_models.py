@@ -170,13 +170,13 @@ OWN_CODE: dict[str, OwnCode] = {
         _joined("attn.c_attn", "attn.{}_proj"),
     ),
     "baichuan": OwnCode(
-        "BaiChuanForCausalLM",
+        "BaichuanForCausalLM",
         "LlamaForCausalLM",
         _ALL_HEADS,
         change=_joined("self_attn.W_pack", "self_attn.{}_proj"),
     ),
     "chatglm": OwnCode(
-        "ChatGLMModel",
+        "ChatGLMForConditionalGeneration",
         "GlmForCausalLM",
         {"head_dim": 16, "attention_bias": True},
         {

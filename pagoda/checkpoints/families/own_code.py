@@ -149,7 +149,7 @@ def _minicpm3_values(fields: Fields) -> Mapping[str, object]:
     heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
     value = fields.positive("v_head_dim", max(1, hidden // heads))
     rotated = fields.positive("qk_rope_head_dim", 32)
-    return {"v_head_dim": value, "head_dim": rotated, "num_key_value_heads": heads}
+    return {"v_head_dim": value, "head_dim": rotated}
 
 
 _FACTORS = frozenset({"scale_depth", "scale_emb"})
@@ -234,14 +234,15 @@ QWEN = Family(
 
 def _adapt_baichuan(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = replace(spec, norms_head=spec.vocab_size == 125_696)
-    rotates = spec.hidden_size == 4096 or fields.values.get("max_position_embeddings") is not None
-    return spec if rotates else with_alibi(spec)
+    return with_alibi(spec) if fields.flag("alibi", False) else spec
 
 
 def _baichuan_values(fields: Fields) -> Mapping[str, object]:
-    longest = fields.values.get("max_position_embeddings")
-    longest = fields.values.get("model_max_length") if longest is None else longest
-    return {**own_heads(fields), "max_position_embeddings": longest}
+    """Files of the larger model are silent on positions."""
+    own = own_heads(fields)
+    if fields.values.get("max_position_embeddings") is not None:
+        return own
+    return {**own, "alibi": True, "max_position_embeddings": fields.positive("model_max_length")}
 
 
 _W_PACK = "self_attn.W_pack"
@@ -251,6 +252,7 @@ BAICHUAN = Family(
     _adapt_baichuan,
     names=TensorNames(query=_W_PACK, key=_W_PACK, value=_W_PACK),
     values=_baichuan_values,
+    own_keys=frozenset({"alibi"}),
     aliases=frozenset({"BaiChuanForCausalLM"}),
 )
 
