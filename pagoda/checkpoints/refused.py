@@ -11,7 +11,7 @@ class Refusal(NamedTuple):
     """Reason why an architecture is not served."""
 
     reason: str
-    """What it does, as the end of a sentence about it."""
+    """End of a sentence that says what the architecture does."""
     nearest: str
     """The family that is most like it."""
 
@@ -52,7 +52,6 @@ REFUSED: Mapping[str, Refusal] = {
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
-    "DbrxForCausalLM": Refusal("clips what experts are given", "MixtralForCausalLM"),
     "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
     "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
     "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),

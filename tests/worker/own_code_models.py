@@ -123,6 +123,9 @@ OWN_CODE: dict[str, OwnCode] = {
         {},
         more={"qkv_bias": True, "bias": False},
     ),
+    "mimo": OwnCode(
+        "MiMoForCausalLM", "Qwen2ForCausalLM", {}, more={"num_nextn_predict_layers": 0}
+    ),
     "exaone": OwnCode(
         "ExaoneForCausalLM",
         "LlamaForCausalLM",
