@@ -27,13 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.decoder_operations import (
-    alibi_attention,
-    clip,
-    layer_norm_heads,
-    position_scale,
-    rotate_heads,
-)
+from pagoda.backend.decoder_operations import alibi_attention, position_scale
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operation import Operation, WeightNames
@@ -47,7 +41,7 @@ from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, scaled, with_adapters
+from pagoda.model.recording import normed, scaled, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -555,18 +549,8 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops, qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
             )
             norms = None
-        if spec.clip is not None:
-            qkv = clip(ops, qkv, spec.clip)
-        if layer.head_layer_norms is not None:
-            weight, bias = layer.head_layer_norms
-            bias = torch.zeros_like(weight) if bias is None else bias
-            eps = self._shard.config.norm.eps
-            qkv = layer_norm_heads(ops, qkv, weight, bias, head_dim=head_dim, eps=eps)
-        if spec.norms_rotated and table is not None:
-            elements = (len(self._shard.heads) + self._shard.num_kv_heads) * head_dim
-            qkv = rotate_heads(ops, qkv, table, elements=elements, head_dim=head_dim)
-            table = None
         is_own = qkv.own
+        qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
         queries = ops.rotate_and_cache(
             ops.share_rows(qkv),
             metadata,

@@ -92,8 +92,8 @@ class Layer(Generic[LinearT]):
     of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
-    head_layer_norms: Norm | None
-    """Layer norms of the heads of queries, then of keys: [heads head_dim] float32."""
+    head_layer_norms: tuple[Tensor, Tensor] | None
+    """Weights and biases of layer norms of the heads of queries, then of keys: [heads head_dim] float32."""
     slopes: Tensor | None
     """[heads] float32, of scores by distance."""
     sinks: Tensor | None
@@ -352,8 +352,8 @@ class WeightLoader(Generic[LinearT]):
         slopes = alibi_slopes(self.shard.config.num_heads)
         return slopes[heads.start : heads.stop].clone().to(self.backend.device)
 
-    def _head_layer_norms(self, index: int) -> Norm:
-        """Layer norms of this rank's heads of queries, then of keys."""
+    def _head_layer_norms(self, index: int) -> tuple[Tensor, Tensor]:
+        """Weights and biases of layer norms of this rank's heads of queries, then of keys."""
         config, own = self.shard.config, (self.shard.heads, self.shard.kv_heads)
         order, parts = config.head_order(index), []
         for (norm, count), heads in zip(config.head_layer_norms(index), own, strict=True):
@@ -365,8 +365,8 @@ class WeightLoader(Generic[LinearT]):
                 weight = torch.stack(found) if norm.layout == "listed" else found[0]
                 bias = torch.zeros_like(weight)
             parts.append([it[heads.start : heads.stop].flatten() for it in (weight, bias)])
-        both = [in_head_order(torch.cat(part), order) for part in zip(*parts, strict=True)]
-        return Norm(*both)
+        weight, bias = (in_head_order(torch.cat(part), order) for part in zip(*parts, strict=True))
+        return weight, bias
 
     def _head_norms(self, index: int) -> HeadNorms:
         config = self.shard.config
