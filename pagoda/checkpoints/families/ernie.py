@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import expert_counts, with_biases, with_experts
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -22,6 +22,7 @@ ERNIE = Family(
     "ERNIE 4.5 0.3B",
     _adapt,
     names=TensorNames(rotates_neighbours=True),
+    gguf=GgufFormat("ernie4_5", names=GGUF_NEIGHBOURS),
     defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
     aliases=frozenset({"Ernie4_5_ForCausalLM"}),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 from pagoda.checkpoints.tensor_names import TensorNames
@@ -33,6 +33,7 @@ HUNYUAN = Family(
     "Hunyuan 0.5B, 1.8B, 4B and 7B",
     _adapt,
     names=_NAMES,
+    gguf=GgufFormat("hunyuan-dense"),
     defaults={"rms_norm_eps": 1e-5},
     own_keys=frozenset({"use_qk_norm"}),
 )
@@ -73,6 +74,7 @@ HUNYUAN_MOE = replace(
     architecture="HunYuanMoEV1ForCausalLM",
     models="Hunyuan A13B",
     adapt=_adapt_moe,
+    gguf=None,
     values=_values,
     own_keys=frozenset({"num_experts", "use_qk_norm"}),
     aliases=frozenset({"HunYuanForCausalLM"}),

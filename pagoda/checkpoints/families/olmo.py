@@ -18,7 +18,7 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec, NormSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- OLMo 2 and 3: norms behind instead of before, and one norm for the queries of all heads (OLMo Team 2024)
 # OLMo 3 has windows in three of four layers, whose rotary table is not scaled.
@@ -73,6 +73,11 @@ OLMO = Family(
     "OlmoForCausalLM",
     "OLMo 1B and 7B",
     _adapt_olmo,
+    gguf=GgufFormat(
+        "olmo",
+        names=GGUF_NEIGHBOURS,
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps", "attention.clamp_kqv": "clip_qkv"},
+    ),
     own_keys=frozenset({"clip_qkv"}),
 )
 

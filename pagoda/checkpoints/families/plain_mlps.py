@@ -12,10 +12,12 @@ from pagoda.checkpoints.families.shared import (
     with_given_window,
     with_layer_norm,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
+
+_LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 
 # ---- Phi-1, 1.5 and 2: attention and MLP side by side, half of every head rotated (Gunasekar et al. 2023)
 
@@ -32,6 +34,7 @@ PHI = Family(
     names=TensorNames(
         norm="model.final_layernorm", attention_out="self_attn.dense", up="mlp.fc1", down="mlp.fc2"
     ),
+    gguf=GgufFormat("phi2", keys=_LAYER_NORM),
     activation="gelu_tanh",
     gated=False,
     partial_rotary=0.5,
@@ -52,6 +55,7 @@ STARCODER2 = Family(
     "StarCoder 2",
     _adapt_starcoder2,
     names=TensorNames(up="mlp.c_fc", down="mlp.c_proj"),
+    gguf=GgufFormat("starcoder2", keys=_LAYER_NORM),
     renamed={"norm_epsilon": "layer_norm_eps"},
     defaults={"num_key_value_heads": 2, "tie_word_embeddings": True},
     activation="gelu_tanh",
@@ -76,6 +80,7 @@ NEMOTRON = Family(
     "Nemotron-4, Minitron",
     _adapt_nemotron,
     names=TensorNames(norm_offset=1.0),
+    gguf=GgufFormat("nemotron", keys=_LAYER_NORM),
     renamed={"norm_eps": "layer_norm_eps"},
     activation="relu2",
     gated=False,
@@ -91,6 +96,7 @@ ARCEE = Family(
     "ArceeForCausalLM",
     "AFM 4.5B",
     _adapt_own_biases,
+    gguf=GgufFormat("arcee", names=GGUF_NEIGHBOURS),
     defaults={"rms_norm_eps": 1e-5},
     activation="relu2",
     gated=False,
@@ -106,6 +112,7 @@ JAIS2 = replace(
     architecture="Jais2ForCausalLM",
     models="Jais 2",
     names=TensorNames(),
+    gguf=None,
     renamed={},
     defaults={"attention_bias": True, "mlp_bias": True},
     partial_rotary=None,

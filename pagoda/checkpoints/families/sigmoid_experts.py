@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
@@ -18,7 +19,7 @@ from pagoda.checkpoints.families.shared import (
     with_experts,
     without_rotation,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
@@ -47,10 +48,28 @@ def _adapt_dots1(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 0))
 
 
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    fields.require("expert_gating_func", 2)  # a sigmoid
+    return {"sliding_window": None, "norm_topk_prob": fields.flag("expert_weights_norm", False)}
+
+
 DOTS1 = Family(
     "Dots1ForCausalLM",
     "dots.llm1",
     _adapt_dots1,
+    gguf=GgufFormat(
+        "dots1",
+        keys={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "n_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        values=_gguf_values,
+        read=frozenset({"expert_gating_func"}),
+    ),
     defaults={"num_key_value_heads": 32},
     own_keys=_KEYS,
 )
@@ -118,7 +137,7 @@ def _adapt_minimax(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(with_attention(spec, qk_norm="all"), experts, range(spec.num_layers))
 
 
-def _minimax_values(fields: Fields) -> dict[str, object]:
+def _minimax_values(fields: Fields) -> Mapping[str, object]:
     """The part of a head that is rotated, of which files tell the dimensions."""
     if fields.values.get("rotary_dim") is None:
         return {}
