@@ -176,6 +176,7 @@ struct Attention {
     SharedMemory shared;
     const int32_t* cold_blocks = nullptr;  // of the cold segment that this is the attention over; `cache` has it
     const Softmax* found = nullptr;        // of rows by their places, where what is found is not the end of it
+    int64_t first_key = 0;                 // position of the cold segment's first token
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
@@ -214,8 +215,8 @@ struct Attention {
         for (int64_t member = 0; member < item.num_members; ++member) {
             const auto& tile = tile_of(item, member);
             for (int row = 0; row < tile.num_tokens * plan.group; ++row) {
-                const int64_t position = cold_blocks ? tile.end - 1 : tile.first_position + row / plan.group;
-                memory.own_positions[rows] = position;
+                const int64_t own = tile.first_position + row / plan.group, position = cold_blocks ? tile.end - 1 : own;
+                memory.own_positions[rows] = own - first_key;
                 memory.firsts[rows] = options.reach.first(position);
                 memory.positions[rows++] = options.reach.last(position, tile.end);
             }
@@ -462,13 +463,16 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, cons
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) clear(shared.carried.from(row, padded.value), 1, padded.value);
     }
+    int64_t first_key = 0;
     for (size_t i = 0; i < metadata.cold.size(); ++i) {
 #pragma omp master
         metadata.staged = metadata.source->take(cache, static_cast<int64_t>(i));
 #pragma omp barrier
         const StagedSegment staged = metadata.staged;
         const AttentionPlan& plan = metadata.cold_plan(metadata.cold[i]);
-        const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks};
+        first_key = i > 0 && metadata.cold[i] == metadata.cold[i - 1] ? first_key + plan.parts.segment : 0;
+        const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks,
+                             nullptr, first_key};
         over.run_all();
     }
     if (!metadata.cold.empty()) {

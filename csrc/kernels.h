@@ -92,6 +92,7 @@ struct RelativeScores {
     const float *of_queries = nullptr, *of_keys = nullptr;  // [n, heads, num_buckets]
     int64_t num_heads = 0, num_buckets = 0;
     float scale = 0;  // of the numbers of queries and keys
+    const float* slopes = nullptr;  // [heads], of what is added to scores by the place of a key behind its query; or null
 };
 
 // The queries that meet each of some K/V heads, and where the heads' keys and values are. Queries are of one sequence,

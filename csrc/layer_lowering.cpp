@@ -157,6 +157,19 @@ void context_attention(Program& program, const Graph& graph, int index) {
     record_attention(program, graph, index, graph.weight<const Cache*>(own, 0), options, graph.weight<Group*>(own, 1));
 }
 
+void alibi_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const int64_t heads = num_heads(own, *cache, graph.width(own.inputs[0]));
+    const float* given = graph.vector(own, 1);
+    const auto slopes = std::make_shared<std::vector<float>>(given, given + heads);
+    for (float& slope : *slopes) slope *= kLog2E;
+    AttentionOptions options{static_cast<float>(own.numbers.at(1)), {}};
+    options.relative.slopes = slopes->data();
+    Group* ranks = own.weights.size() > 2 ? graph.weight<Group*>(own, 2) : nullptr;
+    record_attention(program, graph, index, cache, options, ranks, slopes);
+}
+
 void relative_attention(Program& program, const Graph& graph, int index) {
     const Node& own = graph.node(index);
     const Cache* cache = graph.weight<const Cache*>(own, 0);
@@ -286,6 +299,7 @@ const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerin
     {"rotate_and_cache", rotate_and_cache},
     {"attention", attention},
     {"context_attention", context_attention},
+    {"alibi_attention", alibi_attention},
     {"relative_attention", relative_attention},
     {"disentangled_attention", disentangled_attention},
     {"head_linear", head_linear},

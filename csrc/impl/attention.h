@@ -257,9 +257,13 @@ struct AttendMemory {
 // What is added to the scores of a row with the keys from `first` on, as far as it sees them; null for nothing.
 const float* relative_scores(const AttendTile& tile, int head, int row, int64_t first, float* memory) {
     const auto& relative = tile.relative;
-    if (relative.reach < 0) return nullptr;
+    if (relative.reach < 0 && relative.slopes == nullptr) return nullptr;
     const int64_t own = tile.own_positions[row], nearest = first - own + relative.reach;
     const int64_t of_head = int64_t{tile.kv_head + head} * tile.group + row % tile.group;
+    if (relative.slopes != nullptr) {
+        for (int j = 0; j < kKeyTile; ++j) memory[j] = relative.slopes[of_head] * static_cast<float>(first + j - own);
+        return memory;
+    }
     if (relative.of_distances != nullptr) return relative.of_distances + of_head * relative.head_stride + nearest;
     const int64_t stride = relative.num_heads * relative.num_buckets, place = of_head * relative.num_buckets;
     const float* of_query = relative.of_queries + (tile.first_token + own) * stride + place;

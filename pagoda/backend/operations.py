@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pagoda.backend.low_rank import LowRankMaps
     from pagoda.parallel.collectives import Collectives
 
-
 _SCORES = ("head_dim", "scale", "window", "softcap", "chunk", "causal")
 OPERATIONS: Mapping[str, OperationSpec] = {
     "embedding": OperationSpec("embedding", ("token_ids",), ("table",), ("first_id", "vocab_size")),
@@ -40,6 +39,8 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "silu": OperationSpec("activation", ("x",)),
     "relu": OperationSpec("activation", ("x",)),
     "columns": OperationSpec("select", ("x",), (), ("first", "count")),
+    "xielu": OperationSpec("activation", ("x",), (), ("positive", "negative", "beta", "eps")),
+    "clip": OperationSpec("activation", ("x",), (), ("limit",)),
     "sigmoid": OperationSpec("activation", ("x",)),
     "mul": OperationSpec("add", ("x", "factor")),
     "scale": OperationSpec("add", ("x",), (), ("factor",)),
@@ -52,6 +53,12 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("qkv", "squares"),
         ("query_norm", "key_norm"),
         ("queries", "keys", "all_queries", "all_keys", "eps"),
+    ),
+    "layer_norm_heads": OperationSpec(
+        "norm", ("x",), ("weight", "bias"), ("elements", "head_dim", "eps")
+    ),
+    "rotate_heads": OperationSpec(
+        "rotary", ("x", "cosines", "sines"), (), ("elements", "head_dim", "width")
     ),
     "layer_norm": OperationSpec("norm", ("x",), ("weight", "bias"), ("eps",)),
     "experts": OperationSpec("experts", ("x", "logits"), ("experts",)),
@@ -70,6 +77,9 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "attention": OperationSpec("attention", ("queries", "metadata"), ("cache", "sinks?"), _SCORES),
     "context_attention": OperationSpec(
         "attention", ("queries", "metadata"), ("cache", "ranks", "sinks?"), _SCORES
+    ),
+    "alibi_attention": OperationSpec(
+        "attention", ("queries", "metadata"), ("cache", "slopes", "ranks?"), ("head_dim", "scale")
     ),
     "relative_attention": OperationSpec(
         "attention",
@@ -367,16 +377,6 @@ class GraphBuilder:
         """x [n, d] times a factor [n, 1] of each row."""
         _expect(factors, 1)
         return self._alike("scale_rows", x, [], None, factors)
-
-    def position_scale(
-        self, positions: Value, *, period: float, factor: float, offset: float
-    ) -> Value:
-        """1 + factor log(1 + floor((position + offset) / period)) of positions [n]: [n, 1].
-
-        Queries are scaled by it (Llama 4 with offset 1, Ministral 3 with 0; Nakanishi 2025).
-        """
-        attributes = {"period": period, "factor": factor, "offset": offset}
-        return self.record("position_scale", [positions], [], attributes, 1)
 
     def scale(self, x: Value, factor: float) -> Value:
         """x [n, d] times a number."""

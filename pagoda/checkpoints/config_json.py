@@ -18,7 +18,7 @@ from pagoda.checkpoints.families.shared import (
     with_masked_head,
 )
 from pagoda.checkpoints.family import Family
-from pagoda.checkpoints.fields import Fields, nearest
+from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.model_spec import (
     Activation,
     AttentionSpec,
@@ -29,6 +29,7 @@ from pagoda.checkpoints.model_spec import (
 )
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorMap
 from pagoda.checkpoints.quantization_config import parse_quantization
+from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.checkpoints.sentence_modules import (
@@ -61,12 +62,6 @@ _COMMON = (
     "compression_config",
 )
 """Fields that stand beside `text_config`, or within."""
-_INDEXED = "attends to tokens that an indexer chooses (index_topk), which Pagoda does not compute"
-_REFUSED = {
-    "DeepseekV32ForCausalLM": f"{_INDEXED}; the nearest that it serves is DeepSeek-V3.1 (DeepseekV3ForCausalLM)",
-    "GlmMoeDsaForCausalLM": f"{_INDEXED}; the nearest that it serves is GLM-4.7 (Glm4MoeForCausalLM)",
-}
-"""Architectures near those of families, with what they compute otherwise."""
 _MAX_LAYERS = 4096
 """Layers of a model: each is an object, of which a wrong number must not fill memory."""
 _FOLLOWING = ("head_dim", "num_key_value_heads")
@@ -79,6 +74,8 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
     "gelu": ("gelu", "gelu_python"),
     "relu": ("relu",),
+    "relu2": ("relu2",),
+    "xielu": ("xielu",),
 }
 """Names of activations in files."""
 
@@ -188,6 +185,8 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         if fields.values.get(own) is not None
     }
     fields = fields.updated(renamed)
+    fields = fields.updated(family.values(fields))
+    activation = _activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
@@ -202,7 +201,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
     attention_bias = fields.flag("attention_bias", False)
     layer = LayerSpec(
         AttentionSpec(scale=head_dim**-0.5, qkv_bias=attention_bias, output_bias=attention_bias),
-        MlpSpec(fields.positive("intermediate_size"), activation=_activation(fields, family)),
+        MlpSpec(fields.positive("intermediate_size"), activation=activation, gated=family.gated),
     )
     shared = ModelSpec(
         family=family,
@@ -270,8 +269,8 @@ def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
     by_kind = {kind: family for family in FAMILIES.values() for kind in family.model_types}
     kind = text.text("model_type", "")
     if kind not in by_kind:
-        near = nearest(kind, {it: it for it in by_kind})
-        text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}{near}")
+        near = three_nearest(kind, {it: it for it in by_kind})
+        text.refuse("model_type", f"is none that Pagoda runs, the nearest of which are {near}")
     family = by_kind[kind]
     values = {**family.model_types[kind], **text.values, **common}
     return Fields(values, fields.source, "text_config."), family, False
@@ -281,9 +280,10 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     """The family of a model, and whether it is a decoder alone (`Qwen3Model`), which has no head: embedding models
     are published so. Its embedding table is the head then."""
     named = fields.values.get("architectures")
-    known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
-        raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
+        raise ConfigError(
+            f'{fields.source} names no architectures; it must have a list such as ["LlamaForCausalLM"].'
+        )
     others: dict[str, Family] = {}
     for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
@@ -302,12 +302,14 @@ def _family(fields: Fields) -> tuple[Family, bool]:
             return others.get(name) or others[encoder], False
         if encoder in FAMILIES:
             return FAMILIES[encoder], False
-    if (reason := _REFUSED.get(str(named[0]))) is not None:
-        raise ConfigError(f"{fields.source}: {named[0]} {reason}.")
-    stems = {_stem(name): name for name in FAMILIES}
-    near = nearest(_stem(str(named[0])), stems)
+    if (refusal := REFUSED.get(str(named[0]))) is not None:
+        raise ConfigError(
+            f"{fields.source}: {named[0]} {refusal.reason}, which Pagoda does not compute; "
+            f"the nearest that it serves is {refusal.nearest}."
+        )
+    near = three_nearest(_stem(str(named[0])), {_stem(name): name for name in FAMILIES})
     raise ConfigError(
-        f"{fields.source}: architecture {named[0]!r} is not supported{near}; Pagoda runs models of {known}."
+        f"{fields.source}: architecture {named[0]!r} is not supported; the nearest that are supported are {near}."
     )
 
 
@@ -319,15 +321,18 @@ def _stem(architecture: str) -> str:
 
 
 def _activation(fields: Fields, family: Family) -> Activation:
+    """The activation that the file names, one of the family's."""
     known = [family.activation, *sorted(family.other_activations)]
     found = family.activation
     for name in ("hidden_act", "hidden_activation"):
-        said = fields.text(name, _ACTIVATIONS[found][0])
-        of_name = [it for it in known if said in _ACTIVATIONS[it]]
-        if not of_name:
-            spelled = " or ".join(repr(_ACTIVATIONS[it][0]) for it in known)
-            fields.refuse(name, f"must be {spelled}")
-        found = of_name[0]
+        if fields.values.get(name) is None:
+            continue
+        spelled = fields.text(name)
+        named = [it for it in known if spelled in _ACTIVATIONS[it]]
+        if not named:
+            names = " or ".join(repr(_ACTIVATIONS[it][0]) for it in known)
+            fields.refuse(name, f"must be {names}")
+        found = named[0]
     return found
 
 

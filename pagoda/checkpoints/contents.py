@@ -20,6 +20,8 @@ _DECODER = "model."
 _TOKEN_MAP = "linear."
 """Beginning of the names of the map that makes vectors of tokens (ColBERT)."""
 _HEAD = "lm_head."
+_TRANSFORMER = "transformer."
+"""Beginning of names in files of GPT-2's kind, which are left out in some of them."""
 _ENCODERS = (
     *("bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "deberta.", "ernie."),
     *("nomic_bert.", "new.", "gte."),
@@ -27,7 +29,10 @@ _ENCODERS = (
 """Beginnings of names in files of an encoder that has a head."""
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names of norms in files that were made from TensorFlow's."""
-_BARE = ("embed_tokens.weight", "embeddings.tok_embeddings.weight", "fc.weight")
+_BARE = (
+    *("embed_tokens.weight", "decoder.embed_tokens.weight", "embeddings.tok_embeddings.weight"),
+    "fc.weight",
+)
 """Tensors in files of a decoder alone: its embedding table, or the first map of an EAGLE-3 head."""
 _EAGLE_LAYER = "midlayer."
 """Beginning of names in an EAGLE-3 head's only layer, which others call its first."""
@@ -40,9 +45,10 @@ _PARTS = frozenset(
 )
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
 _FOLLOWING = re.compile(
-    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale)$"
+    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
+    r"|(attn|attention)\.(masked_)?bias)$"
 )
-"""Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
+"""Frequencies that follow from the configuration, scales of KV caches in the files' own format, and masks."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
 """Linear layers that have biases if experts do."""
@@ -64,7 +70,8 @@ def _full_name(stored: str, is_bare: bool) -> str:
             stored = stored.removeprefix(encoder)
             for old, new in _OLD_NORMS.items():
                 stored = stored.replace(old, new)
-            return stored
+            return stored.removeprefix(_TRANSFORMER)
+    stored = stored.removeprefix(_TRANSFORMER)
     if stored.startswith(_EAGLE_LAYER):
         stored = f"layers.0.{stored.removeprefix(_EAGLE_LAYER)}"
     if is_bare and not stored.startswith((_HEAD, _DECODER, _TOKEN_MAP)):
@@ -151,6 +158,8 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
+    if spec.head_bias:
+        yield [f"{spec.names.head}.bias"]
     for name, _ in spec.map_vectors:
         yield [name]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:

@@ -49,9 +49,14 @@ class Family:
     """Keys of config.json that go before those by which other families call the same."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of config.json where the file is silent, other than usual."""
+    values: Callable[[Fields], Mapping[str, object]] = lambda _: {}
+    """Values of config.json that follow from others, or that files of the family tell in another way."""
     activation: Activation = "silu"
-    """Activation of MLPs, the same in all models of the family but for those of `other_activations`."""
+    """Activation of MLPs where config.json is silent."""
     other_activations: frozenset[Activation] = frozenset()
+    """Activations that some models of the family have."""
+    gated: bool = True
+    """False of a family whose MLPs have no gates."""
     partial_rotary: float | None = None
     """Part of a head that is rotated where config.json is silent; None where all of it is in every model."""
     model_types: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

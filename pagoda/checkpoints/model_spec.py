@@ -20,17 +20,30 @@ from pagoda.checkpoints.linears import (
     MlpLinears,
     PlainMlpLinears,
 )
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.pooling_spec import (
     ClassifierSpec,
     EncoderSpec,
+    PositionTable,
     ScoreTokens,
     Task,
     VectorKind,
     VectorMap,
 )
-from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec, TemperatureSpec
+from pagoda.checkpoints.rope import (
+    DynamicScaling,
+    LongRopeScaling,
+    RotarySpec,
+    TemperatureSpec,
+)
 from pagoda.checkpoints.state_layers import StateSpec
-from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
+from pagoda.checkpoints.tensor_names import (
+    HeadLayerNorm,
+    StoredRows,
+    TensorNames,
+    head_order,
+    places,
+)
 from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
@@ -51,10 +64,17 @@ class AttentionSpec:
     """A token sees itself and `window - 1` tokens before it; None sees all."""
     rotary: str = "default"
     """Name of the rotary table in `ModelSpec.rotary`."""
-    qk_norm: Literal["head", "all", "unit"] | None = None
+    qk_norm: Literal["head", "all", "unit", "layer"] | None = None
     """Queries and keys are normed before the rotary embedding, every head by itself or all of a token together.
 
-    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4)."""
+    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4). Those
+    of `layer` are layer norms of every head, others root mean squares."""
+    norms_rotated: bool = False
+    """Norms of queries and keys come behind the rotary embedding (Hunyuan)."""
+    clip: float | None = None
+    """Queries, keys and values are brought between this number's negative and itself (OLMo, MPT)."""
+    alibi: bool = False
+    """Scores are less by the distance of tokens times a slope of each head (ALiBi, Press et al. 2021)."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the projection behind attention."""
@@ -89,6 +109,12 @@ class AttentionSpec:
     def reach(self) -> int:
         """Tokens of a window or of a chunk; 0 where all are kept, as encoders keep them for a step."""
         return (self.window or self.chunk or 0) if self.causal else 0
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+"""Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""Names of the numbers of xIELU (Huang and Schlag 2024)."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +182,13 @@ class LayerSpec:
     """Kind of a layer that keeps a state, in place of attention."""
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
+    parallel_norms: bool = False
+    """The MLP beside attention has a norm of its own of that input (GPT-NeoX)."""
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """True if there is a norm in front of the MLP alone."""
+        return self.pre_norm and (not self.parallel or self.parallel_norms)
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:
@@ -176,24 +209,8 @@ class NormSpec:
     kind: Literal["rms", "layer"] = "rms"
     """Root mean square (Zhang and Sennrich 2019), or mean and variance (Ba et al. 2016)."""
     bias: bool = False
-
-
-@dataclass(frozen=True)
-class Multipliers:
-    """Factors of what passes between layers."""
-
-    embedding: float = 1.0
-    """Factor of embeddings, rounded to the dtype of the weights."""
-    residual: float = 1.0
-    """Factor of what attention and MLP add to hidden states."""
-    logits: float = 1.0
-    logits_softcap: float | None = None
-    """Logits x, times their factor, become c tanh(x / c)."""
-
-    @property
-    def keep_order(self) -> bool:
-        """True if different logits surely stay different, so that the likeliest token is known without factors."""
-        return self.logits_softcap is None and math.frexp(self.logits)[0] == 0.5
+    weight: bool = True
+    """False of norms without weights (OLMo)."""
 
 
 @dataclass(frozen=True)
@@ -216,9 +233,16 @@ class ModelSpec:
     """Number format of the checkpoint; of a quantized one, that of activations."""
     quantization: Quantization | None
     """Format of the checkpoint's linear layers; None where all are dense."""
-    multipliers: Multipliers = Multipliers()
+    multipliers: Multipliers = field(default_factory=Multipliers)
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
+    position_table: PositionTable | None = None
+    """Learned positions of a decoder, which are added to the embeddings of tokens."""
+    norms_embedding: bool = False
+    """A decoder's embeddings are normed (Bloom)."""
+    head_bias: bool = False
+    norms_head: bool = False
+    """Rows of the head are brought to length one as they are loaded (Baichuan 2)."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
     vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
@@ -273,7 +297,9 @@ class ModelSpec:
         these; None where they do not."""
         for table in self.rotary.values():
             scaling, longest = table.scaling, self.max_position_embeddings
-            if isinstance(scaling, LongRopeScaling) and scaling.is_long(longest):
+            if not isinstance(scaling, LongRopeScaling | DynamicScaling):
+                continue
+            if longest > scaling.original_max_position_embeddings:
                 return scaling.original_max_position_embeddings
         return None
 
@@ -295,7 +321,8 @@ class ModelSpec:
         outputs = self.vocab_size
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
-        return LinearSpec(self.names.head, outputs, self.hidden_size, LinearRole.HEAD)
+        name, hidden = self.names.head, self.hidden_size
+        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit_rows=self.norms_head)
 
     @property
     def head_of_next_token(self) -> ModelSpec | None:
@@ -343,16 +370,30 @@ class ModelSpec:
         names, hidden = self.names, self.hidden_size
         inputs = hidden if self.layer_inputs is None else self.layer_inputs.stop
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
-        q, k, v = self._linears(
-            layer, (names.query, names.key, names.value), sizes, inputs,
-            (LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE),
-        )  # fmt: skip
-        if self.layers[layer].attention.output_gate:
+        roles = LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE
+        q, k, v = self._linears(layer, (names.query, names.key, names.value), sizes, inputs, roles)
+        if names.joins_by_head:
+            q, k, v = self._joined_by_head((q, k, v))
+        if self.layers[layer].attention.output_gate and not names.attention_gate:
             q = replace(q, name=f"{q.name}.query", rows=self._gated_rows(q.name, 0))
         out, order = names.of_layer(layer, names.attention_out), self.head_order(layer)
         if order is not None:
             q, k = replace(q, head_order=order), replace(k, head_order=order)
-        return AttentionLinears(q, k, v, LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT))
+        back = LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT)
+        return AttentionLinears(q, k, v, self._as_stored(back))
+
+    def _joined_by_head(self, linears: Iterable[LinearSpec]) -> Iterator[LinearSpec]:
+        """Queries, keys and values of one tensor, in which those of each KV head lie together."""
+        first, group = 0, (self.num_heads // self.num_kv_heads + 2) * self.head_dim
+        for linear in linears:
+            yield replace(linear, rows=replace(linear.stored, first=first, group=group))
+            first += linear.outputs // self.num_kv_heads
+
+    def _as_stored(self, linear: LinearSpec) -> LinearSpec:
+        """A layer's linear map, whose inputs come before outputs in some files."""
+        if not self.names.transposes:
+            return linear
+        return replace(linear, rows=replace(linear.stored, transposed=True))
 
     def _gated_rows(self, tensor: str, first: int) -> StoredRows:
         """Rows of queries, or of gates, which take turns head by head."""
@@ -367,6 +408,9 @@ class ModelSpec:
         if not spec.attention.output_gate:
             return []
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
+        if names.attention_gate:
+            own = names.of_layer(layer, names.attention_gate)
+            return [LinearSpec(own, size, hidden, LinearRole.QUERY)]
         rows = self._gated_rows(tensor, self.head_dim)
         return [LinearSpec(f"{tensor}.gate", size, hidden, LinearRole.QUERY, rows)]
 
@@ -379,12 +423,16 @@ class ModelSpec:
 
     @property
     def positions(self) -> LinearSpec | None:
-        """Learned positions of an encoder, one for each token of a sequence (Gehring et al. 2017)."""
-        encoder, name, size = self.encoder, self.names.positions, self.embedding_size
-        if encoder is None or encoder.num_positions == 0:
+        """Learned positions, one for each token of a sequence (Gehring et al. 2017)."""
+        table, name, size = (
+            self.encoder or self.position_table,
+            self.names.positions,
+            self.embedding_size,
+        )
+        if table is None or table.num_positions == 0:
             return None
-        rows = StoredRows(name, (encoder.num_positions, size), encoder.first_position)
-        count = encoder.num_positions - encoder.first_position
+        rows = StoredRows(name, (table.num_positions, size), table.first_position)
+        count = table.num_positions - table.first_position
         return LinearSpec(name, count, size, LinearRole.WHOLE, rows)
 
     @property
@@ -434,8 +482,8 @@ class ModelSpec:
             hidden, inner = self.hidden_size, mlp.intermediate_size
             up, down = (names.of_layer(layer, name) for name in (names.up, names.down))
             return PlainMlpLinears(
-                LinearSpec(up, inner, hidden, LinearRole.MLP_IN),
-                LinearSpec(down, hidden, inner, LinearRole.MLP_OUT),
+                self._as_stored(LinearSpec(up, inner, hidden, LinearRole.MLP_IN)),
+                self._as_stored(LinearSpec(down, hidden, inner, LinearRole.MLP_OUT)),
             )
         spelled = (names.gate, names.up, names.down)
         return self._mlp(
@@ -520,7 +568,7 @@ class ModelSpec:
         layout = self.names.expert_layout if expert is not None else "linear"
         placed = places(tensors, sizes, inputs, expert, experts, layout)
         return [
-            LinearSpec(name, outputs, inputs, role, rows)
+            self._as_stored(LinearSpec(name, outputs, inputs, role, rows))
             for (name, rows), outputs, role in zip(placed, sizes.values(), roles, strict=True)
         ]
 
@@ -528,7 +576,7 @@ class ModelSpec:
         """Names and sizes of a layer's vectors: of norms, sinks, its router's correction, its convolution."""
         names, spec = self.names, self.layers[layer]
         before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
-        before += [names.mlp_norm] * (spec.pre_norm and not spec.parallel)
+        before += [names.mlp_norm] * spec.has_mlp_norm
         behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
         found = [
             tensor
@@ -542,8 +590,13 @@ class ModelSpec:
                 (names.query_norm, names.key_norm), self.head_norm_sizes(layer), strict=True
             )
             found += [(f"{names.of_layer(layer, name)}.weight", size) for name, size in of_heads]
+        elif spec.attention.qk_norm == "layer":
+            for norm, heads in self.head_layer_norms(layer):
+                found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
+        if isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu":
+            found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
             found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
         return found
@@ -561,14 +614,23 @@ class ModelSpec:
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
         """Names and sizes of the tensors of an encoder's norm of embeddings, or of norms in front of a head."""
-        if self.encoder is not None and self.encoder.norms_embeddings:
+        if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
         return [tensor for name in names for tensor in self._norm_tensors(name)]
 
     def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
-        ends = ("weight", "bias") if self.norm.bias else ("weight",)
+        ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias
         return [(f"{name}.{end}", size or self.hidden_size) for end in ends]
+
+    def head_layer_norms(self, layer: int) -> Iterator[tuple[HeadLayerNorm, int]]:
+        """Layer norms of queries and of keys, and the number of heads that each is of."""
+        layout = self.names.head_norms
+        for name, heads in (
+            (self.names.query_norm, self.num_heads),
+            (self.names.key_norm, self.num_kv_heads),
+        ):
+            yield HeadLayerNorm(self.names.of_layer(layer, name), self.head_dim, layout), heads
 
     def head_norm_sizes(self, layer: int) -> tuple[int, int]:
         """Elements of the norms of queries and keys, if there are any."""

@@ -13,6 +13,16 @@ Task = Literal["generate", "embed", "score", "classify", "token_classify"]
 
 
 @dataclass(frozen=True)
+class PositionTable:
+    """Learned positions (Gehring et al. 2017)."""
+
+    num_positions: int
+    """Rows of the table."""
+    first_position: int = 0
+    """Row of the first token's position."""
+
+
+@dataclass(frozen=True)
 class EncoderSpec:
     """Tables and norms around the layers of an encoder, whose tokens see all of a text (Devlin et al. 2018)."""
 

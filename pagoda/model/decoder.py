@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
+from pagoda.backend.decoder_operations import alibi_attention, position_scale
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operation import Operation, WeightNames
@@ -41,7 +42,7 @@ from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, scaled, through, with_adapters
+from pagoda.model.recording import normed, scaled, through, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -122,7 +123,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             self._embedding = None if lent is None else lent._embedding
         elif shard.is_first:
             self._embedding = loader.linear([config.embedding])
-        self._tables = loader.encoder_tables()
+        self._tables = loader.input_tables()
         self._vector_layers = loader.vector_layers()
         self._logit_bias: Tensor | None = None
         if "masked" in self._vector_layers:
@@ -132,7 +133,9 @@ class Decoder(Generic[LinearT, MetadataT]):
             self.head = None if lent is None else lent.head
         elif shard.is_last and (config.gives_logits or self._logit_bias is not None):
             tied = config.tie_word_embeddings and shard.is_first
-            self.head = self._embedding if tied else loader.linear([config.head])
+            self.head = (
+                self._embedding if tied else loader.linear([config.head], bias=config.head_bias)
+            )
         self._rotary = {
             name: rotary_frequencies(rotary, config.max_position_embeddings)
             for name, rotary in config.rotary.items()
@@ -444,7 +447,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 rows = ops.input("rows")
                 attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
-                if layer.spec.parallel:
+                if layer.spec.parallel and not layer.spec.parallel_norms:
                     h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
@@ -453,6 +456,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops, out, attended, None if maps is None else maps.attention_out, adapters
             )
             if layer.spec.parallel:
+                h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 mlp = whole_mlp if self._shard.dp_attention else own_part
                 out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
             if not self._shard.dp_attention:
@@ -560,6 +564,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             )
             norms = None
         is_own = qkv.own
+        qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
         queries = ops.rotate_and_cache(
             ops.share_rows(qkv),
             metadata,
@@ -570,22 +575,25 @@ class Decoder(Generic[LinearT, MetadataT]):
             head_dim=head_dim,
         )
         if spec.temperature is not None:
-            scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
+            scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
+        sizes: dict[str, Any] = {"head_dim": head_dim, "scale": spec.scale}
         if layer.distances is not None:
             return layer.distances.record(ops, qkv, queries, metadata, cache, spec.scale)
-        out = ops.attention(
-            queries,
-            metadata,
-            cache,
-            head_dim=head_dim,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=layer.sinks,
-            chunk=spec.chunk,
-            causal=spec.causal,
-        )
+        if layer.slopes is not None:
+            out = alibi_attention(ops, queries, metadata, cache, layer.slopes, **sizes)
+        else:
+            out = ops.attention(
+                queries,
+                metadata,
+                cache,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks=layer.sinks,
+                chunk=spec.chunk,
+                causal=spec.causal,
+                **sizes,
+            )
         if is_own:
             out = ops.own_rows(out)
         if layer.gate is None:

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from pagoda.backend.base import (
     Backend,
@@ -25,10 +26,11 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
-from pagoda.checkpoints.model_spec import Activation, LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
+from pagoda.model.alibi import alibi_slopes
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
@@ -52,6 +54,8 @@ class DenseMlp(Generic[LinearT]):
     down: LinearT
     activation: Activation
     gated: bool
+    numbers: Mapping[str, float]
+    """Numbers of an activation that has weights."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ class Layer(Generic[LinearT]):
     of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
+    head_layer_norms: tuple[Tensor, Tensor] | None
+    """Weights and biases of layer norms of the heads of queries, then of keys: [heads head_dim] float32."""
+    slopes: Tensor | None
+    """[heads] float32, of scores by distance."""
     sinks: Tensor | None
     """[heads] float32."""
     distances: Distances | DisentangledMaps[LinearT] | None
@@ -103,8 +111,8 @@ class Layer(Generic[LinearT]):
 
 
 @dataclass(frozen=True)
-class EncoderTables(Generic[LinearT]):
-    """Tables that an encoder adds to the embeddings of tokens, and the norm of the sum."""
+class InputTables(Generic[LinearT]):
+    """Tables that are added to the embeddings of tokens, and the norm of the sum."""
 
     positions: LinearT | None
     token_types: LinearT | None
@@ -168,27 +176,30 @@ class WeightLoader(Generic[LinearT]):
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
-            if attention.qk_norm is None or spec.kind is not None
+            if attention.qk_norm in (None, "layer") or spec.kind is not None
             else self._head_norms(index),
+            head_layer_norms=self._head_layer_norms(index)
+            if attention.qk_norm == "layer"
+            else None,
+            slopes=self._slopes() if attention.alibi else None,
             sinks=self._sinks(index) if attention.sinks else None,
             distances=load_distances(self, index, attention.distances),
             attention_out=self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
-            mlp_norm=norm(names.mlp_norm, has=spec.pre_norm and not spec.parallel),
+            mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
             mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
             spec=spec,
         )
 
-    def encoder_tables(self) -> EncoderTables[LinearT] | None:
-        """The tables of an encoder's first stage."""
+    def input_tables(self) -> InputTables[LinearT] | None:
+        """The tables of a first stage, the norm of their sum, and the map behind it."""
         config = self.shard.config
-        if config.encoder is None or not self.shard.is_first:
+        if not self.shard.is_first:
             return None
-        norm = None
-        if config.encoder.norms_embeddings:
-            norm = self.norm(config.names.embedding_norm, config.embedding_size)
-        return EncoderTables(
+        has_norm = config.norms_embedding or (config.encoder and config.encoder.norms_embeddings)
+        norm = self.norm(config.names.embedding_norm, config.embedding_size) if has_norm else None
+        return InputTables(
             *(
                 None if table is None else self.linear([table])
                 for table in (config.positions, config.token_types)
@@ -209,9 +220,10 @@ class WeightLoader(Generic[LinearT]):
         return VectorLayer(self.linear([it.linear], bias=it.bias), it.activation, norm)
 
     def norm(self, name: str, size: int | None = None) -> Norm:
-        """The norm `name` of hidden states, or of embeddings [n, size]."""
+        """The norm `name` of hidden states, or of vectors of `size` elements."""
         size, norm = size or self.shard.config.hidden_size, self.shard.config.norm
-        weight = self.norm_weight(name, size)
+        ones = torch.ones(size, device=self.backend.device)
+        weight = self.norm_weight(name, size) if norm.weight else ones
         if norm.kind == "rms":
             return Norm(weight, None)
         if not norm.bias:
@@ -228,8 +240,8 @@ class WeightLoader(Generic[LinearT]):
         """The tensor `name` [size] in float32."""
         return self._tensor(name, size, torch.float32)
 
-    def _tensor(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(size, dtype=dtype, device=self.backend.device)
+    def _tensor(self, name: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=self.backend.device)
         self.source.read_into(name, out)
         return out
 
@@ -280,12 +292,12 @@ class WeightLoader(Generic[LinearT]):
     def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
         config, spec = self.shard.config, self.shard.config.layers[index].mlp
         if isinstance(spec, MlpSpec):
-            return self._dense(config.mlp_linears(index), spec)
+            return self._dense(index, config.mlp_linears(index), spec)
         sparse = config.linears_of(index, spec)
         router = self.linear([sparse.router], bias=spec.bias)
         shared = shared_router = None
         if sparse.shared is not None:
-            shared = self._dense(sparse.shared, MlpSpec(spec.shared_size))
+            shared = self._dense(index, sparse.shared, MlpSpec(spec.shared_size))
         if sparse.shared_router is not None:
             shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
@@ -296,7 +308,9 @@ class WeightLoader(Generic[LinearT]):
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
-            correction = self.vector(name, spec.routing.num_experts)
+            count = spec.routing.num_experts
+            shape = (1, count) if config.names.correction_rows else count
+            correction = self._tensor(name, shape, torch.float32).flatten()
         experts = Experts(
             spec.routing,
             held.start,
@@ -311,13 +325,32 @@ class WeightLoader(Generic[LinearT]):
         )
         return SparseMlp(router, experts, shared, shared_router)
 
-    def _dense(self, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec) -> DenseMlp[LinearT]:
+    def _dense(
+        self, index: int, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec
+    ) -> DenseMlp[LinearT]:
         return DenseMlp(
             gate_up=self.linear(linears.into, bias=spec.bias),
             down=self.linear([linears.down], bias=spec.has_down_bias),
             activation=spec.activation,
             gated=spec.gated,
+            numbers=self._xielu(index) if spec.activation == "xielu" else {},
         )
+
+    def _xielu(self, index: int) -> Mapping[str, float]:
+        """Numbers of xIELU: files have those in front of squares and of exponentials before a softplus."""
+        names = self.shard.config.names
+        stem = names.of_layer(index, names.activation)
+        positive, negative, beta, eps = (
+            self._tensor(f"{stem}.{name}", shape, torch.float32)
+            for name, shape in zip(XIELU, ((1,), (1,), (), ()), strict=True)
+        )
+        found = {
+            "positive": softplus(positive),
+            "negative": beta + softplus(negative),
+            "beta": beta,
+            "eps": eps,
+        }
+        return {name: number.item() for name, number in found.items()}
 
     def _output_gate(self, index: int) -> LinearT | None:
         config = self.shard.config
@@ -330,6 +363,28 @@ class WeightLoader(Generic[LinearT]):
         names, heads = self.shard.config.names, self.shard.heads
         whole = self.vector(names.of_layer(index, names.sinks), self.shard.config.num_heads)
         return whole[heads.start : heads.stop].clone()
+
+    def _slopes(self) -> Tensor:
+        """Slopes [heads] float32 of this rank's heads."""
+        heads = self.shard.heads
+        slopes = alibi_slopes(self.shard.config.num_heads)
+        return slopes[heads.start : heads.stop].clone().to(self.backend.device)
+
+    def _head_layer_norms(self, index: int) -> tuple[Tensor, Tensor]:
+        """Weights and biases of layer norms of this rank's heads of queries, then of keys."""
+        config, own = self.shard.config, (self.shard.heads, self.shard.kv_heads)
+        order, parts = config.head_order(index), []
+        for (norm, count), heads in zip(config.head_layer_norms(index), own, strict=True):
+            tensors = norm.tensors(count)
+            found = [self._tensor(name, shape, torch.float32) for name, shape in tensors]
+            if norm.layout == "shared":
+                weight, bias = (it.expand(count, -1) for it in found)
+            else:
+                weight = torch.stack(found) if norm.layout == "listed" else found[0]
+                bias = torch.zeros_like(weight)
+            parts.append([it[heads.start : heads.stop].flatten() for it in (weight, bias)])
+        weight, bias = (in_head_order(torch.cat(part), order) for part in zip(*parts, strict=True))
+        return weight, bias
 
     def _head_norms(self, index: int) -> HeadNorms:
         config = self.shard.config

@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pagoda.checkpoints.distances import DistanceBuckets
-from pagoda.checkpoints.model_spec import Activation, ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
-_GATED: Mapping[Activation, str] = {
-    "silu": "silu_and_mul",
-    "gelu_tanh": "gelu_and_mul",
-    "gelu": "gelu_erf_and_mul",
-}
-"""Operations that apply an activation to a half of their input, and multiply it with the other."""
-
-
-def activation_operation(activation: Activation, *, gated: bool) -> str:
-    """Name of the operation behind the first map of an MLP."""
-    return _GATED[activation] if gated else activation
+_GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu_erf_and_mul"}
+_PLAIN = {"relu2": {"relu", "mul"}}
+"""Operations of activations that are not one of the same name."""
 
 
 def needed_operations(spec: ModelSpec) -> frozenset[str]:
@@ -45,11 +35,17 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         return {*layer.kind.operations}
     attention, found = layer.attention, {"rotate_and_cache"}
     if attention.distances is None:
-        found.add("attention")
+        found.add("alibi_attention" if attention.alibi else "attention")
     elif isinstance(attention.distances, DistanceBuckets):
         found.add("relative_attention")
     else:
         found |= {"columns", "head_linear", "disentangled_attention"}
+    if attention.clip is not None:
+        found.add("clip")
+    if attention.qk_norm == "layer":
+        found.add("layer_norm_heads")
+    if attention.norms_rotated:
+        found.add("rotate_heads")
     if attention.temperature is not None:
         found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
@@ -59,7 +55,9 @@ def _of_attention(layer: LayerSpec) -> set[str]:
 
 def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
     if isinstance(mlp, MlpSpec):
-        return {activation_operation(mlp.activation, gated=mlp.gated)}
+        if mlp.gated:
+            return {_GATED[mlp.activation]}
+        return _PLAIN.get(mlp.activation, {mlp.activation})
     found = {"experts"}
     if mlp.shared_size:
         found.add("silu_and_mul")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagoda.checkpoints.rope import (
+    DynamicScaling,
     FrequencyFactors,
     LinearScaling,
     Llama3Scaling,
@@ -25,8 +26,10 @@ def rotary_frequencies(rotary: RotarySpec, max_length: int) -> tuple[Tensor, flo
     No sequence is longer than `max_length`. The base form is Su et al. 2021.
     """
     exponents = torch.arange(0, rotary.dim, 2).float() / rotary.dim
-    wavelengths = rotary.theta**exponents
-    scaling = rotary.scaling
+    scaling, theta = rotary.scaling, rotary.theta
+    if isinstance(scaling, DynamicScaling):
+        theta, scaling = theta * scaling.base_factor(max_length, rotary.dim), None
+    wavelengths = theta**exponents
     if scaling is None:
         return 1.0 / wavelengths, 1.0
     if isinstance(scaling, LinearScaling):

@@ -287,6 +287,7 @@ class Shard:
         total = sum(size for _, size in config.last_norm_tensors) * self.is_last
         total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
         total += sum(size for _, size in config.map_vectors) * self.is_last
+        total += self.is_last * config.head_bias * len(self.vocabulary)
         if self.is_first and config.embedding_projection is not None:
             total += config.hidden_size
         total += len(self.layers) * self._distance_numbers()

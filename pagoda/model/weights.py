@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
@@ -104,7 +105,7 @@ class DummyWeights:
         self._pattern = torch.randn(_PATTERN_SIZE, generator=generator)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        if out.dim() == 1:
+        if out.dim() <= 1:
             out.fill_(0 if name.endswith(".bias") or not out.is_floating_point() else 1)
             return
         pattern = (self._pattern * out.shape[1] ** -0.5).to(out.dtype)
@@ -157,14 +158,16 @@ class CheckpointWeights:
             rows = self._transposed(stored, linear.outputs)
             return DenseWeight(in_head_order(rows, linear.head_order).to(dtype))
         values = self.tensor(stored.weight, stored.shape, READABLE)
-        return DenseWeight(own_rows(values.view(-1, linear.inputs), linear).to(dtype))
+        rows = own_rows(values.view(-1, linear.inputs), linear)
+        return DenseWeight((normalize(rows.float()) if linear.unit_rows else rows).to(dtype))
 
     def _transposed(self, stored: StoredRows, count: int) -> Tensor:
-        """Rows of one expert in a tensor [experts, inputs, rows]."""
-        num_experts, num_rows, inputs = stored.shape
-        values = self.tensor(stored.weight, (num_experts, inputs, num_rows), READABLE)
+        """Rows of a tensor [inputs, rows], or of one expert in a tensor [experts, inputs, rows]."""
+        *num_experts, num_rows, inputs = stored.shape
+        values = self.tensor(stored.weight, (*num_experts, inputs, num_rows), READABLE)
         expert, first = divmod(stored.first, num_rows)
-        return values[expert].t()[replace(stored, first=first).rows(count)].contiguous()
+        whole = values[expert] if num_experts else values
+        return whole.t()[replace(stored, first=first).rows(count)].contiguous()
 
     def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:
         """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types."""

@@ -12,6 +12,7 @@ from cpu_cases import random_tensor
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache
+from pagoda.backend.decoder_operations import alibi_attention
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.relative_attention import (
@@ -20,11 +21,13 @@ from pagoda.backend.relative_attention import (
     relative_attention,
 )
 from pagoda.backend.single import compute
+from pagoda.model.alibi import alibi_slopes
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 32, 1e-6
 REACH, NUM_BUCKETS = 160, 7
 BUCKETS = [min(NUM_BUCKETS - 1, abs(i - 10) // 9) for i in range(-REACH, REACH + 1)]
+SLOPES = alibi_slopes(HEADS)
 LENGTHS = (150, 1, 70)
 BLOCKS = [list(range(10 * i, 10 * i + 10)) for i in range(len(LENGTHS))]
 
@@ -43,7 +46,7 @@ class _Kind:
     """Factor of the rotated elements."""
     causal: bool = True
     by_distance: str = ""
-    """Scores by `numbers` of distances, or by `buckets` of them."""
+    """Scores by `numbers` of distances, by `buckets` of them, or by distances times `slopes`."""
 
     @property
     def distances(self) -> Tensor:
@@ -91,6 +94,8 @@ KINDS = {
     "both ways, soft cap and sinks": _Kind(causal=False, softcap=2.5, has_sinks=True),
     "a window both ways": _Kind(causal=False, window=20),
     "a window both ways of a tile, with sinks": _Kind(causal=False, window=64, has_sinks=True),
+    "slopes": _Kind(by_distance="slopes"),
+    "slopes, unrotated": _Kind(rotated=0, by_distance="slopes"),
     "numbers of distances": _Kind(causal=False, by_distance="numbers"),
     "buckets of distances": _Kind(causal=False, by_distance="buckets"),
 }
@@ -116,6 +121,10 @@ def _attend(
         queries = graph.rotate_and_cache(
             qkv, metadata, table, cache, kind.head_norms, num_heads=HEADS, head_dim=HEAD_DIM
         )
+        if kind.by_distance == "slopes":
+            return alibi_attention(
+                graph, queries, metadata, cache, SLOPES, head_dim=HEAD_DIM, scale=0.3
+            )
         if kind.by_distance == "numbers":
             return relative_attention(
                 graph, queries, metadata, cache, kind.distances, head_dim=HEAD_DIM, scale=0.3
@@ -178,6 +187,8 @@ def _formula(kind: _Kind, index: int) -> Tensor:
     scores *= 0.3
     if kind.by_distance == "numbers":
         scores += kind.distances[:, REACH - distance]
+    if kind.by_distance == "slopes":
+        scores -= SLOPES.double()[:, None, None] * distance
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
     behind = distance < 0 if kind.causal else -distance >= (kind.window or n)

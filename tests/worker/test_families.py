@@ -12,6 +12,7 @@ from driver import Driver, load
 from family_models import FAMILIES, TEXT_PARTS, as_published, make_model
 from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
+from own_code_models import OWN_CODE, as_makers_publish, make_like
 from tiny_models import continuation
 
 from pagoda.checkpoints.config_json import read_model_config
@@ -30,7 +31,17 @@ IN_GGUF = [
     for name, (kind, _) in FAMILIES.items()
     if {**_BY_ALIAS, **KNOWN}[kind].gguf is not None
     and not name.endswith(
-        ("-scale", "-mixed", "-groups", "-bias", "-chunked", "-unnormed", "next-dense")
+        (
+            "-scale",
+            "-mixed",
+            "-groups",
+            "-bias",
+            "-chunked",
+            "-unnormed",
+            "next-dense",
+            "-ntk",
+            "-12b",
+        )
     )
 ]
 """Others have what files do not say."""
@@ -49,16 +60,19 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *TEXT_PARTS])
+@pytest.fixture(scope="module", params=[*FAMILIES, *TEXT_PARTS, *OWN_CODE])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """A family, with prompts of which some begin alike."""
     rng = random.Random(5)
     tails = [[rng.randrange(320) for _ in range(length)] for length in (120, 7, 1, 30)]
     prompts = [*tails[:2], _PREFIX + tails[2], _PREFIX + tails[3]]
     directory = tmp_path_factory.mktemp("model")
-    oracle = save_oracle(directory, make_model(request.param), prompts, LENGTH)
+    make = make_like if request.param in OWN_CODE else make_model
+    oracle = save_oracle(directory, make(request.param), prompts, LENGTH)
     if request.param in TEXT_PARTS:
         as_published(directory)
+    if request.param in OWN_CODE:
+        as_makers_publish(request.param, directory)
     assert len({tuple(tokens) for tokens in oracle.expected}) == len(prompts)
     return oracle
 

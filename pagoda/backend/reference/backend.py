@@ -32,6 +32,7 @@ from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference import (
+    alibi,
     attention,
     collectives,
     context,
@@ -55,6 +56,7 @@ from pagoda.devices import DeviceSet
 from pagoda.parallel.collectives import Collectives
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    **alibi.OPERATIONS,
     **attention.OPERATIONS,
     **collectives.OPERATIONS,
     **context.OPERATIONS,

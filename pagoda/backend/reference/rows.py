@@ -73,6 +73,46 @@ def relu(x: Tensor) -> Tensor:
     return x.clamp(min=0)
 
 
+def xielu(x: Tensor, *, positive: float, negative: float, beta: float, eps: float) -> Tensor:
+    below = negative * (torch.exp(x.clamp(max=eps)) - 1 - x)
+    return torch.where(x > 0, positive * x * x, below) + beta * x
+
+
+def clip(x: Tensor, *, limit: float) -> Tensor:
+    return x.clamp(-limit, limit)
+
+
+def layer_norm_heads(
+    x: Tensor, weight: Tensor, bias: Tensor, *, elements: int, head_dim: int, eps: float
+) -> Tensor:
+    heads, weight, bias = (
+        part.unflatten(-1, (-1, head_dim)) for part in (x[:, :elements], weight, bias)
+    )
+    normed = layer_norm(heads, weight, bias, eps=eps).flatten(1)
+    return torch.cat((normed, x[:, elements:]), dim=1)
+
+
+def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the pairs (i, i + r/2) of the first r elements of every head of x [n, heads, d]."""
+    cos, sin = (part[:, None, :] for part in table)
+    half = cos.shape[-1]
+    left, right, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
+
+
+def rotate_heads(
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    elements: int,
+    head_dim: int,
+    width: int,  # noqa: ARG001 - the table says it
+) -> Tensor:
+    heads = x[:, :elements].unflatten(1, (-1, head_dim))
+    return torch.cat((rotated(heads, (cosines, sines)).flatten(1), x[:, elements:]), dim=1)
+
+
 def columns(x: Tensor, *, first: int, count: int) -> Tensor:
     return x[:, first : first + count]
 
@@ -129,6 +169,10 @@ OPERATIONS: Mapping[str, Callable[..., Tensor | None]] = {
         silu,
         relu,
         columns,
+        xielu,
+        clip,
+        layer_norm_heads,
+        rotate_heads,
         sigmoid,
         mul,
         scale_rows,

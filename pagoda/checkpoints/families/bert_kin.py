@@ -26,7 +26,7 @@ DISTILBERT = replace(
     adapt=_distilbert,
     names=replace(
         NAMES,
-        layers="transformer.layer",
+        layers="layer",
         query="attention.q_lin",
         key="attention.k_lin",
         value="attention.v_lin",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2 and 3."""
+"""Gemma 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -18,8 +18,39 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ModelSpec, Multipliers
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
+
+# ---- Gemma: Llama with scaled embeddings, GELU, and weights of norms less one (Gemma Team 2024)
+
+
+def _adapt_gemma(spec: ModelSpec, _: Fields) -> ModelSpec:
+    return replace(spec, multipliers=Multipliers(embedding=math.sqrt(spec.hidden_size)))
+
+
+def _gemma_values(fields: Fields) -> Mapping[str, object]:
+    """The activation, which files of its makers call by a name of another."""
+    usual = fields.values.get("hidden_act") in (None, "gelu")
+    return {"hidden_act": "gelu_pytorch_tanh"} if usual else {}
+
+
+GEMMA = Family(
+    "GemmaForCausalLM",
+    "Gemma, CodeGemma, text of PaliGemma",
+    _adapt_gemma,
+    names=TensorNames(norm_offset=1.0),
+    gguf=GgufFormat("gemma"),
+    defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    values=_gemma_values,
+    activation="gelu_tanh",
+    model_types={
+        "gemma": {
+            **text_sizes(256_000, 3072, 24_576, 28, 16, 16, 8192),
+            "tie_word_embeddings": True,
+        }
+    },
+)
 
 # ---- Gemma 2: norms before and behind, scaled embeddings, capped scores and logits (Gemma Team 2024)
 # All but some layers have a window. Gemma 3 has most of it in common.

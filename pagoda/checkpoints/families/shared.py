@@ -21,6 +21,7 @@ from pagoda.checkpoints.pooling_spec import (
     ClassifierSpec,
     EncoderSpec,
     HeadPooling,
+    PositionTable,
     VectorMap,
 )
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
@@ -163,6 +164,19 @@ def layers_behind_dense(fields: Fields, num_layers: int, usual: int) -> list[int
     return [layer for layer in range(first, num_layers) if layer % every == 0]
 
 
+_MLP_KINDS = "mlp_layer_types"
+
+
+def sparse_by_kind(fields: Fields, num_layers: int) -> list[int]:
+    """Layers that `mlp_layer_types` call sparse; those behind the first one where the file is silent."""
+    if fields.values.get(_MLP_KINDS) is None:
+        return layers_behind_dense(fields, num_layers, 1)
+    kinds = fields.texts(_MLP_KINDS)
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        fields.refuse(_MLP_KINDS, f"must be a list of {num_layers} of dense, sparse")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+
+
 def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     """Every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
     step = fields.positive("decoder_sparse_step", 1)
@@ -280,6 +294,50 @@ def both_ways(spec: ModelSpec) -> ModelSpec:
     """A decoder whose tokens see all of their text: it gives vectors."""
     encoder = EncoderSpec(norms_embeddings=False, norms_output=True)
     return replace(with_attention_of(spec, causal=False), tie_word_embeddings=True, encoder=encoder)
+
+
+def with_biases(
+    spec: ModelSpec, *, qkv: bool = True, out: bool = True, mlp: bool = True
+) -> ModelSpec:
+    """The model with biases of queries, keys and values, of the map behind attention, and of dense MLPs."""
+
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
+        attention = replace(layer.attention, qkv_bias=qkv, output_bias=out)
+        dense = isinstance(layer.mlp, MlpSpec)
+        return replace(
+            layer,
+            attention=attention,
+            mlp=replace(layer.mlp, bias=mlp) if dense else layer.mlp,
+        )
+
+    return spec.with_layers(change)
+
+
+def with_position_table(spec: ModelSpec, first: int = 0) -> ModelSpec:
+    """The model with learned positions in place of rotary ones; `first` is the row of the first position."""
+    spec = without_rotation(spec, [True] * spec.num_layers)
+    return replace(spec, position_table=PositionTable(spec.max_position_embeddings + first, first))
+
+
+def with_alibi(spec: ModelSpec) -> ModelSpec:
+    """The model whose scores depend on distances, and that knows no other positions."""
+    spec = without_rotation(spec, [True] * spec.num_layers)
+    return with_attention(spec, alibi=True)
+
+
+def own_heads(fields: Fields) -> Mapping[str, object]:
+    """Sizes of models whose heads of queries all have keys and values, and of whose size files are silent."""
+    heads = fields.positive("num_attention_heads")
+    return {"num_key_value_heads": heads, "head_dim": None}
+
+
+def following_sizes(
+    fields: Fields, inner_name: str = "", usual: int | None = None
+) -> Mapping[str, object]:
+    """The same with inner channels of MLPs: those in the field `inner_name`, the usual ones, or four times as many
+    as there are hidden ones."""
+    usual = usual or 4 * fields.positive("hidden_size")
+    return {**own_heads(fields), "intermediate_size": fields.positive(inner_name, usual)}
 
 
 def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpec:

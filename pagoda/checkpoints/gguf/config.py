@@ -14,7 +14,7 @@ from pagoda.checkpoints.contents import unread_tensors
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
-from pagoda.checkpoints.fields import Fields, nearest
+from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
@@ -149,6 +149,7 @@ def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
     others = {FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS}
     others |= {linear.stored.weight for linear in spec.outer_linears}
     others |= {name for name, _ in spec.map_vectors}
+    others |= {f"{spec.names.head}.bias"} if spec.head_bias else set()
     others |= {name for name, _ in spec.last_norm_tensors + spec.embedding_norm_tensors}
     num_blocks = _fields(file).positive("block_count")
 
@@ -333,9 +334,9 @@ def _fields(file: GgufFile) -> Fields:
     architecture = file.metadata.text("general.architecture")
     families = gguf_families()
     if architecture not in families:
-        near = nearest(architecture, {it: it for it in families})
-        known = ", ".join(families)
-        file.metadata.refuse("general.architecture", f"must be one of {known}{near}")
+        near = three_nearest(architecture, {it: it for it in families})
+        rule = f"is none that Pagoda runs, the nearest of which are {near}"
+        file.metadata.refuse("general.architecture", rule)
     return file.metadata.below(f"{architecture}.")
 
 
