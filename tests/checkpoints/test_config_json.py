@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import LinearScaling, Llama3Scaling, RotarySpec, YarnScaling
