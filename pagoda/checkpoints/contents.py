@@ -167,6 +167,8 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
     biased += [attention.out] * layer.attention.output_bias
     if layer.mlp.bias:
         biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]
+    elif isinstance(layer.mlp, MlpSpec) and layer.mlp.down_bias:
+        biased.append(spec.mlp_linears(index).down)
     for linear in biased:
         yield [linear.stored.bias]
 

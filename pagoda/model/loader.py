@@ -312,7 +312,7 @@ class WeightLoader(Generic[LinearT]):
     ) -> DenseMlp[LinearT]:
         return DenseMlp(
             gate_up=self.linear(linears.into, bias=spec.bias),
-            down=self.linear([linears.down], bias=spec.bias),
+            down=self.linear([linears.down], bias=spec.bias or spec.down_bias),
             activation=spec.activation,
             gated=spec.gated,
             numbers=self._xielu(index) if spec.activation == "xielu" else {},

@@ -296,6 +296,7 @@ class Shard:
             biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias
             if isinstance(spec.mlp, MlpSpec):
                 biases += [*config.mlp_linears(layer)] * spec.mlp.bias
+                biases += [config.mlp_linears(layer).down] * spec.mlp.down_bias
             elif spec.mlp.bias:
                 sparse = config.linears_of(layer, spec.mlp)
                 held = sparse.experts[self.experts.start : self.experts.stop]

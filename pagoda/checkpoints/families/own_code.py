@@ -22,7 +22,7 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
 
@@ -186,6 +186,41 @@ def _adapt_teleflm(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 TELEFLM = Family("TeleFLMForCausalLM", "Tele-FLM 52B", _adapt_teleflm)
+
+
+# ---- TeleChat: Llama with biases of the maps back, and keys and values in one tensor (China Telecom 2024)
+
+
+def _adapt_telechat(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    mlp = MlpSpec(fields.positive("intermediate_size"), down_bias=True)
+    spec = with_attention(spec, qkv_bias=False, output_bias=True)
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
+
+
+_KEY_VALUE = "self_attention.key_value"
+TELECHAT = Family(
+    "TeleChat2ForCausalLM",
+    "TeleChat and TeleChat 2",
+    _adapt_telechat,
+    names=TensorNames(
+        embedding="word_embeddings",
+        norm="ln_f",
+        layers="h",
+        query="self_attention.query",
+        key=_KEY_VALUE,
+        value=_KEY_VALUE,
+        attention_out="self_attention.dense",
+        joins_by_head=True,
+    ),
+    renamed={
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "seq_length": "max_position_embeddings",
+    },
+    aliases=frozenset({"TeleChatForCausalLM"}),
+)
 
 
 # ---- Qwen 1: Llama with biases of queries, keys and values (Bai et al. 2023)
