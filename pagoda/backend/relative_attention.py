@@ -38,8 +38,8 @@ def relative_attention(
     """Attention of queries [n, heads d] over all tokens of their sequences: [n, heads d] (Shaw et al. 2018).
 
     A number of `distances` [heads, 2 reach + 1] float32 is added to the score of a query and a key: that of the
-    key's place behind the query plus `reach` (T5, Raffel et al. 2020; MPNet). Raises ValueError: shapes do not fit.
-    Steps raise ValueError: a sequence is longer than `reach + 1` tokens, or not whole.
+    key's place behind the query plus `reach` (T5, Raffel et al. 2020; MPNet). Raises ValueError: shapes do not
+    fit. Steps raise ValueError: a sequence is longer than `reach + 1` tokens, or not whole.
     """
     heads, count = distances.shape
     if heads * head_dim != queries.width or count % 2 == 0:
@@ -67,12 +67,12 @@ def disentangled_attention(
     head_dim: int,
     scale: float,
 ) -> Value:
-    """Attention of queries [n, heads d] over all tokens of their sequences: [n, heads d] (DeBERTa, He et al. 2020).
+    """Attention of queries [n, heads d] over all tokens of their sequences: [n, heads d] (He et al. 2020).
 
-    `buckets` [2 reach + 1] are those of a key's place behind the query, from `-reach` on. A number of the query, of
-    `of_queries` [n, heads buckets], and one of the key, of `of_keys` [n, heads buckets], in the bucket of their
-    distance are added to their product, before all three are scaled. Raises ValueError: shapes do not fit. Steps
-    raise ValueError: a sequence is longer than `reach + 1` tokens, or not whole.
+    `buckets` [2 reach + 1] are those of a key's place behind the query, from `-reach` on. A number of the query,
+    of `of_queries` [n, heads buckets], and one of the key, of `of_keys` [n, heads buckets], in the bucket of
+    their distance are added to their product, before all three are scaled. Raises ValueError: shapes do not fit.
+    Steps raise ValueError: a sequence is longer than `reach + 1` tokens, or not whole.
     """
     count, rest = divmod(of_queries.width, queries.width // head_dim)
     if rest or of_keys.width != of_queries.width or not 0 <= min(buckets) <= max(buckets) < count:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import Activation, ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, HF_NAMES, TensorNames
 
 
@@ -65,5 +66,10 @@ class Family:
     """Other names in `architectures`, of models with the same text part and no `text_config`."""
     joins_experts: bool = False
     """Some files have the experts of a layer in one tensor, others one by one."""
+    heads: Mapping[str, Callable[[Fields], ClassifierSpec]] = field(default_factory=dict)
+    """Heads that score texts or tokens, by what stands for `Model` in the architecture's name then."""
+    masked_head: tuple[str, str, str] | None = None
+    """Names of the layer, of the norm and, in full, of the numbers added to logits of the head of masked language
+    modelling."""
     own_keys: frozenset[str] = frozenset()
     """Keys of config.json that `adapt` handles although other families must not have them."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
@@ -26,8 +27,15 @@ from pagoda.checkpoints.pooling_spec import (
     PositionTable,
     ScoreTokens,
     Task,
+    VectorKind,
+    VectorMap,
 )
-from pagoda.checkpoints.rope import DynamicScaling, LongRopeScaling, RotarySpec
+from pagoda.checkpoints.rope import (
+    DynamicScaling,
+    LongRopeScaling,
+    RotarySpec,
+    TemperatureSpec,
+)
 from pagoda.checkpoints.state_layers import StateSpec
 from pagoda.checkpoints.tensor_names import (
     HeadLayerNorm,
@@ -42,13 +50,8 @@ if TYPE_CHECKING:
     from pagoda.checkpoints.family import Family
 
 
-@dataclass(frozen=True)
-class TemperatureSpec:
-    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
-
-    period: float
-    factor: float
-    offset: float
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""Activations of MLPs; `gelu` is exact, `gelu_tanh` by the hyperbolic tangent."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class AttentionSpec:
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
     latent: LatentSpec | None = None
     """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
+    distances: DistanceBuckets | Disentangled | None = None
+    """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
 
     @property
     def kind(self) -> Literal["full", "latent", "window", "chunk", "step"]:
@@ -102,8 +107,8 @@ class AttentionSpec:
 
     @property
     def reach(self) -> int:
-        """Tokens of a window or of a chunk; 0 where all are seen."""
-        return self.window or self.chunk or 0
+        """Tokens of a window or of a chunk; 0 where all are kept, as encoders keep them for a step."""
+        return (self.window or self.chunk or 0) if self.causal else 0
 
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
@@ -121,8 +126,12 @@ class MlpSpec:
     bias: bool = False
     activation: Activation = "silu"
     gated: bool = True
-    down_bias: bool = False
-    """Bias of the map back alone."""
+    down_bias: bool | None = None
+    """Bias of the map back to hidden states, where it is not as `bias`."""
+
+    @property
+    def has_down_bias(self) -> bool:
+        return self.bias if self.down_bias is None else self.down_bias
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,8 @@ class LayerSpec:
     mlp: MlpSpec | ExpertsSpec
     pre_norm: bool = True
     """Norms in front of attention and of the MLP."""
+    bare_attention: bool = False
+    """No norm is in front of attention all the same (ModernBERT's first layer)."""
     post_norm: bool = False
     """Norms behind attention and behind the MLP, before their outputs are added."""
     norms_sums: bool = False
@@ -234,6 +245,10 @@ class ModelSpec:
     """Rows of the head are brought to length one as they are loaded (Baichuan 2)."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
+    vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
+    """Layers behind hidden states of texts or tokens, besides those of the head that scores."""
+    logit_bias: str = ""
+    """Tensor that is added to logits of the layers `masked`; empty where there are none."""
     headless: bool = False
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
@@ -254,7 +269,9 @@ class ModelSpec:
 
     @property
     def task(self) -> Task:
-        if self.classifier is not None or self.score_tokens is not None:
+        if self.classifier is not None:
+            return self.classifier.task
+        if self.score_tokens is not None:
             return "score"
         return "generate" if self.gives_logits else "embed"
 
@@ -288,9 +305,13 @@ class ModelSpec:
 
     @property
     def embedding(self) -> LinearSpec:
-        return LinearSpec(
-            self.names.embedding, self.vocab_size, self.hidden_size, LinearRole.EMBEDDING
-        )
+        size = self.embedding_size
+        return LinearSpec(self.names.embedding, self.vocab_size, size, LinearRole.EMBEDDING)
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding."""
+        return (self.encoder and self.encoder.embedding_size) or self.hidden_size
 
     @property
     def head(self) -> LinearSpec:
@@ -324,8 +345,7 @@ class ModelSpec:
         if draft is not None:
             own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
             return [*own, *draft.linears(self.hidden_size)]
-        tables = (self.embedding, self.head, self.positions, self.token_types)
-        return [*filter(None, tables), *self.classifier_linears]
+        return [self.embedding, self.head, *self.encoder_linears, *self.map_linears]
 
     @property
     def layer_inputs(self) -> range | None:
@@ -369,12 +389,8 @@ class ModelSpec:
             stored, own = linear.stored, linear.outputs // self.num_kv_heads
             first, group = begun.get(stored.tensor, 0), stored.shape[0] // self.num_kv_heads
             begun[stored.tensor] = first + own
-            is_whole = group == own
-            yield (
-                linear
-                if is_whole
-                else replace(linear, rows=replace(stored, first=first, group=group))
-            )
+            placed = replace(stored, first=first, group=group)
+            yield linear if group == own else replace(linear, rows=placed)
 
     def _as_stored(self, linear: LinearSpec) -> LinearSpec:
         """A layer's linear map, whose inputs come before outputs in some files."""
@@ -410,33 +426,57 @@ class ModelSpec:
 
     @property
     def positions(self) -> LinearSpec | None:
-        """Learned positions, one for each token of a sequence."""
-        table, name, hidden = (
+        """Learned positions, one for each token of a sequence (Gehring et al. 2017)."""
+        table, name, size = (
             self.encoder or self.position_table,
             self.names.positions,
-            self.hidden_size,
+            self.embedding_size,
         )
-        if table is None:
+        if table is None or table.num_positions == 0:
             return None
-        rows = StoredRows(name, (table.num_positions, hidden), table.first_position)
+        rows = StoredRows(name, (table.num_positions, size), table.first_position)
         count = table.num_positions - table.first_position
-        return LinearSpec(name, count, hidden, LinearRole.WHOLE, rows)
+        return LinearSpec(name, count, size, LinearRole.WHOLE, rows)
 
     @property
     def token_types(self) -> LinearSpec | None:
-        if self.encoder is None:
+        if self.encoder is None or self.encoder.num_token_types == 0:
             return None
         count = self.encoder.num_token_types
-        return LinearSpec(self.names.token_types, count, self.hidden_size, LinearRole.WHOLE)
+        return LinearSpec(self.names.token_types, count, self.embedding_size, LinearRole.WHOLE)
 
     @property
-    def classifier_linears(self) -> list[LinearSpec]:
-        """Layers of the head that scores, in their order."""
+    def embedding_projection(self) -> LinearSpec | None:
+        """The map of embeddings to hidden states, which has a bias."""
+        if self.encoder is None or self.encoder.embedding_size is None:
+            return None
+        name = self.names.embedding_projection
+        return LinearSpec(name, self.hidden_size, self.embedding_size, LinearRole.WHOLE)
+
+    @property
+    def encoder_linears(self) -> list[LinearSpec]:
+        """Tables that an encoder's first stage has besides that of tokens, and the map behind them."""
+        return [*filter(None, (self.positions, self.token_types, self.embedding_projection))]
+
+    @property
+    def maps(self) -> Mapping[VectorKind, tuple[VectorMap, ...]]:
+        """Layers behind hidden states of texts or tokens, by what they are for."""
         if self.classifier is None:
-            return []
-        hidden, dense = self.hidden_size, self.classifier.dense
-        inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, LinearRole.WHOLE)]
-        return [*inner, LinearSpec(self.classifier.out, 1, hidden, LinearRole.WHOLE)]
+            return self.vector_maps
+        return {**self.vector_maps, "scores": self.classifier.layers(self.hidden_size)}
+
+    @property
+    def map_linears(self) -> list[LinearSpec]:
+        return [it.linear for layers in self.maps.values() for it in layers]
+
+    @property
+    def map_vectors(self) -> list[tuple[str, int]]:
+        """Names and sizes of the biases and norms of layers behind hidden states."""
+        found = [(self.logit_bias, self.vocab_size)] if self.logit_bias else []
+        for it in (layer for layers in self.maps.values() for layer in layers):
+            found += [(f"{it.name}.bias", it.outputs)] * it.bias
+            found += self._norm_tensors(it.norm, it.outputs) if it.norm else []
+        return found
 
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""
@@ -452,6 +492,14 @@ class ModelSpec:
         return self._mlp(
             layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
         )
+
+    def mlp_biases(self, layer: int) -> list[LinearSpec]:
+        """Linear layers of a dense layer's MLP that have biases."""
+        mlp = self.layers[layer].mlp
+        if not isinstance(mlp, MlpSpec):
+            return []
+        linears = self.mlp_linears(layer)
+        return [*linears.into] * mlp.bias + [linears.down] * mlp.has_down_bias
 
     def expert_linears(
         self, layer: int, chosen: Iterable[int] | None = None
@@ -502,7 +550,10 @@ class ModelSpec:
         """The MLP of `inner` channels whose linear layers have these names in a layer."""
         (into, out), hidden = roles, self.hidden_size
         sizes = {"gate": inner, "up": inner}
-        gate, up = self._linears(layer, names[:2], sizes, hidden, (into, into), expert, experts)
+        step = -1 if self.names.up_first else 1
+        gate, up = self._linears(
+            layer, names[:2], dict([*sizes.items()][::step]), hidden, (into, into), expert, experts
+        )[::step]
         down = self._linears(layer, names[2:], {"down": hidden}, inner, (out,), expert, experts)
         return MlpLinears(gate, up, *down)
 
@@ -527,7 +578,8 @@ class ModelSpec:
     def norm_tensors(self, layer: int) -> list[tuple[str, int]]:
         """Names and sizes of a layer's vectors: of norms, sinks, its router's correction, its convolution."""
         names, spec = self.names, self.layers[layer]
-        before = [names.attention_norm] * spec.pre_norm + [names.mlp_norm] * spec.has_mlp_norm
+        before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
+        before += [names.mlp_norm] * spec.has_mlp_norm
         behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
         found = [
             tensor
@@ -554,19 +606,25 @@ class ModelSpec:
 
     @property
     def last_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of the tensors of the norm in front of the head, which encoders do not have."""
-        return [] if self.encoder else self._norm_tensors(self.names.norm)
+        """Names and sizes of the tensors of the norm behind the last layer, which most encoders do not have."""
+        return self._norm_tensors(self.names.norm) if self.norms_output else []
+
+    @property
+    def norms_output(self) -> bool:
+        """Hidden states behind the last layer are normed."""
+        return self.encoder is None or self.encoder.norms_output
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
         """Names and sizes of the tensors of an encoder's norm of embeddings, or of norms in front of a head."""
-        names = [self.names.embedding_norm] if self.encoder or self.norms_embedding else []
-        names += self.draft_head.norms if self.draft_head else []
+        if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
+            return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
+        names = self.draft_head.norms if self.draft_head else []
         return [tensor for name in names for tensor in self._norm_tensors(name)]
 
-    def _norm_tensors(self, name: str) -> list[tuple[str, int]]:
+    def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias
-        return [(f"{name}.{end}", self.hidden_size) for end in ends]
+        return [(f"{name}.{end}", size or self.hidden_size) for end in ends]
 
     def head_layer_norms(self, layer: int) -> Iterator[tuple[HeadLayerNorm, int]]:
         """Layer norms of queries and of keys, and the number of heads that each is of."""

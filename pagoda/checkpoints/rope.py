@@ -81,6 +81,13 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True)
+class NtkScaling:
+    """The base is times `factor`, and angles are divided by a root of it (Su 2023; GTE)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class DynamicScaling:
     """The base grows with the longest sequence, if that is beyond the original length (dynamic NTK, bloc97 2023).
 
@@ -102,6 +109,7 @@ class DynamicScaling:
 RopeScaling = (
     DynamicScaling
     | LinearScaling
+    | NtkScaling
     | Llama3Scaling
     | YarnScaling
     | FrequencyFactors
@@ -118,6 +126,15 @@ class RotarySpec:
     theta: float
     """Base of the wavelengths."""
     scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class TemperatureSpec:
+    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
+
+    period: float
+    factor: float
+    offset: float
 
 
 def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySpec:
@@ -195,12 +212,16 @@ def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
         return _dynamic_scaling(rope, fields, theta)
     if kind == "linear":
         return LinearScaling(rope.number("factor")), theta
+    if kind == "ntk":
+        rope.require("mixed_b", None)
+        return NtkScaling(rope.number("factor")), theta
     if kind == "llama3":
         return _llama3_scaling(rope), theta
     if kind in ("longrope", "su"):
         return _longrope_scaling(rope, fields), theta
     if kind != "yarn":
-        rope.refuse(name, "must be one of default, dynamic, linear, llama3, yarn, longrope")
+        kinds = "default, dynamic, linear, ntk, llama3, yarn, longrope"
+        rope.refuse(name, f"must be one of {kinds}")
     if theta <= 1:
         own = rope if rope.values.get("rope_theta") is not None else fields
         own.refuse("rope_theta", "must be above 1 where frequencies are scaled by YaRN")

@@ -101,6 +101,14 @@ def _gives(spec: ModelSpec) -> str:
     """Purpose of the model, with the routes that serve it."""
     if spec.task == "score":
         return "scores of pairs of texts (POST /v1/rerank, /v1/score)"
+    if spec.task == "classify":
+        return "labels of texts (POST /classify)"
+    if spec.task == "token_classify":
+        return "labels of tokens (POST /pooling)"
+    if "masked" in spec.vector_maps:
+        return "a weight for each token of the vocabulary (POST /v1/embeddings)"
+    if "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
+        return "vectors of tokens (POST /pooling), by which /v1/rerank and /v1/score compare texts"
     if spec.task == "embed":
         return (
             "vectors of texts (POST /v1/embeddings), of which /v1/rerank and /v1/score make cosines"

@@ -27,9 +27,11 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.model_spec import XIELU, Activation, LayerSpec, MlpSpec
+from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
+from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import LinearShard, Shard, take_part
@@ -98,6 +100,8 @@ class Layer(Generic[LinearT]):
     """[heads] float32, of scores by distance."""
     sinks: Tensor | None
     """[heads] float32."""
+    distances: Distances | DisentangledMaps[LinearT] | None
+    """Weights of what distances of tokens add to scores."""
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -107,12 +111,24 @@ class Layer(Generic[LinearT]):
 
 
 @dataclass(frozen=True)
-class EncoderTables(Generic[LinearT]):
-    """Tables that an encoder adds to the embeddings of tokens, and the norm of the sum."""
+class InputTables(Generic[LinearT]):
+    """Tables that are added to the embeddings of tokens, and the norm of the sum."""
 
-    positions: LinearT
-    token_types: LinearT
-    norm: Norm
+    positions: LinearT | None
+    token_types: LinearT | None
+    norm: Norm | None
+    projection: LinearT | None
+    """Map of the normed sum to hidden states."""
+
+
+@dataclass(frozen=True)
+class VectorLayer(Generic[LinearT]):
+    """A layer behind hidden states of texts or tokens."""
+
+    weight: LinearT
+    activation: VectorActivation
+    norm: Norm | None
+    """Norm behind the activation."""
 
 
 class WeightLoader(Generic[LinearT]):
@@ -153,7 +169,9 @@ class WeightLoader(Generic[LinearT]):
             return self.norm(names.of_layer(index, name)) if has else None
 
         return Layer(
-            attention_norm=norm(names.attention_norm, has=spec.pre_norm),
+            attention_norm=norm(
+                names.attention_norm, has=spec.pre_norm and not spec.bare_attention
+            ),
             qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
@@ -165,6 +183,7 @@ class WeightLoader(Generic[LinearT]):
             else None,
             slopes=self._slopes() if attention.alibi else None,
             sinks=self._sinks(index) if attention.sinks else None,
+            distances=load_distances(self, index, attention.distances),
             attention_out=self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
@@ -173,38 +192,36 @@ class WeightLoader(Generic[LinearT]):
             spec=spec,
         )
 
-    def position_table(self) -> LinearT | None:
-        """The learned positions of a decoder's first stage."""
+    def input_tables(self) -> InputTables[LinearT] | None:
+        """The tables of a first stage, the norm of their sum, and the map behind it."""
         config = self.shard.config
-        has = config.position_table is not None and self.shard.is_first
-        return self.linear([config.positions]) if has and config.positions else None
-
-    def embedding_norm(self) -> Norm | None:
-        """The norm of a decoder's embeddings on its first stage."""
-        config = self.shard.config
-        has = config.norms_embedding and self.shard.is_first
-        return self.norm(config.names.embedding_norm) if has else None
-
-    def encoder_tables(self) -> EncoderTables[LinearT] | None:
-        """The tables of an encoder's first stage."""
-        config = self.shard.config
-        positions, token_types = config.positions, config.token_types
-        if positions is None or token_types is None or not self.shard.is_first:
+        if not self.shard.is_first:
             return None
-        tables = self.linear([positions]), self.linear([token_types])
-        return EncoderTables(*tables, self.norm(config.names.embedding_norm))
+        has_norm = config.norms_embedding or (config.encoder and config.encoder.norms_embeddings)
+        norm = self.norm(config.names.embedding_norm, config.embedding_size) if has_norm else None
+        return InputTables(
+            *(
+                None if table is None else self.linear([table])
+                for table in (config.positions, config.token_types)
+            ),
+            norm,
+            None
+            if config.embedding_projection is None
+            else self.linear([config.embedding_projection], bias=True),
+        )
 
-    def classifier(self) -> list[LinearT]:
-        """The layers of the head that scores, if there is one on this stage."""
-        classifier = self.shard.config.classifier
-        if classifier is None or not self.shard.is_last:
-            return []
-        linears = self.shard.config.classifier_linears
-        return [self.linear([linear], bias=classifier.bias) for linear in linears]
+    def vector_layers(self) -> dict[VectorKind, list[VectorLayer[LinearT]]]:
+        """The layers behind hidden states of texts or tokens, if there are any on this stage."""
+        maps = self.shard.config.maps if self.shard.is_last else {}
+        return {kind: [self._vector_layer(it) for it in layers] for kind, layers in maps.items()}
 
-    def norm(self, name: str) -> Norm:
-        """The norm `name` of hidden states."""
-        size, norm = self.shard.config.hidden_size, self.shard.config.norm
+    def _vector_layer(self, it: VectorMap) -> VectorLayer[LinearT]:
+        norm = None if it.norm is None else self.norm(it.norm, it.outputs)
+        return VectorLayer(self.linear([it.linear], bias=it.bias), it.activation, norm)
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """The norm `name` of hidden states, or of vectors of `size` elements."""
+        size, norm = size or self.shard.config.hidden_size, self.shard.config.norm
         ones = torch.ones(size, device=self.backend.device)
         weight = self.norm_weight(name, size) if norm.weight else ones
         if norm.kind == "rms":
@@ -239,7 +256,7 @@ class WeightLoader(Generic[LinearT]):
         began = self.tracer.e2e()
         weights = [self.weight(linear, inputs) for linear in linears]
         _check_act_orders(linears, weights)
-        biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
+        biases = torch.cat([self.bias(linear) for linear in linears]) if bias else None
         loaded = self.tracer.e2e()
         prepared = self.backend.prepare_linear(weights, biases, self.dtype)
         num_bytes = sum(weight_bytes(weight, self.dtype) for weight in weights)
@@ -262,7 +279,8 @@ class WeightLoader(Generic[LinearT]):
             part = LinearShard(range(len(part.outputs)), part.inputs)
         return take_part(linear, weight, part, self.dtype)
 
-    def _bias(self, linear: LinearSpec) -> Tensor:
+    def bias(self, linear: LinearSpec) -> Tensor:
+        """This rank's part of the bias of a linear layer, in the dtype of dense layers."""
         stored, part = linear.stored, self.shard.part_of(linear)
         whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
         self.source.read_into(stored.bias, whole)
@@ -312,7 +330,7 @@ class WeightLoader(Generic[LinearT]):
     ) -> DenseMlp[LinearT]:
         return DenseMlp(
             gate_up=self.linear(linears.into, bias=spec.bias),
-            down=self.linear([linears.down], bias=spec.bias or spec.down_bias),
+            down=self.linear([linears.down], bias=spec.has_down_bias),
             activation=spec.activation,
             gated=spec.gated,
             numbers=self._xielu(index) if spec.activation == "xielu" else {},

@@ -73,7 +73,11 @@ def _dense(
 
 def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
     """Activation of gates [n, d] times what is beside them in [n, 2 d]."""
-    recorded = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}
+    recorded = {
+        "silu": ops.silu_and_mul,
+        "gelu_tanh": ops.gelu_and_mul,
+        "gelu": ops.gelu_erf_and_mul,
+    }
     return recorded[mlp.activation](both)
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from pagoda.checkpoints.distances import DistanceBuckets
 from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
-_GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
+_GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu_erf_and_mul"}
 _PLAIN = {"relu2": {"relu", "mul"}}
 """Operations of activations that are not one of the same name."""
 
@@ -20,8 +21,9 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
     factors = spec.multipliers
     if any(factor != 1 for factor in (factors.embedding, factors.residual, factors.logits)):
         found.add("scale")
-    has_dense_head = spec.classifier is not None and spec.classifier.dense is not None
-    if factors.logits_softcap is not None or has_dense_head:
+    activations = {it.activation for layers in spec.maps.values() for it in layers}
+    found |= activations - {"tanh", "identity"}
+    if factors.logits_softcap is not None or "tanh" in activations:
         found.add("softcap")
     if spec.gives_logits:
         found.add("linear_argmax")
@@ -32,7 +34,12 @@ def _of_attention(layer: LayerSpec) -> set[str]:
     if layer.kind is not None:
         return {*layer.kind.operations}
     attention, found = layer.attention, {"rotate_and_cache"}
-    found.add("alibi_attention" if attention.alibi else "attention")
+    if attention.distances is None:
+        found.add("alibi_attention" if attention.alibi else "attention")
+    elif isinstance(attention.distances, DistanceBuckets):
+        found.add("relative_attention")
+    else:
+        found |= {"columns", "head_linear", "disentangled_attention"}
     if attention.clip is not None:
         found.add("clip")
     if attention.qk_norm == "layer":

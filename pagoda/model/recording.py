@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagoda.backend.base import LinearT
 from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operations import GraphBuilder
-from pagoda.model.loader import Layer, Norm
+from pagoda.model.loader import Layer, Norm, VectorLayer
 from pagoda.model.sharding import Shard
 
 
@@ -24,6 +26,20 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
 def scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
     """x [n, d] times a factor, if it is not one."""
     return x if factor == 1 else ops.scale(x, factor)
+
+
+def through(
+    ops: GraphBuilder, x: Value, layers: Sequence[VectorLayer[LinearT]], eps: float
+) -> Value:
+    """x [n, hidden] behind layers, each with its activation and norm."""
+    for layer in layers:
+        x = ops.linear(x, layer.weight)
+        if layer.activation == "tanh":
+            x = ops.softcap(x, 1.0)
+        elif layer.activation != "identity":
+            x = getattr(ops, layer.activation)(x)
+        x = normed(ops, x, layer.norm, eps)
+    return x
 
 
 def with_adapters(

@@ -14,6 +14,7 @@ from pagoda.checkpoints.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RotarySpec,
     YarnScaling,
 )
@@ -33,6 +34,9 @@ def rotary_frequencies(rotary: RotarySpec, max_length: int) -> tuple[Tensor, flo
         return 1.0 / wavelengths, 1.0
     if isinstance(scaling, LinearScaling):
         return 1.0 / wavelengths / scaling.factor, 1.0
+    if isinstance(scaling, NtkScaling):
+        grown = (rotary.theta * scaling.factor) ** exponents
+        return 1.0 / grown / scaling.factor ** (2 / rotary.dim), 1.0
     if isinstance(scaling, FrequencyFactors):
         return 1.0 / wavelengths / torch.tensor(scaling.factors), 1.0
     if isinstance(scaling, LongRopeScaling):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +21,13 @@ from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.contents import full_names, no_place, unread_tensors
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.sentence_modules import dense_modules, lexical_maps, read_modules
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""
+_TORCH = ".pt"
 _INTEGERS = {"I32": "int32", "I64": "int64"}
 _PATTERN_SIZE = 2**20 - 3
 
@@ -128,10 +131,20 @@ class CheckpointWeights:
     Names are those of a decoder with its head; see `full_names`.
     """
 
-    def __init__(self, files: Mapping[str, Path], opened: contextlib.ExitStack) -> None:
-        """`files` says which file holds each tensor; `opened` closes them."""
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        opened: contextlib.ExitStack,
+        maps: Mapping[str, tuple[str, Path]] | None = None,
+    ) -> None:
+        """`files` says which file holds each tensor, `maps` that of each map in a file of its own, with the
+        beginning of names there; `opened` closes them."""
         self._stored_names = full_names(files.keys())
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
+        for name, (beginning, path) in (maps or {}).items():
+            for end in ("weight", "bias"):
+                self._stored_names[f"{name}.{end}"] = f"{beginning}{end}"
+                self._files[f"{name}.{end}"] = path
         self._opened = opened
         self._handles: dict[Path, Any] = {}
 
@@ -233,9 +246,48 @@ class CheckpointWeights:
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
+            if path.suffix == _TORCH:
+                self._handles[path] = _TorchFile(path)
+                return self._handles[path]
             handle = safe_open(path, framework="pt")
             self._handles[path] = self._opened.enter_context(handle)
         return self._handles[path]
+
+
+class _TorchFile:
+    """The few tensors of a file of torch's, with the methods of an open safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(str(error)) from error
+        if not isinstance(self._tensors, dict):
+            raise ValueError("it holds no tensors by name")
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors[name]
+        return tensor
+
+    def get_slice(self, name: str) -> _TorchSlice:
+        return _TorchSlice(self._tensors[name])
+
+
+@dataclass(frozen=True)
+class _TorchSlice:
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return next(
+            (name for name, it in READABLE.items() if getattr(torch, it) == self.tensor.dtype),
+            str(self.tensor.dtype),
+        )
 
 
 @contextlib.contextmanager
@@ -243,7 +295,10 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
     """The weights of a Hugging Face model directory, in one file or several with an index.
     Raises ConfigError: there are none, or a file is corrupt."""
     with contextlib.ExitStack() as opened:
-        yield CheckpointWeights(_find_tensors(directory), opened)
+        dense = dense_modules(directory, read_modules(directory))
+        modules = {it.map.name: ("linear.", it.file) for it in dense}
+        beside = {name: ("", directory / f"{name}.pt") for name in lexical_maps(directory)}
+        yield CheckpointWeights(_find_tensors(directory), opened, {**modules, **beside})
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:

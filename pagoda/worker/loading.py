@@ -250,7 +250,7 @@ def load_runner(
         prompts = PromptReader(
             backend.score,
             leads=group.rank == 0,
-            scores_first=classifier is not None and classifier.first_token,
+            scored_as="last" if classifier is None else classifier.pooling,
         )
         runner = Runner(
             *(model, batch, sampler, prompts, tracer),

@@ -29,7 +29,13 @@ BASE: dict[str, Any] = {
 HARMLESS = {
     # Of training.
     *("attention_dropout", "embd_pdrop", "hidden_dropout", "initializer_range", "resid_pdrop"),
-    *("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"),
+    *("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "dropout"),
+    *("embedding_dropout", "mlp_dropout", "qa_dropout", "seq_classif_dropout", "pooler_dropout"),
+    *("initializer_cutoff_factor", "sinusoidal_pos_embds", "sparse_pred_ignore_index"),
+    *("sparse_prediction", "summary_last_dropout"),
+    # Of heads, which are compared in `test_encoders.py`, and of other tasks.
+    *("classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "legacy"),
+    *("pooler_hidden_act", "summary_activation", "summary_type", "summary_use_proj"),
     *("output_router_logits", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise"),
     *("attn_pdrop", "emb_pdrop", "embedding_dropout", "dropout", "layerdrop", "init_std"),
     "init_device",
@@ -41,8 +47,8 @@ HARMLESS = {
     "pretraining_tp",
     # Of layers that predict several tokens at once, and of generation, and of how transformers runs.
     "num_mtp_layers",
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
-    *("eod_token_id", "sep_token_id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cls_token_id", "eod_token_id"),
+    *("mask_token_id", "sep_token_id", "deterministic_flash_attn"),
     # Of layers with a state, which are refused by the kinds of layers.
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state"),
     *("mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
@@ -59,6 +65,7 @@ ELSEWHERE = {
     "num_experts_per_tok": "where there are experts",
     "intermediate_size": "where not all layers have experts",
     **dict.fromkeys(("block_ffn_dim_multiplier", "conv_L_cache", "conv_bias"), "test_families.py"),
+    "max_relative_positions": "with relative_attention",
     "num_kv_heads": "with new_decoder_architecture",
     "num_ln_in_parallel_attn": "with new_decoder_architecture",
     "intermediate_size_mlp": "where not all layers have experts",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -17,11 +16,12 @@ MAX_INPUTS = 2048
 
 
 async def encoded_vectors(
-    found: Sequence[Embedding], spell: Callable[[array[float]], object]
+    found: Sequence[Embedding], spell: Callable[[Embedding], object]
 ) -> list[msgspec.Raw]:
-    """The JSON of each vector, as `spell` writes it; other streams go on between long ones."""
+    """The JSON of the vector, or the vectors, of each text, as `spell` writes it; other streams go on between long
+    ones."""
     encoded = []
     for one in found:
         await asyncio.sleep(0)
-        encoded.append(msgspec.Raw(encode_json(spell(one.vector))))
+        encoded.append(msgspec.Raw(encode_json(spell(one))))
     return encoded

@@ -118,6 +118,15 @@ FAMILIES: Mapping[str, Family] = _Families(
         "BertForSequenceClassification": "bert",
         "XLMRobertaModel": "bert",
         "XLMRobertaForSequenceClassification": "bert",
+        "DistilBertModel": "bert_kin",
+        "ElectraModel": "bert_kin",
+        "MPNetModel": "bert_kin",
+        "DebertaV2Model": "bert_kin",
+        "ModernBertModel": "rotary_encoders",
+        "EuroBertModel": "rotary_encoders",
+        "NomicBertModel": "rotary_encoders",
+        "GteModel": "rotary_encoders",
+        "JinaEmbeddingsV3Model": "rotary_encoders",
     }
 )
 """Families by their names in `architectures` of config.json."""

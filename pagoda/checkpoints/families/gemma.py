@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
     WINDOW_PATTERN,
+    both_ways,
     every_nth_full,
     gguf_windows,
     text_sizes,
@@ -139,15 +140,19 @@ GEMMA2 = Family(
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    is_encoder = fields.flag("use_bidirectional_attention", False)
+    if is_encoder and fields.values.get("sliding_window") is not None:
+        fields = fields.updated({"sliding_window": fields.positive("sliding_window") // 2 + 1})
     spec = adapt(spec, fields, every=6, caps=(None, None), qk_norm="head")
     spec = with_local_rotary(spec, fields, fields.number("rope_local_base_freq", 10_000.0))
     # The length includes what the scaling of the other layers adds.
-    return replace(spec, max_position_embeddings=fields.positive("max_position_embeddings"))
+    spec = replace(spec, max_position_embeddings=fields.positive("max_position_embeddings"))
+    return both_ways(spec) if is_encoder else spec
 
 
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
-    "Gemma 3, text of its models that see",
+    "Gemma 3, text of its models that see; EmbeddingGemma (vectors)",
     _adapt,
     names=NAMES,
     gguf=replace(
@@ -164,5 +169,6 @@ GEMMA3 = Family(
     },
     activation="gelu_tanh",
     model_types={"gemma3_text": text_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)},
-    own_keys=KNOWN,
+    own_keys=KNOWN | {"use_bidirectional_attention"},
+    aliases=frozenset({"Gemma3TextModel"}),
 )

@@ -20,6 +20,7 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.tensor_names import TensorNames, with_joined_experts
 
 # ---- Qwen2 and Qwen2.5: Llama with biases of queries, keys and values
@@ -36,6 +37,8 @@ _QWEN2_VL = {
     "rope_theta": 1e6,
 }
 
+_REWARD = ClassifierSpec("score.2", "score.0", activation="relu", pooling="all")
+"""Head of reward models, which scores each token."""
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     "Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
@@ -48,6 +51,7 @@ QWEN2 = Family(
     },
     aliases=frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}),
     defaults={"num_key_value_heads": 32},
+    heads={it: lambda _: _REWARD for it in ("ForRewardModel", "ForProcessRewardModel")},
 )
 
 

@@ -17,7 +17,13 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, PositionTable
+from pagoda.checkpoints.pooling_spec import (
+    ClassifierSpec,
+    EncoderSpec,
+    HeadPooling,
+    PositionTable,
+    VectorMap,
+)
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 from pagoda.checkpoints.state_layers import StateSpec
 
@@ -57,6 +63,12 @@ def with_attention(
             layer, attention=replace(layer.attention, window=windows[index], **changes)
         )
     )
+
+
+def with_attention_of(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The model with other values of all its `AttentionSpec`s, whose windows stay."""
+    windows = [layer.attention.window for layer in spec.layers]
+    return with_attention(spec, windows, **changes)
 
 
 def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -278,6 +290,12 @@ def with_layer_norm(spec: ModelSpec, fields: Fields, *, bias: bool) -> ModelSpec
     return replace(spec, norm=norm)
 
 
+def both_ways(spec: ModelSpec) -> ModelSpec:
+    """A decoder whose tokens see all of their text: it gives vectors."""
+    encoder = EncoderSpec(norms_embeddings=False, norms_output=True)
+    return replace(with_attention_of(spec, causal=False), tie_word_embeddings=True, encoder=encoder)
+
+
 def with_biases(
     spec: ModelSpec, *, qkv: bool = True, out: bool = True, mlp: bool = True
 ) -> ModelSpec:
@@ -322,32 +340,68 @@ def following_sizes(
     return {**own_heads(fields), "intermediate_size": fields.positive(inner_name, usual)}
 
 
-def score_head(spec: ModelSpec, fields: Fields, out: str, dense: str | None = None) -> ModelSpec:
-    """The model with a head that scores texts; sentence-transformers says whether scores become shares of one.
+def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpec:
+    """The model with a head that scores texts or tokens, with a score for each label.
 
-    An encoder's head looks at the first token and has biases, that of a decoder at the last, and has none.
+    Of one score, sentence-transformers says whether it becomes a share of one; of several, `problem_type`.
     """
-    labels = fields.values.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else fields.positive("num_labels", 2)
-    if count != 1:
-        name = "id2label" if isinstance(labels, dict) else "num_labels"
-        fields.refuse(
-            name, f"says that the head has {count} labels; Pagoda runs heads that give one score"
-        )
-    said = fields.table("sentence_transformers")
-    name = said.text("activation_fn", "") if said is not None else ""
-    name = name or fields.text("sbert_ce_default_activation_function", "Sigmoid")
-    kind = name.rpartition(".")[2]
-    if kind not in ("Sigmoid", "Identity"):
-        fields.refuse("sentence_transformers", "must name the activation Sigmoid or Identity")
-    encodes = spec.encoder is not None
-    return replace(
-        spec,
-        tie_word_embeddings=True,
-        classifier=ClassifierSpec(
-            out, dense, bias=encodes, first_token=encodes, sigmoid=kind == "Sigmoid"
-        ),
-    )
+    labels = _labels(fields)
+    if len(labels) == 1 and head.pooling != "all":
+        said = fields.table("sentence_transformers")
+        name = said.text("activation_fn", "") if said is not None else ""
+        name = name or fields.text("sbert_ce_default_activation_function", "Sigmoid")
+        kind = name.rpartition(".")[2]
+        if kind not in ("Sigmoid", "Identity"):
+            fields.refuse("sentence_transformers", "must name the activation Sigmoid or Identity")
+        head = replace(head, scores="sigmoid" if kind == "Sigmoid" else "identity")
+    else:
+        kinds = {"regression": "identity", "multi_label_classification": "sigmoid"}
+        scores = kinds.get(fields.text("problem_type", ""), "softmax")
+        head = replace(head, scores=scores)
+    return replace(spec, tie_word_embeddings=True, classifier=replace(head, labels=labels))
+
+
+def with_masked_head(spec: ModelSpec) -> ModelSpec | None:
+    """The model with its head of masked language modelling, which weighs the vocabulary; None without one."""
+    names, mlp = spec.family.masked_head, spec.layers[0].mlp
+    if names is None or not isinstance(mlp, MlpSpec):
+        return None
+    dense, norm, bias = names
+    layer = VectorMap(dense, spec.hidden_size, spec.embedding_size, True, mlp.activation, norm)
+    maps = {**spec.vector_maps, "masked": (layer,)}
+    return replace(spec, vector_maps=maps, logit_bias=bias)
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    """Names of a head's labels, in the order of its outputs."""
+    names = fields.values.get("id2label")
+    count = len(names) if isinstance(names, dict) else fields.positive("num_labels", 2)
+    if not isinstance(names, dict):
+        return tuple(f"LABEL_{i}" for i in range(count))
+    by_number = {str(number): name for number, name in names.items()}
+    found = tuple(by_number.get(str(i)) for i in range(count))
+    if not found or not all(isinstance(name, str) for name in found):
+        fields.refuse("id2label", "must be an object with a name for each number from 0 on")
+    return found
+
+
+def decoder_head(spec: ModelSpec, fields: Fields) -> ClassifierSpec:
+    """Head of a decoder that scores texts by their last tokens, or as `pooling` says of one that sees all."""
+    if spec.encoder is None:
+        return ClassifierSpec("score", bias=False, pooling="last")
+    known: Mapping[str, HeadPooling] = {"avg": "mean", "cls": "first", "last": "last"}
+    pooling = head_pooling(fields, "pooling", "last", known)
+    return ClassifierSpec("score", bias=False, pooling=pooling)
+
+
+def head_pooling(
+    fields: Fields, name: str, usual: str, known: Mapping[str, HeadPooling]
+) -> HeadPooling:
+    """Pooling of a head by the field `name`."""
+    said = fields.text(name, usual)
+    if said not in known:
+        fields.refuse(name, f"must be one of {', '.join(known)}")
+    return known[said]
 
 
 def unrotated_layers(fields: Fields, num_layers: int) -> list[bool]:

@@ -148,7 +148,7 @@ def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
     """Raises ConfigError: a tensor is in no model that Pagoda runs."""
     others = {FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS}
     others |= {linear.stored.weight for linear in spec.outer_linears}
-    others |= {linear.stored.bias for linear in spec.classifier_linears}
+    others |= {name for name, _ in spec.map_vectors}
     others |= {f"{spec.names.head}.bias"} if spec.head_bias else set()
     others |= {name for name, _ in spec.last_norm_tensors + spec.embedding_norm_tensors}
     num_blocks = _fields(file).positive("block_count")
