@@ -19,14 +19,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, three_nearest
-from pagoda.checkpoints.model_spec import (
-    Activation,
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-)
+from pagoda.checkpoints.layer_spec import Activation, AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorMap
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.refused import REFUSED

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.distances import Disentangled, distance_linears, distance_tensors
+from pagoda.checkpoints.layer_spec import MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.checkpoints.sentence_modules import dense_modules, lexical_maps, read_modules
 from pagoda.checkpoints.tensor_names import TEXT_PARTS

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import Activation, ModelSpec
+from pagoda.checkpoints.layer_spec import Activation
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, HF_NAMES, TensorNames
 

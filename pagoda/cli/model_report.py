@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pagoda.checkpoints.contents import missing_tensor, no_place, tensor_names, unread_tensors
 from pagoda.checkpoints.gguf.reader import read_gguf
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli.weight_traffic import BYTES_PER_WEIGHT, held_bytes

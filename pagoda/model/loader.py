@@ -25,8 +25,8 @@ from pagoda.backend.weights import (
     weight_bytes,
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.layer_spec import XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
-from pagoda.checkpoints.model_spec import XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from pagoda.checkpoints.distances import DistanceBuckets
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 
 _GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu_erf_and_mul"}
 _PLAIN = {"relu2": {"relu", "mul"}}

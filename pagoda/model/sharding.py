@@ -27,8 +27,9 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.distances import Disentangled
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (

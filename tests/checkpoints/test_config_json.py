@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import LinearScaling, Llama3Scaling, RotarySpec, YarnScaling
@@ -112,7 +113,8 @@ def test_families(name: str) -> None:
     own = {"GraniteMoeHybridForCausalLM": dense, "GPTJForCausalLM": {"rotary_dim": 8}}
     config = parse(architectures=[name], **own.get(name, {}))
     attention = config.layers[0].attention
-    biases = (name in (*_BIASED_QKV, *_BIASED), name in _BIASED)
+    behind = (*_BIASED, "TeleChat2ForCausalLM")
+    biases = (name in (*_BIASED_QKV, *_BIASED), name in behind)
     assert (attention.qkv_bias, attention.output_bias) == biases
     assert attention.qk_norm == _NORMS.get(name)
     assert (config.experts is not None) is (name in _SPARSE)

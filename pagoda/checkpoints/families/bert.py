@@ -11,7 +11,8 @@ from dataclasses import replace
 from pagoda.checkpoints.families.shared import with_head, with_layer_norm
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import LayerSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import LayerSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec
 from pagoda.checkpoints.rope import RotarySpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames

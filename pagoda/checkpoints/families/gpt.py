@@ -16,7 +16,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import Activation, ModelSpec
+from pagoda.checkpoints.layer_spec import Activation
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _RENAMED = {

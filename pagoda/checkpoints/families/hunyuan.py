@@ -10,7 +10,8 @@ from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 

@@ -18,7 +18,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 

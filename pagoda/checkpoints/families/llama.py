@@ -20,7 +20,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, GGUF_NEIGHBOURS, TensorNames
 
 # ---- Llama 2 and 3, and models of the same shape: Yi, SmolLM2, TinyLlama, DeepSeek-R1 distillations

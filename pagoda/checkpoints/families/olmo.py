@@ -17,7 +17,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec, NormSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- OLMo 2 and 3: norms behind instead of before, and one norm for the queries of all heads (OLMo Team 2024)

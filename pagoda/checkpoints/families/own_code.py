@@ -22,7 +22,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
 

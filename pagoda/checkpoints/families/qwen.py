@@ -19,7 +19,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.tensor_names import TensorNames, with_joined_experts
 

@@ -16,7 +16,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
+from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, HeadPooling
 from pagoda.checkpoints.tensor_names import TensorNames
 

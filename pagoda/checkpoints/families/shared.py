@@ -10,13 +10,8 @@ from typing import Any
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import (
-    ExpertsSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-)
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import (
     ClassifierSpec,
     EncoderSpec,

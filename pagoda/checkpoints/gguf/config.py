@@ -16,8 +16,9 @@ from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
+from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
