@@ -68,7 +68,7 @@ class Kind:
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
     slopes: tuple[float, ...] = ()
-    """Of scores by distance (ALiBi); such attention has nothing else of its own."""
+    """Slopes of scores by distance (ALiBi); such attention has nothing else of its own."""
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
