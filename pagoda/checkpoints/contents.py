@@ -93,13 +93,9 @@ def tensor_names(directory: Path) -> Collection[str]:
     else:
         (path,) = weight_files(directory)
         names = full_names(read_header(path)[0].keys()).keys()
-    behind = {
-        f"{it.map.name}.{name.rpartition('.')[2]}"
-        for it in dense_modules(directory, read_modules(directory))
-        for name in read_header(it.file)[0]
-    }
-    beside = {f"{it}.{end}" for it in lexical_maps(directory) for end in ("weight", "bias")}
-    return names | behind | beside
+    dense = dense_modules(directory, read_modules(directory))
+    maps = [*lexical_maps(directory), *(it.map.name for it in dense if it.file.is_file())]
+    return names | {f"{it}.{end}" for it in maps for end in ("weight", "bias")}
 
 
 def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specification of a layer: its attention, its MLP or experts, its norms; no torch."""
+"""Specification of a layer: attention, MLP or experts, and norms; no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from typing import Literal
 from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentSpec
-from pagoda.checkpoints.rope import TemperatureSpec
+from pagoda.checkpoints.rope import (
+    TemperatureSpec,
+)
 from pagoda.checkpoints.state_layers import StateSpec
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+"""Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
+
+
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""Names of the numbers of xIELU (Huang and Schlag 2024)."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,6 @@ class AttentionSpec:
     def reach(self) -> int:
         """Tokens of a window or of a chunk; 0 where all are kept, as encoders keep them for a step."""
         return (self.window or self.chunk or 0) if self.causal else 0
-
-
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
-"""Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
-XIELU = ("alpha_p", "alpha_n", "beta", "eps")
-"""Names of the numbers of xIELU (Huang and Schlag 2024)."""
 
 
 @dataclass(frozen=True)

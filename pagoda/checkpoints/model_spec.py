@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
-from pagoda.checkpoints.layer_spec import XIELU, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.layer_spec import (
+    XIELU,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+)
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,

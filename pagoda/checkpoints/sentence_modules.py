@@ -71,6 +71,7 @@ def dense_modules(directory: Path, modules: Sequence[SentenceModule]) -> Iterato
         activation = _ACTIVATIONS.get(name.rpartition(".")[2])
         if activation is None:
             fields.refuse("activation_function", f"must be one of {', '.join(_ACTIVATIONS)}")
+        files = [directory / module.path / it for it in ("model.safetensors", "pytorch_model.bin")]
         yield DenseModule(
             VectorMap(
                 f"{module.path}.linear",
@@ -79,7 +80,7 @@ def dense_modules(directory: Path, modules: Sequence[SentenceModule]) -> Iterato
                 fields.flag("bias", True),
                 activation,
             ),
-            directory / module.path / "model.safetensors",
+            next((it for it in files if it.is_file()), files[0]),
         )
 
 

@@ -133,9 +133,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             self.head = None if lent is None else lent.head
         elif shard.is_last and (config.gives_logits or self._logit_bias is not None):
             tied = config.tie_word_embeddings and shard.is_first
-            self.head = (
-                self._embedding if tied else loader.linear([config.head], bias=config.head_bias)
-            )
+            own = None if tied else loader.linear([config.head], bias=config.head_bias)
+            self.head = self._embedding if own is None else own
         self._rotary = {
             name: rotary_frequencies(rotary, config.max_position_embeddings)
             for name, rotary in config.rotary.items()

@@ -27,7 +27,7 @@ from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""
-_TORCH = ".pt"
+_TORCH = (".pt", ".bin")
 _INTEGERS = {"I32": "int32", "I64": "int64"}
 _PATTERN_SIZE = 2**20 - 3
 
@@ -246,7 +246,7 @@ class CheckpointWeights:
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
-            if path.suffix == _TORCH:
+            if path.suffix in _TORCH:
                 self._handles[path] = _TorchFile(path)
                 return self._handles[path]
             handle = safe_open(path, framework="pt")

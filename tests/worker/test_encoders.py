@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from encoder_models import ENCODERS, HEADS, MASKED, RANKERS, make_encoder
-from gguf_encoders import save_gguf_encoder
+from gguf_encoders import save_gguf_encoder, save_gguf_rotary
 from in_process import InProcessEngine
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -315,7 +315,10 @@ def test_layers_behind_pooling(tmp_path: Path, backend: str) -> None:
         tensors = {"linear.weight": torch.randn(sizes[i + 1], sizes[i]) / 8}
         if i == 0:
             tensors["linear.bias"] = torch.randn(sizes[1])
-        save_file(tensors, place / "model.safetensors")
+        if i == 0:  # as older models have it
+            torch.save(tensors, place / "pytorch_model.bin")
+        else:
+            save_file(tensors, place / "model.safetensors")
         maps.append(tensors)
     found = _vectors(_engine(tmp_path, backend), _requests(Pooling.MEAN))
     for index, prompt in enumerate(PROMPTS):
@@ -336,6 +339,24 @@ def test_vectors_of_gguf_files_are_those_of_directories(name: str, tmp_path: Pat
     expected = _vectors(_engine(tmp_path), requests)
     found = _vectors(_engine(tmp_path / "m.gguf", dtype="float32"), requests)
     assert all(torch.equal(vector, found[name]) for name, vector in expected.items())
+
+
+@pytest.mark.parametrize("name", ["nomic", "jina-v3", "modernbert", "eurobert", "embedding-gemma"])
+def test_vectors_of_rotary_gguf_files_are_those_of_directories(name: str, tmp_path: Path) -> None:
+    kind, options = ENCODERS[name]
+    model = make_encoder(kind, **options)
+    model.save_pretrained(tmp_path)
+    maps = {}
+    if name == "embedding-gemma":
+        maps = {"dense_2": torch.randn(90, 64) / 8, "dense_3": torch.randn(40, 90) / 8}
+    save_gguf_rotary(model, tmp_path, tmp_path / "m.gguf", maps)
+    requests = _requests(Pooling.MEAN)
+    expected = _vectors(_engine(tmp_path), requests)
+    found = _vectors(_engine(tmp_path / "m.gguf", dtype="float32"), requests)
+    for number, vector in expected.items():
+        for weight in maps.values():
+            vector = weight @ vector
+        torch.testing.assert_close(found[number], vector, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta"])

@@ -122,6 +122,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "ElectraModel": "bert_kin",
         "MPNetModel": "bert_kin",
         "DebertaV2Model": "bert_kin",
+        "Gemma3TextModel": "gemma",
         "ModernBertModel": "rotary_encoders",
         "EuroBertModel": "rotary_encoders",
         "NomicBertModel": "rotary_encoders",

@@ -74,7 +74,7 @@ NAMES = TensorNames(
     down="output.dense",
     mlp_post_norm="output.LayerNorm",
 )
-_GGUF = GgufFormat(
+GGUF = GgufFormat(
     "bert",
     names=replace(
         GGUF_NAMES,
@@ -95,7 +95,7 @@ BERT = Family(
     "BGE, E5, GTE and all-MiniLM (vectors), ERNIE",
     _bert,
     names=NAMES,
-    gguf=_GGUF,
+    gguf=GGUF,
     defaults=_BERT_DEFAULTS,
     activation="gelu",
     other_activations=frozenset({"gelu_tanh", "relu", "silu"}),
@@ -115,7 +115,7 @@ BERT_RANKER = replace(
     architecture="BertForSequenceClassification",
     models="ms-marco-MiniLM (scores of pairs)",
     adapt=_bert_ranker,
-    gguf=replace(_GGUF, tensor="cls.output.weight"),
+    gguf=replace(GGUF, tensor="cls.output.weight"),
     aliases=frozenset({"ErnieForSequenceClassification"}),
 )
 XLM_ROBERTA = replace(

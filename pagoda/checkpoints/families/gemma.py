@@ -152,7 +152,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
-    "Gemma 3, text of its models that see; EmbeddingGemma (vectors)",
+    "Gemma 3, text of its models that see",
     _adapt,
     names=NAMES,
     gguf=replace(
@@ -170,5 +170,21 @@ GEMMA3 = Family(
     activation="gelu_tanh",
     model_types={"gemma3_text": text_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)},
     own_keys=KNOWN | {"use_bidirectional_attention"},
-    aliases=frozenset({"Gemma3TextModel"}),
+)
+EMBEDDING_GEMMA = replace(
+    GEMMA3,
+    architecture="Gemma3TextModel",
+    models="EmbeddingGemma (vectors)",
+    gguf=GgufFormat(
+        "gemma-embedding",
+        keys={"attention.sliding_window": "sliding_window"}
+        | {"rope.freq_base_swa": "rope_local_base_freq"},
+        values=lambda fields: {**gguf_values(fields, 62), "use_bidirectional_attention": True},
+        read=frozenset(
+            {WINDOW_PATTERN, "dense_2_feat_in", "dense_2_feat_out"}
+            | {"dense_3_feat_in", "dense_3_feat_out"}
+        ),
+        causal=False,
+    ),
+    model_types={},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.bert import OF_TOKENS, TWO_LAYERS
+from pagoda.checkpoints.families.bert import GGUF, OF_TOKENS, TWO_LAYERS
 from pagoda.checkpoints.families.shared import (
     both_ways,
     head_pooling,
@@ -14,7 +14,7 @@ from pagoda.checkpoints.families.shared import (
     with_layer_norm,
     with_local_rotary,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec, NormSpec
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -83,6 +83,17 @@ MODERN_BERT = Family(
         up="mlp.Wi",
         down="mlp.Wo",
     ),
+    gguf=GgufFormat(
+        "modern-bert",
+        names=replace(GGUF.names, attention_norm="attn_norm"),
+        keys={
+            "attention.layer_norm_epsilon": "norm_eps",
+            "attention.sliding_window": "local_attention",
+            "attention.sliding_window_pattern": "global_attn_every_n_layers",
+            "rope.freq_base_swa": "local_rope_theta",
+        },
+        causal=False,
+    ),
     renamed={"global_rope_theta": "rope_theta"},
     defaults={"max_position_embeddings": 8192, "rope_theta": 160_000.0},
     activation="gelu",
@@ -113,6 +124,7 @@ EURO_BERT = Family(
     "EuroBertModel",
     "EuroBERT (vectors)",
     _euro,
+    gguf=GgufFormat("eurobert", causal=False),
     defaults={"max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
     own_keys=frozenset({"mlp_bias"}),
     aliases=frozenset({"EuroBertForMaskedLM"}),
@@ -194,6 +206,7 @@ NOMIC_BERT = Family(
     "nomic-embed-text v1 and v1.5 (vectors)",
     _nomic,
     names=replace(_NAMES, gate="mlp.fc12", up="mlp.fc11"),
+    gguf=replace(GGUF, architecture="nomic-bert"),
     renamed={
         "n_embd": "hidden_size",
         "n_head": "num_attention_heads",
@@ -269,6 +282,7 @@ JINA_V3 = Family(
         value="mixer.Wqkv",
         attention_out="mixer.out_proj",
     ),
+    gguf=replace(GGUF, architecture="jina-bert-v3"),
     defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20_000.0},
     activation="gelu",
     other_activations=frozenset({"gelu_tanh", "relu", "silu"}),

@@ -19,6 +19,7 @@ from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import VectorMap
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
@@ -56,6 +57,8 @@ BLOCKS = {
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 _JOINED = "attn_qkv"
 _LAYER_NORM = "attention.layer_norm_epsilon"
+_DENSE_MAPS = ("dense_2", "dense_3")
+"""Layers behind pooling, of EmbeddingGemma."""
 SCORE = "cls.output"
 """Layer that gives the score of a text; behind `cls`."""
 _COUNTED = {"type_vocab_size": "token_types.weight", "num_labels": f"{SCORE}.weight"}
@@ -117,8 +120,16 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
         within, norm = "nextn.", "shared_head_norm"
         behind = head_behind(names, config.num_layers, within=within, norm=norm)
         head = replace(behind, passes_normed=head.passes_normed)
+    dense = tuple(
+        VectorMap(
+            name, file.tensors[f"{name}.weight"].shape[1], file.tensors[f"{name}.weight"].shape[0]
+        )
+        for name in _DENSE_MAPS
+        if f"{name}.weight" in file.tensors
+    )
     spec = replace(
         config.with_layers(with_biases),
+        vector_maps={**config.vector_maps, **({"vectors": dense} if dense else {})},
         names=names,
         next_token=head,
         classifier=None if classifier is None else replace(classifier, out=SCORE, dense="cls"),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the architectures of a list that load as a tiny random model and answer: `python -m tests.architectures`.
+"""Counts the encoders that vLLM names and Pagoda serves: `python -m tests.peers.encoders`.
 
-A model counts if its vectors, or the scores of its head, are those that transformers computes.
+Of each architecture a tiny random model is made by transformers, saved by the name that vLLM has for it, loaded
+and asked. It counts if its vectors, or the scores of its head, are those that transformers computes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pagoda.errors import PagodaError  # noqa: E402
 from pagoda.messages.frontend import GenerateRequest, Pooling, Work  # noqa: E402
 from pagoda.messages.sampling_params import SamplingParams  # noqa: E402
 
-LIST = Path(__file__).with_name("encoders.toml")
+LIST = Path(__file__).with_name("vllm_encoders.toml")
 PROMPT = [3, 17, 250, 9, 9, 101, 44]
 
 
