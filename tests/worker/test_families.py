@@ -128,6 +128,17 @@ def test_gguf_files_answer_as_transformers_does(name: str, tmp_path: Path) -> No
     assert driver.output(0) == continuation(model, prompt, LENGTH)
 
 
+@pytest.mark.parametrize("name", ["exaone", "internlm2", "orion"])
+def test_gguf_files_of_families_with_code_of_their_own(name: str, tmp_path: Path) -> None:
+    model = make_like(name)
+    save_gguf(model, tmp_path / "m.gguf", architecture=name)
+    prompt = [random.Random(0).randrange(320) for _ in range(100)]
+    driver = Driver(load(tmp_path / "m.gguf", dtype="float32", max_model_len=CONTEXT))
+    driver.start(0, prompt)
+    driver.run([0], LENGTH)
+    assert driver.output(0) == continuation(model, prompt, LENGTH)
+
+
 def test_windows_hold_a_quarter_of_the_kv_of_a_long_context(tmp_path: Path) -> None:
     """At 32,768 tokens of a model with one of six layers full, as Gemma 3 has them."""
     length, answer = 32_768, 16

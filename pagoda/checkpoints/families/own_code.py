@@ -20,12 +20,12 @@ from pagoda.checkpoints.families.shared import (
     with_experts,
     with_layer_norm,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- InternLM 1 and openPangu Embedded: Llama with biases of attention; InternLM 3 with some of them
 
@@ -77,6 +77,7 @@ INTERNLM2 = replace(
         down="feed_forward.w2",
         joins_by_head=True,
     ),
+    gguf=GgufFormat("internlm2", names=GGUF_NEIGHBOURS),
     aliases=frozenset(),
 )
 
@@ -106,6 +107,7 @@ EXAONE = Family(
         up="mlp.c_fc_1",
         down="mlp.c_proj",
     ),
+    gguf=GgufFormat("exaone"),
     renamed={
         "num_layers": "num_hidden_layers",
         "layer_norm_epsilon": "rms_norm_eps",
@@ -125,6 +127,7 @@ ORION = Family(
     "OrionForCausalLM",
     "Orion 14B",
     _adapt_orion,
+    gguf=GgufFormat("orion", keys={"attention.layer_norm_epsilon": "layer_norm_eps"}),
     renamed={"rms_norm_eps": "layer_norm_eps"},
 )
 
