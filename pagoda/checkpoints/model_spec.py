@@ -223,11 +223,14 @@ class ModelSpec:
         return AttentionLinears(q, k, v, self._as_stored(back))
 
     def _joined_by_head(self, linears: Iterable[LinearSpec]) -> Iterator[LinearSpec]:
-        """Queries, keys and values of one tensor, in which those of each KV head lie together."""
-        first, group = 0, (self.num_heads // self.num_kv_heads + 2) * self.head_dim
+        """Queries, keys and values, of which those of each KV head lie together in tensors that hold several."""
+        begun: dict[str, int] = {}
         for linear in linears:
-            yield replace(linear, rows=replace(linear.stored, first=first, group=group))
-            first += linear.outputs // self.num_kv_heads
+            stored, own = linear.stored, linear.outputs // self.num_kv_heads
+            first, group = begun.get(stored.tensor, 0), stored.shape[0] // self.num_kv_heads
+            begun[stored.tensor] = first + own
+            placed = replace(stored, first=first, group=group)
+            yield linear if group == own else replace(linear, rows=placed)
 
     def _as_stored(self, linear: LinearSpec) -> LinearSpec:
         """A layer's linear map, whose inputs come before outputs in some files."""

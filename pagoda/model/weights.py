@@ -154,12 +154,17 @@ class CheckpointWeights:
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         stored = linear.stored
-        if stored.transposed:
+        if stored.transposed and not self._is_straight(stored):
             rows = self._transposed(stored, linear.outputs)
             return DenseWeight(in_head_order(rows, linear.head_order).to(dtype))
         values = self.tensor(stored.weight, stored.shape, READABLE)
         rows = own_rows(values.view(-1, linear.inputs), linear)
         return DenseWeight((normalize(rows.float()) if linear.unit_rows else rows).to(dtype))
+
+    def _is_straight(self, stored: StoredRows) -> bool:
+        """True if rows come before inputs after all, as transformers 5 saves experts that others turn."""
+        *_, rows, inputs = stored.shape
+        return rows != inputs and self.shape(stored.weight) == stored.shape
 
     def _transposed(self, stored: StoredRows, count: int) -> Tensor:
         """Rows of a tensor [inputs, rows], or of one expert in a tensor [experts, inputs, rows]."""

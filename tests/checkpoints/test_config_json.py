@@ -113,7 +113,8 @@ def test_families(name: str) -> None:
     own = {"GraniteMoeHybridForCausalLM": dense, "GPTJForCausalLM": {"rotary_dim": 8}}
     config = parse(architectures=[name], **own.get(name, {}))
     attention = config.layers[0].attention
-    biases = (name in (*_BIASED_QKV, *_BIASED), name in _BIASED)
+    behind = (*_BIASED, "TeleChat2ForCausalLM")
+    biases = (name in (*_BIASED_QKV, *_BIASED), name in behind)
     assert (attention.qkv_bias, attention.output_bias) == biases
     assert attention.qk_norm == _NORMS.get(name)
     assert (config.experts is not None) is (name in _SPARSE)

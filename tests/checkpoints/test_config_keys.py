@@ -72,7 +72,7 @@ ELSEWHERE = {
 }
 """Keys that mean something only beside others."""
 WITHOUT_USE = {
-    **{key: {"attn_logit_softcapping"} for key in ("Gemma3ForCausalLM", "Gemma3TextModel")},
+    **{it: {"attn_logit_softcapping"} for it in ("Gemma3ForCausalLM", "Gemma3TextModel")},
     "MptForCausalLM": {"learned_pos_emb", "logit_scale", "norm_type"},
 }
 """Keys that transformers' classes have, and no use of: `test_families.py` compares answers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the decoders that vLLM names and Pagoda serves: `python -m tests.peers.decoders`.
+"""Counts the decoders that vLLM names and Pagoda serves: `python -m tests.peers.decoders [NAME...]`.
 
 Of each architecture a tiny random model is made by transformers, saved by the name that vLLM has for it, loaded
 and asked; its answer has to be that of transformers. Of those that Pagoda refuses the sentence is shown.
@@ -46,8 +46,8 @@ def save_tiny(architecture: str, directory: Path) -> PreTrainedModel | None:
     same = next(
         (k for k, (kind, _) in family_models.FAMILIES.items() if kind == architecture), None
     )
-    short = architecture.removesuffix("ForCausalLM")
-    tiny = next((key for key, (kind, _) in tiny_models.FAMILIES.items() if kind == short), None)
+    shorts = [it.removesuffix("ForCausalLM") for it in (architecture, name)]
+    tiny = next((key for key, (kind, _) in tiny_models.FAMILIES.items() if kind in shorts), None)
     if same or plain:
         model = family_models.make_model(same or plain)
         model.save_pretrained(directory)
@@ -84,7 +84,7 @@ def outcome(architecture: str) -> str:
 
 
 def main() -> None:
-    names = architectures()
+    names = sys.argv[1:] or architectures()
     found = {name: outcome(name) for name in names}
     for name, said in found.items():
         print(f"{name}: {said}")

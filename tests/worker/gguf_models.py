@@ -70,7 +70,7 @@ ARCHITECTURES = {
 }
 _ENUM = {"granitemoe": "GRANITE_MOE", "glm4moe": "GLM4_MOE"}
 """Architectures whose names in the package are not just their own in capitals."""
-_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "arcee", "olmo")
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "arcee", "olmo", "internlm2")
 """Architectures whose heads are brought into the order that ggml rotates; some have it in checkpoints already."""
 _WINDOWED = (
     "mistral",
@@ -112,16 +112,19 @@ def save_gguf(
     path: Path,
     choose: Choose = lambda _: Kind.F32,
     *,
+    architecture: str = "",
     joins_latents: bool = False,
     head: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package.
 
-    With `joins_latents`, latent attention is as in files of before April 2025. `head` are the tensors of layers
-    behind those of the model, by their names in a checkpoint; without them there is but a sign of these.
+    Without `architecture`, it is that of the model's class. With `joins_latents`, latent attention is as in files of
+    before April 2025. `head` are the tensors of layers behind those of the model, by their names in a checkpoint;
+    without them there is but a sign of these.
     """
     config = model.config
-    architecture = ARCHITECTURES[type(model).__name__.removesuffix("ForCausalLM")]
+    own = type(model).__name__.removesuffix("ForCausalLM")
+    architecture = architecture or ARCHITECTURES[own]
     is_dense = getattr(config, "num_local_experts", None) == 0
     if architecture == "granitemoe" and is_dense:
         architecture = "granite"
@@ -365,7 +368,7 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
         writer.add_sliding_window_pattern([kind[0] == "s" for kind in config.layer_types])
-    if config.model_type == "stablelm":
+    if writer.arch == "stablelm":
         writer.add_parallel_residual(True)  # as of all files that config.json does not say it of
     for name, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),

@@ -78,6 +78,16 @@ def _ling(tensors: Tensors, config: Any) -> None:
     tensors["lm_head.weight"] = head * torch.linspace(0.5, 2, len(head))[:, None]
 
 
+def _telechat(tensors: Tensors, config: Any) -> None:
+    """Keys and values of each head lie together; biases that files lack are zeros in the model."""
+    for name in [it for it in tensors if it.endswith("k_proj.weight")]:
+        both = [tensors.pop(name.replace("k_proj", it)) for it in ("k_proj", "v_proj")]
+        heads = [it.unflatten(0, (config.num_key_value_heads, -1)) for it in both]
+        tensors[name.replace("k_proj", "key_value")] = torch.cat(heads, 1).flatten(0, 1)
+    for name in [it for it in tensors if it.endswith(_ZEROS)]:
+        del tensors[name]
+
+
 def _chatglm(tensors: Tensors, config: Any) -> None:
     _joined("self_attention.query_key_value", "self_attention.{}_proj")(tensors, config)
 
@@ -161,6 +171,23 @@ OWN_CODE: dict[str, OwnCode] = {
             **{"use_mup": True, "input_mult": 6.0, "output_mult": 2.0, "mup_scale_factor": 16.0},
             **dict.fromkeys(("embedding_multiplier", "logits_scaling", "attention_multiplier")),
         },
+    ),
+    "telechat2": OwnCode(
+        "TeleChat2ForCausalLM",
+        "LlamaForCausalLM",
+        {**_ALL_HEADS, "attention_bias": True, "mlp_bias": True},
+        {
+            **{
+                "model.embed_tokens": "transformer.word_embeddings",
+                "model.norm": "transformer.ln_f",
+            },
+            **{"model.layers": "transformer.h", "self_attn.": "self_attention."},
+            **{"o_proj": "dense", "q_proj": "query"},
+        },
+        {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        | {"intermediate_size": "ffn_hidden_size", "rms_norm_eps": "layer_norm_epsilon"},
+        {"attention_bias": None, "mlp_bias": None},
+        _telechat,
     ),
     "qwen": OwnCode(
         "QWenLMHeadModel",
@@ -263,10 +290,18 @@ OWN_CODE: dict[str, OwnCode] = {
 """Families by name."""
 
 
+_ZEROS = tuple(f"{it}.bias" for it in ("query", "k_proj", "v_proj", "gate_proj", "up_proj"))
+
+
 def make_like(name: str) -> transformers.PreTrainedModel:
     """The model of transformers that computes the same, in float32."""
     own = OWN_CODE[name]
     model = make_random(name, own.like, own.values)
+    if own.change is _telechat:
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.replace("q_proj", "query").endswith(_ZEROS):
+                    parameter.zero_()
     if own.more.get("norm_head"):
         with torch.no_grad():
             model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight))

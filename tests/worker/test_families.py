@@ -100,6 +100,14 @@ def test_greedy_answers_are_those_of_transformers(way: str, oracle: Oracle) -> N
         assert (engine.load().num_preemptions > 0) is (way == "preempted")
 
 
+def test_experts_that_transformers_saves_the_other_way_round(tmp_path: Path) -> None:
+    """Files of its makers have experts of Qwen3-VL by inputs, those of transformers 5 by outputs."""
+    prompts = [[random.Random(7).randrange(320) for _ in range(50)]]
+    oracle = save_oracle(tmp_path, make_model("qwen3-vl-moe"), prompts, LENGTH)
+    engine = InProcessEngine(tmp_path, max_model_len=CONTEXT)
+    assert engine.answer(oracle.requests) == oracle.expected
+
+
 def test_norms_of_all_heads_span_ranks_that_share_keys(tmp_path: Path) -> None:
     """Four ranks for two KV heads: each key counts twice in the sum of squares of all."""
     prompts = [[random.Random(7).randrange(320) for _ in range(50)]]
@@ -113,6 +121,17 @@ def test_norms_of_all_heads_span_ranks_that_share_keys(tmp_path: Path) -> None:
 def test_gguf_files_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     save_gguf(model, tmp_path / "m.gguf")
+    prompt = [random.Random(0).randrange(320) for _ in range(100)]
+    driver = Driver(load(tmp_path / "m.gguf", dtype="float32", max_model_len=CONTEXT))
+    driver.start(0, prompt)
+    driver.run([0], LENGTH)
+    assert driver.output(0) == continuation(model, prompt, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["exaone", "internlm2", "orion"])
+def test_gguf_files_of_families_with_code_of_their_own(name: str, tmp_path: Path) -> None:
+    model = make_like(name)
+    save_gguf(model, tmp_path / "m.gguf", architecture=name)
     prompt = [random.Random(0).randrange(320) for _ in range(100)]
     driver = Driver(load(tmp_path / "m.gguf", dtype="float32", max_model_len=CONTEXT))
     driver.start(0, prompt)

@@ -85,10 +85,9 @@ def clip(x: Tensor, *, limit: float) -> Tensor:
 def layer_norm_heads(
     x: Tensor, weight: Tensor, bias: Tensor, *, elements: int, head_dim: int, eps: float
 ) -> Tensor:
-    heads, weight, bias = (
-        part.unflatten(-1, (-1, head_dim)) for part in (x[:, :elements], weight, bias)
-    )
-    normed = layer_norm(heads, weight, bias, eps=eps).flatten(1)
+    heads = x[:, :elements].reshape(len(x), -1, head_dim)
+    weights = weight.view(-1, head_dim), bias.view(-1, head_dim)
+    normed = layer_norm(heads, *weights, eps=eps).flatten(1)
     return torch.cat((normed, x[:, elements:]), dim=1)
 
 
@@ -109,7 +108,7 @@ def rotate_heads(
     head_dim: int,
     width: int,  # noqa: ARG001 - the table says it
 ) -> Tensor:
-    heads = x[:, :elements].unflatten(1, (-1, head_dim))
+    heads = x[:, :elements].reshape(len(x), -1, head_dim)
     return torch.cat((rotated(heads, (cosines, sines)).flatten(1), x[:, elements:]), dim=1)
 
 

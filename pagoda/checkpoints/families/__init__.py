@@ -96,6 +96,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MiniCPMForCausalLM": "own_code",
         "MiniCPM3ForCausalLM": "own_code",
         "TeleFLMForCausalLM": "own_code",
+        "TeleChat2ForCausalLM": "own_code",
         "QWenLMHeadModel": "own_code",
         "BaichuanForCausalLM": "own_code",
         "ChatGLMForConditionalGeneration": "own_code",

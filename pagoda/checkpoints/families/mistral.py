@@ -35,7 +35,7 @@ def _adapt_mistral(spec: ModelSpec, fields: Fields) -> ModelSpec:
 _WINDOW = "attention.sliding_window"
 MISTRAL = Family(
     "MistralForCausalLM",
-    "Mistral 7B, Nemo, Small 3; text of Idefics2",
+    "Mistral 7B, Nemo, Small 3, GritLM 7B; text of Idefics2",
     _adapt_mistral,
     gguf=GgufFormat(
         "llama",
@@ -45,6 +45,7 @@ MISTRAL = Family(
     ),
     model_types={"mistral": text_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)},
     defaults={"num_key_value_heads": 8},
+    aliases=frozenset({"GritLM"}),
 )
 
 

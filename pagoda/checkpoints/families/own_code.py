@@ -20,12 +20,12 @@ from pagoda.checkpoints.families.shared import (
     with_experts,
     with_layer_norm,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import ExpertsSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- InternLM 1 and openPangu Embedded: Llama with biases of attention; InternLM 3 with some of them
 
@@ -77,6 +77,7 @@ INTERNLM2 = replace(
         down="feed_forward.w2",
         joins_by_head=True,
     ),
+    gguf=GgufFormat("internlm2", names=GGUF_NEIGHBOURS),
     aliases=frozenset(),
 )
 
@@ -106,6 +107,7 @@ EXAONE = Family(
         up="mlp.c_fc_1",
         down="mlp.c_proj",
     ),
+    gguf=GgufFormat("exaone"),
     renamed={
         "num_layers": "num_hidden_layers",
         "layer_norm_epsilon": "rms_norm_eps",
@@ -125,6 +127,7 @@ ORION = Family(
     "OrionForCausalLM",
     "Orion 14B",
     _adapt_orion,
+    gguf=GgufFormat("orion", keys={"attention.layer_norm_epsilon": "layer_norm_eps"}),
     renamed={"rms_norm_eps": "layer_norm_eps"},
 )
 
@@ -187,6 +190,41 @@ def _adapt_teleflm(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 TELEFLM = Family("TeleFLMForCausalLM", "Tele-FLM 52B", _adapt_teleflm)
+
+
+# ---- TeleChat: Llama with biases of the maps back, and keys and values in one tensor (China Telecom 2024)
+
+
+def _adapt_telechat(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    mlp = MlpSpec(fields.positive("intermediate_size"), down_bias=True)
+    spec = with_attention(spec, qkv_bias=False, output_bias=True)
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
+
+
+_KEY_VALUE = "self_attention.key_value"
+TELECHAT = Family(
+    "TeleChat2ForCausalLM",
+    "TeleChat and TeleChat 2",
+    _adapt_telechat,
+    names=TensorNames(
+        embedding="word_embeddings",
+        norm="ln_f",
+        layers="h",
+        query="self_attention.query",
+        key=_KEY_VALUE,
+        value=_KEY_VALUE,
+        attention_out="self_attention.dense",
+        joins_by_head=True,
+    ),
+    renamed={
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "seq_length": "max_position_embeddings",
+    },
+    aliases=frozenset({"TeleChatForCausalLM"}),
+)
 
 
 # ---- Qwen 1: Llama with biases of queries, keys and values (Bai et al. 2023)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
+from pagoda.backend.decoder_operations import alibi_attention
 from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.operations import GraphBuilder
@@ -66,6 +67,8 @@ class Kind:
     """`heads`, or `all` of them together."""
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
+    slopes: tuple[float, ...] = ()
+    """Slopes of scores by distance (ALiBi); such attention has nothing else of its own."""
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
@@ -170,12 +173,15 @@ def attend(
             table = ops.rotary_table(positions, frequencies, 1.0)
         heads = {"num_heads": kind.heads, "head_dim": kind.head_dim}
         queries = ops.rotate_and_cache(qkv, metadata, table, cache, norms, **heads)
+        sizes: dict[str, Any] = {"head_dim": kind.head_dim, "scale": 0.3}
+        if kind.slopes:
+            slopes = torch.tensor(kind.slopes).to(backend.device)
+            return alibi_attention(ops, queries, metadata, cache, slopes, **sizes)
         return ops.attention(
             queries,
             metadata,
             cache,
-            head_dim=kind.head_dim,
-            scale=0.3,
+            **sizes,
             window=kind.window,
             softcap=kind.softcap,
             sinks=sinks,
@@ -219,6 +225,14 @@ def _kinds(subject: Subject) -> str:
     for what, kind in KINDS.items():
         _check_kind(subject, fitted(subject, kind), what)
     return ", ".join(KINDS)
+
+
+def _slopes(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "alibi_attention")
+    for rotated in (0, 32):
+        kind = Kind(rotated=rotated, slopes=(0.25, 0.0625, 0.015625, 0.00390625))
+        _check_kind(subject, fitted(subject, kind), f"slopes, {rotated} elements rotated")
+    return "slopes of heads"
 
 
 def fitted(subject: Subject, kind: Kind) -> Kind:
@@ -398,7 +412,11 @@ def _ahead(subject: Subject) -> str:
 
 
 _KINDS = Check("rotate_and_cache, attention", _kinds)
-EXPLICIT = {"rotate_and_cache": _KINDS, "attention": _KINDS}
+EXPLICIT = {
+    "rotate_and_cache": _KINDS,
+    "attention": _KINDS,
+    "alibi_attention": Check("alibi_attention", _slopes),
+}
 """Checks of operations on the KV cache."""
 FURTHER = (
     Check("KV formats and block sizes", _caches),

@@ -28,6 +28,7 @@ from pagoda.plugins.scoring.embeddings import (
 from pagoda.text.embeddings import Embedding, score_texts
 from pagoda.text.text_generator import TextGenerator
 
+
 class ClassifyRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     input: Inputs
     use_activation: bool | None = None
