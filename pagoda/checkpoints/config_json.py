@@ -39,7 +39,7 @@ from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
 
-_BARE, _WITH_HEAD = "Model", "ForCausalLM"
+_BARE, _WITH_HEAD, _OLD_HEAD = "Model", "ForCausalLM", "LMHeadModel"
 _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
@@ -282,13 +282,14 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
         stem = _stem(name)
-        scores = f"{stem}{_WITH_HEAD}"
         if name in FAMILIES:
             return FAMILIES[name], False
         if name.endswith(_BARE) and bare in FAMILIES:
             return FAMILIES[bare], True
-        if name.endswith((_SCORES, _OF_TOKENS, _REWARDS)) and scores in FAMILIES:
-            return FAMILIES[scores], False
+        for ending in (_WITH_HEAD, _OLD_HEAD):
+            decoder = f"{stem}{ending}"
+            if name.endswith((_SCORES, _OF_TOKENS, _REWARDS)) and decoder in FAMILIES:
+                return FAMILIES[decoder], False
         # Other names are told by the families themselves, all of which are imported for that.
         others = others or {it: family for family in FAMILIES.values() for it in family.aliases}
         encoder = f"{stem}{_BARE}"

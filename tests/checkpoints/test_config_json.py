@@ -557,3 +557,32 @@ def test_encoders(name: str) -> None:
     assert config.max_position_embeddings == encoder.num_positions - encoder.first_position
     assert (config.classifier is not None) is name.endswith("ForSequenceClassification")
     assert not config.gives_logits
+
+
+def test_an_encoder_as_its_makers_publish_it() -> None:
+    """Nomic's own names of sizes, and the texts of its training as the longest ones."""
+    published = {
+        **{"architectures": ["NomicBertModel"], "vocab_size": 30528, "n_embd": 768, "n_head": 12},
+        **{"n_inner": 3072, "n_layer": 12, "n_positions": 8192, "max_trained_positions": 2048},
+        **{"activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "prenorm": False},
+        **{"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None},
+        **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "causal": False},
+        **{"type_vocab_size": 2, "num_experts": 0},
+    }
+    spec = parse_model_config(published, source="config.json")
+    mlp = spec.layers[0].mlp
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.head_dim) == (768, 12, 12, 64)
+    assert (mlp.intermediate_size, mlp.activation, mlp.gated, mlp.bias) == (
+        3072,
+        "silu",
+        True,
+        False,
+    )
+    assert spec.rotary["default"] == RotarySpec(64, 1000.0)
+    assert (spec.max_position_embeddings, spec.norm.eps) == (2048, 1e-12)
+    plain = published | {"activation_function": "gelu", "mlp_fc1_bias": True, "mlp_fc2_bias": True}
+    other = parse_model_config(plain, source="config.json")
+    assert (other.layers[0].mlp.gated, other.mlp_linears(0).into[0].name) == (
+        False,
+        "encoder.layers.0.mlp.fc1",
+    )
