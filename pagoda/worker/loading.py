@@ -416,8 +416,8 @@ def _tell_of_long_factors(shape: ModelSpec, config: WorkerConfig) -> None:
     if shape.short_context is not None and config.place == RankPlace():
         _log.warning(
             "frequencies are those for long contexts (LongRoPE, dynamic NTK), which change answers to short "
-            "prompts too, as up to %d tokens are taken; --max-model-len %d takes the model's own for prompts up to "
-            "that length",
+            "prompts too, as up to %d tokens are taken; --max-model-len %d takes the model's own for prompts up "
+            "to that length",
             shape.max_position_embeddings,
             shape.short_context,
         )
