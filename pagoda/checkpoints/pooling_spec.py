@@ -51,6 +51,8 @@ class ScoreTokens(NamedTuple):
 HeadPooling = Literal["first", "last", "mean", "late", "all"]
 """Hidden states that a head scores: of one token, the mean, or each, of whose scores the mean is taken (`late`) or
 all are given."""
+ScoreKind = Literal["sigmoid", "softmax", "identity"]
+"""Meanings of scores: shares of one each, shares of one together, or numbers as they are."""
 VectorActivation = Literal["identity", "tanh", "gelu", "gelu_tanh", "relu", "silu"]
 """Activations behind maps of pooled hidden states."""
 
@@ -95,8 +97,7 @@ class ClassifierSpec:
     dense_bias: bool = True
     pooling: HeadPooling = "first"
     labels: tuple[str, ...] = ("LABEL_0",)
-    scores: Literal["sigmoid", "softmax", "identity"] = "sigmoid"
-    """Meaning of scores: shares of one each, shares of one together, or numbers as they are."""
+    scores: ScoreKind = "sigmoid"
 
     @property
     def sees_all(self) -> bool:

@@ -48,8 +48,10 @@ class Distances:
         scale: float,
     ) -> Value:
         """Values of what queries [n, heads d] attended to."""
-        sizes = {"head_dim": queries.width // len(self.numbers), "scale": scale}
-        return relative_attention(ops, queries, metadata, cache, self.numbers, **sizes)
+        head_dim = queries.width // len(self.numbers)
+        return relative_attention(
+            ops, queries, metadata, cache, self.numbers, head_dim=head_dim, scale=scale
+        )
 
 
 @dataclass(frozen=True)

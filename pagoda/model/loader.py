@@ -199,16 +199,13 @@ class WeightLoader(Generic[LinearT]):
             return None
         has_norm = config.norms_embedding or (config.encoder and config.encoder.norms_embeddings)
         norm = self.norm(config.names.embedding_norm, config.embedding_size) if has_norm else None
-        return InputTables(
-            *(
-                None if table is None else self.linear([table])
-                for table in (config.positions, config.token_types)
-            ),
-            norm,
-            None
-            if config.embedding_projection is None
-            else self.linear([config.embedding_projection], bias=True),
+        positions, token_types = (
+            None if table is None else self.linear([table])
+            for table in (config.positions, config.token_types)
         )
+        back = config.embedding_projection
+        projection = None if back is None else self.linear([back], bias=True)
+        return InputTables(positions, token_types, norm, projection)
 
     def vector_layers(self) -> dict[VectorKind, list[VectorLayer[LinearT]]]:
         """The layers behind hidden states of texts or tokens, if there are any on this stage."""

@@ -249,5 +249,7 @@ async def products(
 
 
 def _late_product(one: Embedding, other: Embedding) -> float:
-    rows = other.rows
-    return sum(max(sum(map(mul, own, row)) for row in rows) for own in one.rows)
+    rows, total = other.rows, 0.0
+    for own in one.rows:
+        total += max(sum(map(mul, own, row)) for row in rows)
+    return total

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,7 @@ from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import GgufFile
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.pooling_spec import Task
+from pagoda.checkpoints.pooling_spec import ScoreKind, Task
 from pagoda.checkpoints.sentence_modules import FILE, read_modules
 from pagoda.errors import ConfigError
 from pagoda.files import read_regular
@@ -55,8 +55,7 @@ class PoolingDefaults:
     """True of an encoder, which sees all of a text at once."""
     labels: tuple[str, ...] = ()
     """Names of the scores of the model's head, if it has one."""
-    scores: Literal["sigmoid", "softmax", "identity"] = "sigmoid"
-    """Meaning of scores: shares of one each, shares of one together, or numbers as they are."""
+    scores: ScoreKind = "sigmoid"
     weighs_tokens: bool = False
     """The model gives each token its weight in a text."""
     head: Pooling = Pooling.SCORE
@@ -97,8 +96,7 @@ def read_pooling(directory: Path) -> PoolingDefaults:
             kind = said.activation_fn.rpartition(".")[2]
             if kind not in ("Sigmoid", "Identity"):
                 raise ConfigError(f"{str(path)!r} must name the activation_fn Sigmoid or Identity.")
-            scores: Literal["sigmoid", "identity"]
-            scores = "sigmoid" if kind == "Sigmoid" else "identity"
+            scores: ScoreKind = "sigmoid" if kind == "Sigmoid" else "identity"
             defaults = replace(defaults, scores=scores)
     if not modules or defaults.labels or defaults.task == "score":
         return defaults

@@ -253,7 +253,8 @@ class PromptReader:
 
 def _highest(layers: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """log(1 + x) of the highest x above 0 that any hidden state [n, hidden] gives each token: [1, vocab]."""
-    parts = (layers(some).amax(0) for some in hidden.split(MIN_SAMPLED_ROWS))
+    pieces = torch.split(hidden, MIN_SAMPLED_ROWS)
+    parts = (layers(some).amax(0) for some in pieces)
     return torch.log1p(torch.stack([*parts]).amax(0, keepdim=True).clamp(min=0))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -16,12 +17,16 @@ MAX_INPUTS = 2048
 
 
 async def encoded_vectors(
-    found: Sequence[Embedding], spell: Callable[[Embedding], object]
+    found: Sequence[Embedding], spell: Callable[[array[float]], object]
 ) -> list[msgspec.Raw]:
-    """The JSON of the vector, or the vectors, of each text, as `spell` writes it; other streams go on between long
-    ones."""
+    """The JSON of each text's vector as `spell` writes it, or a list of those of its tokens; other streams go on
+    between long ones."""
     encoded = []
     for one in found:
         await asyncio.sleep(0)
-        encoded.append(msgspec.Raw(encode_json(spell(one))))
+        encoded.append(msgspec.Raw(encode_json(_spelled(one, spell))))
     return encoded
+
+
+def _spelled(found: Embedding, spell: Callable[[array[float]], object]) -> object:
+    return spell(found.vector) if found.count == 1 else [spell(row) for row in found.rows]

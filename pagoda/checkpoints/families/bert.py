@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.shared import with_head, with_layer_norm
+from pagoda.checkpoints.families.shared import dense_mlp, with_head, with_layer_norm
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import LayerSpec
@@ -29,7 +29,7 @@ def encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
 
     def change(_: int, layer: LayerSpec) -> LayerSpec:
         attention = replace(layer.attention, causal=False, qkv_bias=True, output_bias=True)
-        mlp = replace(layer.mlp, bias=True, gated=False)
+        mlp = replace(dense_mlp(layer), bias=True, gated=False)
         return LayerSpec(attention, mlp, pre_norm=False, post_norm=True, norms_sums=True)
 
     return replace(

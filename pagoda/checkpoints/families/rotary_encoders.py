@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.bert import GGUF, OF_TOKENS, TWO_LAYERS
 from pagoda.checkpoints.families.shared import (
     both_ways,
+    dense_mlp,
     head_pooling,
     typed_windows,
     with_attention,
@@ -16,7 +18,7 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.layer_spec import Activation, LayerSpec, MlpSpec, NormSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, HeadPooling
 from pagoda.checkpoints.tensor_names import TensorNames
@@ -44,9 +46,7 @@ def _modern(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 def _with_biases(layer: LayerSpec, bias: bool, down_bias: bool | None = None) -> MlpSpec:
     """The MLP of a layer, which is dense, with biases or without."""
-    if not isinstance(layer.mlp, MlpSpec):
-        raise TypeError("Encoders have dense layers.")
-    return replace(layer.mlp, bias=bias, down_bias=down_bias)
+    return replace(dense_mlp(layer), bias=bias, down_bias=down_bias)
 
 
 def _modern_head(fields: Fields) -> ClassifierSpec:
@@ -183,7 +183,8 @@ def _nomic(spec: ModelSpec, fields: Fields) -> ModelSpec:
     for name in ("rotary_emb_fraction", "rotary_scaling_factor", "mup_embed_scale"):
         fields.require(name, 1.0)
     kind = fields.text("activation_function", "")
-    gates = {"swiglu": "silu", "geglu": "gelu", "": spec.layers[0].mlp.activation}
+    own = dense_mlp(spec.layers[0]).activation
+    gates: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "": own}
     if kind not in (*gates, "gelu"):
         fields.refuse("activation_function", "must be swiglu, geglu or gelu")
     mlp = replace(

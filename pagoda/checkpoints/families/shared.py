@@ -17,6 +17,7 @@ from pagoda.checkpoints.pooling_spec import (
     EncoderSpec,
     HeadPooling,
     PositionTable,
+    ScoreKind,
     VectorMap,
 )
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
@@ -350,16 +351,23 @@ def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpe
             fields.refuse("sentence_transformers", "must name the activation Sigmoid or Identity")
         head = replace(head, scores="sigmoid" if kind == "Sigmoid" else "identity")
     else:
+        kinds: Mapping[str, ScoreKind]
         kinds = {"regression": "identity", "multi_label_classification": "sigmoid"}
-        scores = kinds.get(fields.text("problem_type", ""), "softmax")
-        head = replace(head, scores=scores)
+        head = replace(head, scores=kinds.get(fields.text("problem_type", ""), "softmax"))
     return replace(spec, tie_word_embeddings=True, classifier=replace(head, labels=labels))
+
+
+def dense_mlp(layer: LayerSpec) -> MlpSpec:
+    """The MLP of a layer of an encoder, which has no experts."""
+    if not isinstance(layer.mlp, MlpSpec):
+        raise TypeError("Encoders have dense layers.")
+    return layer.mlp
 
 
 def with_masked_head(spec: ModelSpec) -> ModelSpec | None:
     """The model with its head of masked language modelling, which weighs the vocabulary; None without one."""
     names, mlp = spec.family.masked_head, spec.layers[0].mlp
-    if names is None or not isinstance(mlp, MlpSpec):
+    if names is None or not isinstance(mlp, MlpSpec) or mlp.activation in ("relu2", "xielu"):
         return None
     dense, norm, bias = names
     layer = VectorMap(dense, spec.hidden_size, spec.embedding_size, True, mlp.activation, norm)
@@ -374,10 +382,11 @@ def _labels(fields: Fields) -> tuple[str, ...]:
     if not isinstance(names, dict):
         return tuple(f"LABEL_{i}" for i in range(count))
     by_number = {str(number): name for number, name in names.items()}
-    found = tuple(by_number.get(str(i)) for i in range(count))
-    if not found or not all(isinstance(name, str) for name in found):
+    found = [by_number.get(str(i)) for i in range(count)]
+    labels = tuple(name for name in found if isinstance(name, str))
+    if not labels or len(labels) != count:
         fields.refuse("id2label", "must be an object with a name for each number from 0 on")
-    return found
+    return labels
 
 
 def decoder_head(spec: ModelSpec, fields: Fields) -> ClassifierSpec:

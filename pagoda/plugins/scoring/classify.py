@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -13,6 +13,7 @@ from typing import Literal
 from aiohttp import web
 
 from pagoda.api.http.request_context import Caller, RequestContext
+from pagoda.checkpoints.pooling_spec import ScoreKind
 from pagoda.errors import refuse
 from pagoda.messages.frontend import Pooling
 from pagoda.plugins.scoring.embeddings import (
@@ -26,8 +27,6 @@ from pagoda.plugins.scoring.embeddings import (
 )
 from pagoda.text.embeddings import Embedding, score_texts
 from pagoda.text.text_generator import TextGenerator
-
-Scores = Literal["sigmoid", "softmax", "identity"]
 
 
 class ClassifyRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +115,7 @@ async def _scores(
         generator, inputs_of(body.input), options, client_request=caller.client_request
     )
     defaults = generator.text.pooling
-    kind: Scores = "identity" if use_activation is False else defaults.scores
+    kind: ScoreKind = "identity" if use_activation is False else defaults.scores
     found = []
     for one in scored:
         work = partial(_activated, one.vector, len(defaults.labels), kind)
@@ -124,11 +123,15 @@ async def _scores(
     return found
 
 
-def _activated(scores: array[float], num_labels: int, kind: Scores) -> list[list[float]]:
+def _activated(scores: array[float], num_labels: int, kind: ScoreKind) -> list[list[float]]:
     """Scores [n labels] as shares, a list for each text or token."""
     rows = (scores[first : first + num_labels] for first in range(0, len(scores), num_labels))
-    activation = {"sigmoid": _sigmoids, "softmax": _softmax, "identity": list}[kind]
-    return [activation(row) for row in rows]
+    activations: dict[ScoreKind, Callable[[Sequence[float]], list[float]]] = {
+        "sigmoid": _sigmoids,
+        "softmax": _softmax,
+        "identity": list,
+    }
+    return [activations[kind](row) for row in rows]
 
 
 def _sigmoids(row: Sequence[float]) -> list[float]:

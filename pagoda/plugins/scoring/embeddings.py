@@ -138,15 +138,12 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def _floats(found: Embedding) -> list[float] | list[list[float]]:
-    if found.count > 1:
-        return [row.tolist() for row in found.rows]
-    return found.vector.tolist()
+def _floats(vector: array[float]) -> list[float]:
+    return vector.tolist()
 
 
-def _base64(found: Embedding) -> str:
+def _base64(vector: array[float]) -> str:
     """The elements as little-endian float32."""
-    vector = found.vector
     if sys.byteorder != "little":
         vector = array("f", vector)
         vector.byteswap()
