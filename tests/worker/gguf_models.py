@@ -118,9 +118,9 @@ def save_gguf(
 ) -> dict[str, np.ndarray]:
     """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package.
 
-    Without `architecture`, it is that of the model's class. With `joins_latents`, latent attention is as in files of
-    before April 2025. `head` are the tensors of layers behind those of the model, by their names in a checkpoint;
-    without them there is but a sign of these.
+    Without `architecture`, it is that of the model's class. With `joins_latents`, latent attention is as in files
+    of before April 2025. `head` are the tensors of layers behind those of the model, by their names in a
+    checkpoint; without them there is but a sign of these.
     """
     config = model.config
     own = type(model).__name__.removesuffix("ForCausalLM")

@@ -56,6 +56,17 @@ def _joined(name: str, parts: str, *, by_head: bool = False) -> Callable[[Tensor
     return join
 
 
+def _apart(tensors: Tensors, config: Any) -> None:
+    """Makes tensors of queries, keys, values, gates and ups of those that hold several."""
+    kv = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    for name in [it for it in tensors if it.endswith(("qkv_proj.weight", "gate_up_proj.weight"))]:
+        tensor, both = tensors.pop(name), "gate_up" in name
+        sizes = [len(tensor) // 2] * 2 if both else [len(tensor) - 2 * kv, kv, kv]
+        parts = zip(("gate", "up") if both else "qkv", tensor.split(sizes), strict=True)
+        joined = "gate_up" if both else "qkv"
+        tensors |= {name.replace(f"{joined}_", f"{part}_"): own for part, own in parts}
+
+
 def _experts(tensors: Tensors, _: Any) -> None:
     """Makes tensors of each expert of those of all experts of a layer, and of gates and ups together."""
     for name in [it for it in tensors if it.endswith("_linear.weight")]:
@@ -132,6 +143,18 @@ OWN_CODE: dict[str, OwnCode] = {
         "Qwen2ForCausalLM",
         {},
         more={"qkv_bias": True, "bias": False},
+    ),
+    "llama-partial": OwnCode(
+        "LlamaForCausalLM",
+        "Phi3ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        change=_apart,
     ),
     "mimo": OwnCode(
         "MiMoForCausalLM", "Qwen2ForCausalLM", {}, more={"num_nextn_predict_layers": 0}
