@@ -15,6 +15,11 @@ from pagoda.backend.decoder_operations import alibi_attention
 from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.relative_attention import (
+    columns,
+    disentangled_attention,
+    relative_attention,
+)
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.plugins.backend_check.subject import (
@@ -54,6 +59,10 @@ APART: tuple[tuple[Share, ...], ...] = (((2, 0, 70), (0, 0, 150)), ((1, 0, 1),))
 """Whole sequences, for attention that is not causal."""
 
 
+_BUCKETS = [min(6, abs(i - 10) // 9) for i in range(1 - max(LENGTHS), max(LENGTHS))]
+"""Buckets of keys so many tokens behind a query."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """Attention as families have it."""
@@ -75,6 +84,8 @@ class Kind:
     block_size: int = 16
     kv_dtype: str = "float32"
     lengths: tuple[int, ...] = LENGTHS
+    by_distance: str = ""
+    """Scores by `numbers` of distances, or by numbers of queries and keys in `buckets` of them."""
     broken: int | None = None
     """Sequence whose numbers are NaN."""
 
@@ -174,6 +185,13 @@ def attend(
         heads = {"num_heads": kind.heads, "head_dim": kind.head_dim}
         queries = ops.rotate_and_cache(qkv, metadata, table, cache, norms, **heads)
         sizes: dict[str, Any] = {"head_dim": kind.head_dim, "scale": 0.3}
+        if kind.by_distance == "numbers":
+            numbers = random_tensor(kind.heads, len(_BUCKETS), seed=7).to(backend.device)
+            return relative_attention(ops, queries, metadata, cache, numbers, **sizes)
+        if kind.by_distance == "buckets":
+            width = kind.heads * (max(_BUCKETS) + 1)
+            parts = (columns(ops, qkv, first, width) for first in (0, 50))
+            return disentangled_attention(ops, queries, metadata, *parts, cache, _BUCKETS, **sizes)
         if kind.slopes:
             slopes = torch.tensor(kind.slopes).to(backend.device)
             return alibi_attention(ops, queries, metadata, cache, slopes, **sizes)
@@ -233,6 +251,20 @@ def _slopes(subject: Subject) -> str:
         kind = Kind(rotated=rotated, slopes=(0.25, 0.0625, 0.015625, 0.00390625))
         _check_kind(subject, fitted(subject, kind), f"slopes, {rotated} elements rotated")
     return "slopes of heads"
+
+
+def _numbers(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "relative_attention")
+    kind = fitted(subject, Kind(causal=False, by_distance="numbers"))
+    _check_kind(subject, kind, "numbers of distances")
+    return "numbers of heads and distances"
+
+
+def _buckets(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "columns", "disentangled_attention")
+    kind = fitted(subject, Kind(causal=False, by_distance="buckets"))
+    _check_kind(subject, kind, "numbers of queries and keys in buckets of distances")
+    return "numbers of queries and keys in buckets of distances"
 
 
 def fitted(subject: Subject, kind: Kind) -> Kind:
@@ -416,6 +448,9 @@ EXPLICIT = {
     "rotate_and_cache": _KINDS,
     "attention": _KINDS,
     "alibi_attention": Check("alibi_attention", _slopes),
+    "relative_attention": Check("relative_attention", _numbers),
+    "columns": Check("columns, disentangled_attention", _buckets),
+    "disentangled_attention": Check("columns, disentangled_attention", _buckets),
 }
 """Checks of operations on the KV cache."""
 FURTHER = (
