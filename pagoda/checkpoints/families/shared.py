@@ -18,6 +18,7 @@ from pagoda.checkpoints.pooling_spec import (
     HeadPooling,
     PositionTable,
     ScoreKind,
+    VectorActivation,
     VectorMap,
 )
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
@@ -366,11 +367,17 @@ def dense_mlp(layer: LayerSpec) -> MlpSpec:
 
 def with_masked_head(spec: ModelSpec) -> ModelSpec | None:
     """The model with its head of masked language modelling, which weighs the vocabulary; None without one."""
-    names, mlp = spec.family.masked_head, spec.layers[0].mlp
-    if names is None or not isinstance(mlp, MlpSpec) or mlp.activation in ("relu2", "xielu"):
+    known: Mapping[str, VectorActivation] = {
+        "gelu": "gelu",
+        "gelu_tanh": "gelu_tanh",
+        "relu": "relu",
+        "silu": "silu",
+    }
+    if spec.family.masked_head is None:
         return None
-    dense, norm, bias = names
-    layer = VectorMap(dense, spec.hidden_size, spec.embedding_size, True, mlp.activation, norm)
+    dense, norm, bias = spec.family.masked_head
+    activation = known[dense_mlp(spec.layers[0]).activation]
+    layer = VectorMap(dense, spec.hidden_size, spec.embedding_size, True, activation, norm)
     maps = {**spec.vector_maps, "masked": (layer,)}
     return replace(spec, vector_maps=maps, logit_bias=bias)
 
