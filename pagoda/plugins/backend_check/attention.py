@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ LENGTHS = (150, 1, 70)
 """Tokens of the sequences."""
 LONG = 1100
 """Tokens of a long context, which backends may read in parts."""
+REACH, NUM_BUCKETS = 160, 7
+"""Largest distance of tokens, and buckets of distances."""
+BUCKETS = [min(NUM_BUCKETS - 1, abs(i - 10) // 9) for i in range(-REACH, REACH + 1)]
+"""Bucket of each distance."""
 SPARE_BLOCKS = 3
 TOLERANCE = dict.fromkeys(KV_FORMATS, 3e-2) | {"float32": 5e-5, "float16": 5e-3}
 DTYPES: dict[str, torch.dtype] = {
@@ -59,10 +63,6 @@ APART: tuple[tuple[Share, ...], ...] = (((2, 0, 70), (0, 0, 150)), ((1, 0, 1),))
 """Whole sequences, for attention that is not causal."""
 
 
-_BUCKETS = [min(6, abs(i - 10) // 9) for i in range(1 - max(LENGTHS), max(LENGTHS))]
-"""Buckets of keys so many tokens behind a query."""
-
-
 @dataclass(frozen=True)
 class Kind:
     """Attention as families have it."""
@@ -78,14 +78,14 @@ class Kind:
     sinks: tuple[float, ...] = ()
     slopes: tuple[float, ...] = ()
     """Slopes of scores by distance (ALiBi); such attention has nothing else of its own."""
+    by_distance: Literal["", "numbers", "buckets"] = ""
+    """Scores of encoders by numbers of distances, or of queries and keys in the buckets of these."""
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
     block_size: int = 16
     kv_dtype: str = "float32"
     lengths: tuple[int, ...] = LENGTHS
-    by_distance: str = ""
-    """Scores by `numbers` of distances, or by numbers of queries and keys in `buckets` of them."""
     broken: int | None = None
     """Sequence whose numbers are NaN."""
 
@@ -106,6 +106,11 @@ class Kind:
     def qkv(self, sequence: int) -> Tensor:
         rows = random_tensor(self.lengths[sequence], self.width, seed=sequence)
         return rows.fill_(torch.nan) if sequence == self.broken else rows
+
+    def numbers(self, sequence: int) -> Tensor:
+        """Numbers of queries, and of keys, in each bucket."""
+        width = 2 * self.heads * NUM_BUCKETS
+        return random_tensor(self.lengths[sequence], width, seed=sequence + 5)
 
 
 KINDS = {
@@ -177,7 +182,13 @@ def attend(
         norms = HeadNorms(weights[0], weights[1], 1e-6)
     sinks = torch.tensor(kind.sinks).to(backend.device) if kind.sinks else None
 
-    def record(ops: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
+    def record(
+        ops: GraphBuilder,
+        qkv: Value,
+        positions: Value,
+        metadata: Value,
+        numbers: Value | None = None,
+    ) -> Value:
         table = None
         if kind.rotated:
             frequencies = torch.logspace(0, -3, kind.rotated // 2).to(backend.device)
@@ -186,12 +197,14 @@ def attend(
         queries = ops.rotate_and_cache(qkv, metadata, table, cache, norms, **heads)
         sizes: dict[str, Any] = {"head_dim": kind.head_dim, "scale": 0.3}
         if kind.by_distance == "numbers":
-            numbers = random_tensor(kind.heads, len(_BUCKETS), seed=7).to(backend.device)
-            return relative_attention(ops, queries, metadata, cache, numbers, **sizes)
-        if kind.by_distance == "buckets":
-            width = kind.heads * (max(_BUCKETS) + 1)
-            parts = (columns(ops, qkv, first, width) for first in (0, 50))
-            return disentangled_attention(ops, queries, metadata, *parts, cache, _BUCKETS, **sizes)
+            distances = random_tensor(kind.heads, 2 * REACH + 1, seed=3).to(backend.device)
+            return relative_attention(ops, queries, metadata, cache, distances, **sizes)
+        if numbers is not None:
+            width = kind.heads * NUM_BUCKETS
+            first, second = (columns(ops, numbers, it, width) for it in (0, width))
+            return disentangled_attention(
+                ops, queries, metadata, first, second, cache, BUCKETS, **sizes
+            )
         if kind.slopes:
             slopes = torch.tensor(kind.slopes).to(backend.device)
             return alibi_attention(ops, queries, metadata, cache, slopes, **sizes)
@@ -209,6 +222,8 @@ def attend(
 
     qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in shares])
     tensors = {"qkv": qkv, "positions": batch.positions}
+    if kind.by_distance == "buckets":
+        tensors["numbers"] = torch.cat([kind.numbers(i)[done : done + n] for i, done, n in shares])
     (out,) = outputs(backend, record, tensors, metadata)
     return list(torch.split(out, [n for _, _, n in shares]))
 
@@ -253,18 +268,11 @@ def _slopes(subject: Subject) -> str:
     return "slopes of heads"
 
 
-def _numbers(subject: Subject) -> str:
-    subject.needs("rotate_and_cache", "relative_attention")
-    kind = fitted(subject, Kind(causal=False, by_distance="numbers"))
-    _check_kind(subject, kind, "numbers of distances")
-    return "numbers of heads and distances"
-
-
-def _buckets(subject: Subject) -> str:
-    subject.needs("rotate_and_cache", "columns", "disentangled_attention")
-    kind = fitted(subject, Kind(causal=False, by_distance="buckets"))
-    _check_kind(subject, kind, "numbers of queries and keys in buckets of distances")
-    return "numbers of queries and keys in buckets of distances"
+def _distances(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "relative_attention", "disentangled_attention", "columns")
+    _check_kind(subject, fitted(subject, Kind(causal=False, by_distance="numbers")), "numbers")
+    _check_kind(subject, fitted(subject, Kind(causal=False, by_distance="buckets")), "buckets")
+    return "numbers of distances, numbers of their buckets"
 
 
 def fitted(subject: Subject, kind: Kind) -> Kind:
@@ -444,13 +452,13 @@ def _ahead(subject: Subject) -> str:
 
 
 _KINDS = Check("rotate_and_cache, attention", _kinds)
+_BY_DISTANCE = Check("relative_attention, disentangled_attention", _distances)
 EXPLICIT = {
     "rotate_and_cache": _KINDS,
     "attention": _KINDS,
+    "relative_attention": _BY_DISTANCE,
+    "disentangled_attention": _BY_DISTANCE,
     "alibi_attention": Check("alibi_attention", _slopes),
-    "relative_attention": Check("relative_attention", _numbers),
-    "columns": Check("columns, disentangled_attention", _buckets),
-    "disentangled_attention": Check("columns, disentangled_attention", _buckets),
 }
 """Checks of operations on the KV cache."""
 FURTHER = (

@@ -22,6 +22,7 @@ from pagoda.backend.decoder_operations import layer_norm_heads, rotate_heads
 from pagoda.backend.graph import Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.relative_attention import columns
 from pagoda.plugins.backend_check.subject import (
     ROWS,
     Check,
@@ -209,6 +210,18 @@ def _heads(subject: Subject) -> str:
     return "layer norms and rotation of the first heads of rows"
 
 
+def _columns(subject: Subject) -> str:
+    subject.needs("columns")
+    tensors = {"x": random_tensor(ROWS, 130)}
+    for first, count in ((0, 130), (3, 1), (65, 64)):
+
+        def for_backend(_: Backend[Any, Any], first: int = first, count: int = count) -> Record:
+            return lambda ops, x: columns(ops, x, first, count)
+
+        check_rows(subject, for_backend, tensors, 0.0, f"{count} columns from {first} on")
+    return "some columns of rows"
+
+
 def _rotary_table(subject: Subject) -> str:
     subject.needs("rotary_table")
     positions = torch.arange(ROWS) * 2_003
@@ -229,6 +242,7 @@ EXPLICIT = {
     "select_rows": Check("select_rows", _select_rows),
     "sum_of_squares": Check("sum_of_squares, norm_by_squares", _norms_over_ranks),
     "norm_by_squares": Check("sum_of_squares, norm_by_squares", _norms_over_ranks),
+    "columns": Check("columns", _columns),
     "rotary_table": Check("rotary_table", _rotary_table),
     "layer_norm_heads": Check("layer_norm_heads, rotate_heads", _heads),
     "rotate_heads": Check("layer_norm_heads, rotate_heads", _heads),
