@@ -12,8 +12,6 @@ namespace pagoda {
 
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 int round_up_to_16(int64_t d) { return static_cast<int>((d + 15) / 16 * 16); }
 
 // Elements of a head, rounded up: of queries and keys, and of values and results.
@@ -50,7 +48,7 @@ class Pieces {
 struct Memory {
     float* queries;  // packed
     float* factors;
-    int64_t *positions, *firsts;  // of rows
+    int64_t *positions, *firsts, *own_positions;  // of rows
     Partial partial;  // of one split
     Softmax segment;  // of the splits of one segment
     Softmax whole;    // of all of them
@@ -60,7 +58,7 @@ struct Memory {
         const int64_t rows = sizes.max_head_rows;
         queries = pieces.take(sizes.max_queries * padded.row);
         factors = pieces.take(rows);
-        for (int64_t** of_rows : {&positions, &firsts}) {
+        for (int64_t** of_rows : {&positions, &firsts, &own_positions}) {
             *of_rows = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{sizes.max_rows}));
         }
         partial = pieces.take_partial(rows, padded.value);
@@ -178,6 +176,7 @@ struct Attention {
     SharedMemory shared;
     const int32_t* cold_blocks = nullptr;  // of the cold segments that this is the attention over; `cache` has them
     const Softmax* found = nullptr;        // of rows by their places, where what is found is not the end of it
+    int64_t first_key = 0;                 // position of the cold segment's first token
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
@@ -216,7 +215,8 @@ struct Attention {
         for (int64_t member = 0; member < item.num_members; ++member) {
             const auto& tile = tile_of(item, member);
             for (int row = 0; row < tile.num_tokens * plan.group; ++row) {
-                const int64_t position = cold_blocks ? tile.end - 1 : tile.first_position + row / plan.group;
+                const int64_t own = tile.first_position + row / plan.group, position = cold_blocks ? tile.end - 1 : own;
+                memory.own_positions[rows] = own - first_key;
                 memory.firsts[rows] = options.reach.first(position);
                 memory.positions[rows++] = options.reach.last(position, tile.end);
             }
@@ -242,7 +242,8 @@ struct Attention {
         const AttendTile attended{
             cache, memory.queries, memory.factors, memory.positions, memory.firsts, rows, item.kv_head, item.heads,
             options.softcap * kLog2E, blocks, item.end, shape.num_kv_heads, shape.block_size, shape.head_dim,
-            Widths(cache).row, padded};
+            Widths(cache).row, padded, options.relative, memory.own_positions,
+            metadata.sequences[static_cast<size_t>(tile_of(item).sequence)].first_token, plan.group};
         if (item.split >= 0) {
             const Partial split = split_at(item, item.split);
             if (!item.resumes) clear(split, item.heads, rows, padded);
@@ -466,13 +467,16 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, cons
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) clear(shared.carried.from(row, padded.value), 1, padded.value);
     }
+    int64_t first_key = 0;
     for (size_t i = 0; i < metadata.cold.size(); ++i) {
 #pragma omp master
         metadata.staged = metadata.source->take(cache, static_cast<int64_t>(i));
 #pragma omp barrier
         const StagedRun staged = metadata.staged;
         const AttentionPlan& plan = metadata.cold_plan(metadata.cold[i]);
-        const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks};
+        first_key = i > 0 && metadata.cold[i] == metadata.cold[i - 1] ? first_key + plan.parts.segment : 0;
+        const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks,
+                             nullptr, first_key};
         over.run_all();
     }
     if (!metadata.cold.empty()) {

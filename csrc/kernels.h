@@ -59,7 +59,7 @@ struct Cache {
 // A context that nothing limits.
 constexpr int64_t kUnlimited = int64_t{1} << 62;
 
-// Cached tokens that a token sees up to itself: the last `window`, from a multiple of `chunk` on. Those behind it too
+// Cached tokens that a token sees up to itself: the last `window`, from a multiple of `chunk` on. As many behind it too
 // where attention is not causal.
 struct Reach {
     int64_t window = kUnlimited, chunk = kUnlimited;
@@ -70,13 +70,29 @@ struct Reach {
         return of_window > of_chunk ? of_window : of_chunk;
     }
     // The last one that a token of a sequence of `length` sees.
-    int64_t last(int64_t position, int64_t length) const { return causal ? position : length - 1; }
+    int64_t last(int64_t position, int64_t length) const {
+        if (causal) return position;
+        return window < length - position ? position + window - 1 : length - 1;
+    }
     // The same for all positions before `end`, in the least numbers.
     Reach up_to(int64_t end) const { return {window < end ? window : end, chunk < end ? chunk : end, causal}; }
     bool operator<(const Reach& other) const {
         if (causal != other.causal) return other.causal;
         return window != other.window ? window < other.window : chunk < other.chunk;
     }
+};
+
+// What is added to scores by the distance of a key from its query, as powers of two: numbers of each head, or the sums of
+// a number of the query and one of the key in the bucket of their distance.
+struct RelativeScores {
+    const float* of_distances = nullptr;  // of each head from `reach` in front of a query on, head_stride apart; or null
+    int64_t head_stride = 0;
+    int64_t reach = -1;  // the largest distance; -1 where nothing is added
+    const int32_t* buckets = nullptr;  // [2 reach + 1], of a key from `reach` in front of its query on
+    const float *of_queries = nullptr, *of_keys = nullptr;  // [n, heads, num_buckets]
+    int64_t num_heads = 0, num_buckets = 0;
+    float scale = 0;  // of the numbers of queries and keys
+    const float* slopes = nullptr;  // [heads], of what is added to scores by the place of a key behind its query; or null
 };
 
 // The queries that meet each of some K/V heads, and where the heads' keys and values are. Queries are of one sequence,
@@ -97,6 +113,10 @@ struct AttendTile {
     int head_dim;
     int padded_row;  // head_dim rounded up to 16
     int padded_dim;  // elements of a value, of which latents have fewer, rounded up to 16
+    RelativeScores relative;
+    const int64_t* own_positions;  // [rows]
+    int64_t first_token;           // of the sequence, in the step
+    int group;                     // rows of a token
 };
 
 // Totals of a row that is not finished: vectors of any instruction set, added up at the end.
@@ -467,9 +487,10 @@ struct KernelTable {
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
-// Keys and values of a tile and their scales; of each row of a head its weights and four numbers, of each row one.
+// Keys and values of a tile, their scales, and what is added to scores; of each row of a head its weights and four
+// numbers, of each row one.
 inline int64_t attend_scratch(int rows, int heads, int padded_row) {
-    return 2 * int64_t{kKeyTile} * (padded_row + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
+    return kKeyTile * (2 * int64_t{padded_row} + 3) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
 }
 
 // Of the instruction sets in instruction_sets.cpp; those of the processors that this is compiled for exist.

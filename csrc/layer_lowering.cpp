@@ -2,7 +2,9 @@
 #include "layer_lowering.h"
 
 #include <map>
+#include <memory>
 #include <stdexcept>
+#include <vector>
 
 #include "heads.h"
 
@@ -78,9 +80,21 @@ void rotate_and_cache(Program& program, const Graph& graph, int index) {
                     .weight_bytes = norms.queries == nullptr ? 0 : normed * size_of(Dtype::f32)});
 }
 
-// Records attention of `queries` over the whole context, or, with `ranks`, over one that is spread over these.
+// Attention with scores by distance takes sequences whole, and none that is longer than it knows distances.
+void check_distances(const AttentionMetadata& metadata, const RelativeScores& relative) {
+    if (relative.reach < 0) return;
+    for (const auto& sequence : metadata.sequences) {
+        if (sequence.query_len == sequence.context_len && sequence.context_len <= relative.reach + 1) continue;
+        throw std::invalid_argument(std::to_string(sequence.query_len) + " tokens of a context of " +
+                                    std::to_string(sequence.context_len) + " are not a whole one of at most " +
+                                    std::to_string(relative.reach + 1) + ".");
+    }
+}
+
+// Records attention of `queries` over the whole context, or, with `ranks`, over one that is spread over these. `held`
+// is kept for as long as the program lives.
 void record_attention(Program& program, const Graph& graph, int index, const Cache* cache, const AttentionOptions& options,
-                      Group* ranks) {
+                      Group* ranks, const std::shared_ptr<void>& held = nullptr) {
     const Node& own = graph.node(index);
     const bool latents = cache->holds_latents();
     const Value queries = own.inputs[0], rest = own.inputs.at(latents ? 1 : 0), out = own.outputs[0];
@@ -89,15 +103,23 @@ void record_attention(Program& program, const Graph& graph, int index, const Cac
                                                      : num_heads(own, *cache, graph.width(queries)));
     const ContextRanks context{ranks == nullptr ? 0 : ranks->rank, ranks == nullptr ? 1 : ranks->size,
                                [=](const void* x, int64_t bytes, void* to) { ranks->all_gather(x, bytes, to); }};
-    program.record({.nodes = {index}, .uses = {queries, rest, out}, .work = graph.width(queries) * kKeyTile,
+    const bool by_buckets = options.relative.buckets != nullptr;
+    const Value of_queries = by_buckets ? own.inputs.at(2) : queries, of_keys = by_buckets ? own.inputs.at(3) : queries;
+    program.record({.nodes = {index}, .uses = {queries, rest, of_queries, of_keys, out},
+                    .work = graph.width(queries) * kKeyTile,
                     .run = [=, &p = program](const Step&, void* scratch) {
                         const Queries both{p.at(queries), latents ? p.at(rest) : nullptr};
                         const auto& step = *p.at<const AttentionMetadata>(metadata);
-                        if (ranks != nullptr) {
-                            pagoda::context_attention(p.table(), step, *cache, both, options, context, p.at(out), scratch);
-                        } else {
-                            pagoda::attention(p.table(), step, *cache, both, options, p.at(out), scratch);
+                        AttentionOptions own_options = options;
+                        if (by_buckets) {
+                            own_options.relative.of_queries = p.at(of_queries), own_options.relative.of_keys = p.at(of_keys);
                         }
+                        if (ranks != nullptr) {
+                            pagoda::context_attention(p.table(), step, *cache, both, own_options, context, p.at(out), scratch);
+                        } else {
+                            pagoda::attention(p.table(), step, *cache, both, own_options, p.at(out), scratch);
+                        }
+                        static_cast<void>(held);
                     },
                     .scratch = [=, &p = program](const Step&) {
                         const auto& step = *p.at<const AttentionMetadata>(metadata);
@@ -107,6 +129,7 @@ void record_attention(Program& program, const Graph& graph, int index, const Cac
                     .check = [=, &p = program](const Step&) {
                         const auto& step = *p.at<const AttentionMetadata>(metadata);
                         check_metadata(step, shape, cache->num_blocks);
+                        check_distances(step, options.relative);
                         if (step.spread && ranks == nullptr) {
                             throw std::out_of_range("Blocks of other ranks do not fit a graph of one.");
                         }
@@ -132,6 +155,54 @@ void context_attention(Program& program, const Graph& graph, int index) {
     const AttentionOptions options{static_cast<float>(own.numbers.at(1)), {limit_of(own, 2), limit_of(own, 4), true},
                                    static_cast<float>(own.numbers.at(3)), graph.vector(own, 2)};
     record_attention(program, graph, index, graph.weight<const Cache*>(own, 0), options, graph.weight<Group*>(own, 1));
+}
+
+void alibi_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const int64_t heads = num_heads(own, *cache, graph.width(own.inputs[0]));
+    const float* given = graph.vector(own, 1);
+    const auto slopes = std::make_shared<std::vector<float>>(given, given + heads);
+    for (float& slope : *slopes) slope *= kLog2E;
+    AttentionOptions options{static_cast<float>(own.numbers.at(1)), {}};
+    options.relative.slopes = slopes->data();
+    Group* ranks = own.weights.size() > 2 ? graph.weight<Group*>(own, 2) : nullptr;
+    record_attention(program, graph, index, cache, options, ranks, slopes);
+}
+
+void relative_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const auto reach = static_cast<int64_t>(own.numbers.at(2));
+    const int64_t heads = num_heads(own, *cache, graph.width(own.inputs[0])), distances = 2 * reach + 1;
+    // Whole tiles of keys are read, those too that are not seen.
+    const int64_t stride = distances + kKeyTile;
+    const auto padded = std::make_shared<std::vector<float>>(static_cast<size_t>(heads * stride));
+    const float* given = graph.vector(own, 1);
+    for (int64_t head = 0; head < heads; ++head) {
+        for (int64_t i = 0; i < distances; ++i) {
+            (*padded)[static_cast<size_t>(head * stride + i)] = given[head * distances + i] * kLog2E;
+        }
+    }
+    AttentionOptions options{static_cast<float>(own.numbers.at(1)), {kUnlimited, kUnlimited, false}};
+    options.relative.of_distances = padded->data();
+    options.relative.head_stride = stride;
+    options.relative.reach = reach;
+    record_attention(program, graph, index, cache, options, nullptr, padded);
+}
+
+void disentangled_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const auto buckets = std::make_shared<std::vector<int32_t>>(own.numbers.begin() + 2, own.numbers.end());
+    const auto scale = static_cast<float>(own.numbers.at(1));
+    AttentionOptions options{scale, {kUnlimited, kUnlimited, false}};
+    options.relative.buckets = buckets->data();
+    options.relative.reach = static_cast<int64_t>(buckets->size()) / 2;
+    options.relative.num_heads = num_heads(own, *cache, graph.width(own.inputs[0]));
+    options.relative.num_buckets = graph.width(own.inputs.at(2)) / options.relative.num_heads;
+    options.relative.scale = scale * kLog2E;
+    record_attention(program, graph, index, cache, options, nullptr, buckets);
 }
 
 // ---- latents
@@ -228,6 +299,9 @@ const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerin
     {"rotate_and_cache", rotate_and_cache},
     {"attention", attention},
     {"context_attention", context_attention},
+    {"alibi_attention", alibi_attention},
+    {"relative_attention", relative_attention},
+    {"disentangled_attention", disentangled_attention},
     {"head_linear", head_linear},
     {"rotate_and_cache_latents", rotate_and_cache_latents},
     {"latent_attention", latent_attention},

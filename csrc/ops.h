@@ -300,12 +300,15 @@ struct Rotary {
     int64_t r;
 };
 
+constexpr float kLog2E = 1.44269504f;
+
 // How scores become weights.
 struct AttentionOptions {
     float scale;
     Reach reach;
     float softcap = 0;             // c of c tanh(score / c); 0 for none
     const float* sinks = nullptr;  // [heads], scores of no token; or null
+    RelativeScores relative{};
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.

@@ -221,6 +221,7 @@ struct AttendMemory {
     float* decay;   // what earlier sums are worth now
     float* base;    // the score that has the weight 1
     float* scale;   // of the weights
+    float* added;   // [kKeyTile], to the scores of a row
     float* highest;  // [heads, rows rounded up]
     int padded_rows;
 
@@ -233,19 +234,44 @@ struct AttendMemory {
         values = take(int64_t{kKeyTile} * tile.padded_row);
         key_scales = take(kKeyTile);
         value_scales = take(kKeyTile);
+        added = take(kKeyTile);
         scores = take(int64_t{tile.rows} * kKeyTile);
         for (float** of_rows : {&peaks, &decay, &base, &scale}) *of_rows = take(padded_rows);
         highest = take(int64_t{tile.heads} * padded_rows);
     }
 };
 
+// What is added to the scores of a row with the keys from `first` on, as far as it sees them; null for nothing.
+const float* relative_scores(const AttendTile& tile, int head, int row, int64_t first, float* memory) {
+    const auto& relative = tile.relative;
+    if (relative.reach < 0 && relative.slopes == nullptr) return nullptr;
+    const int64_t own = tile.own_positions[row], nearest = first - own + relative.reach;
+    const int64_t of_head = int64_t{tile.kv_head + head} * tile.group + row % tile.group;
+    if (relative.slopes != nullptr) {
+        for (int j = 0; j < kKeyTile; ++j) memory[j] = relative.slopes[of_head] * static_cast<float>(first + j - own);
+        return memory;
+    }
+    if (relative.of_distances != nullptr) return relative.of_distances + of_head * relative.head_stride + nearest;
+    const int64_t stride = relative.num_heads * relative.num_buckets, place = of_head * relative.num_buckets;
+    const float* of_query = relative.of_queries + (tile.first_token + own) * stride + place;
+    const float* of_keys = relative.of_keys + (tile.first_token + first) * stride + place;
+    const int visible = clamp_to_tile(tile.positions[row] + 1 - first);
+    for (int j = 0; j < visible; ++j, of_keys += stride) {
+        const int32_t bucket = relative.buckets[nearest + j];
+        memory[j] = relative.scale * (of_query[bucket] + of_keys[bucket]);
+    }
+    for (int j = visible; j < kKeyTile; ++j) memory[j] = 0.0f;
+    return memory;
+}
+
 // Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing.
 // Returns the highest.
 PAGODA_INLINE float scale_scores(float* scores, int first, int last, float factor, const float* key_scales,
-                                 float softcap) {
+                                 const float* added, float softcap) {
     for (int j = 0; j < kKeyTile; j += kWidth) {
         const vec scaled = mul(load(scores + j), broadcast(factor));
         store(scores + j, key_scales ? mul(scaled, load(key_scales + j)) : scaled);
+        if (added) store(scores + j, add(load(scores + j), load(added + j)));
     }
     if (softcap != 0) {
         // tanh(y) is 1 - 2 / (1 + e^2y).
@@ -324,9 +350,10 @@ void softmax_tile(const AttendTile& tile, int head, int64_t first, const AttendM
     const float* key_scales = std::is_same_v<M, I16Math> ? memory.key_scales : nullptr;
     const float* factors = tile.factors + int64_t{head} * tile.rows;
     for (int row = 0; row < tile.rows; ++row) {
+        const float* added = relative_scores(tile, head, row, first, memory.added);
         memory.peaks[row] = scale_scores(memory.scores + row * kKeyTile, clamp_to_tile(tile.firsts[row] - first),
                                          clamp_to_tile(tile.positions[row] + 1 - first), factors[row], key_scales,
-                                         tile.softcap);
+                                         added, tile.softcap);
     }
     raise_highest(memory, memory.highest + int64_t{head} * memory.padded_rows, tile.rows);
     for (int row = 0; row < tile.rows; ++row, totals += pagoda::kTotals) {

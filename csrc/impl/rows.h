@@ -142,6 +142,33 @@ void swiglu_oai(const float* pairs, float alpha, float limit, int64_t d, float* 
     }
 }
 
+// Layer norms of the heads of d elements in the first elements of a row; the others stay as they are.
+void layer_norm_heads(const pagoda::RowOperands& row) {
+    const auto elements = static_cast<int64_t>(row.numbers[0]), d = static_cast<int64_t>(row.numbers[1]);
+    const auto eps = static_cast<float>(row.numbers[2]);
+    for (int64_t i = 0; i < elements; i += d) {
+        layer_norm(row.inputs[0] + i, row.weights[0] + i, row.weights[1] + i, eps, d, row.outputs[0] + i);
+    }
+    std::copy(row.inputs[0] + elements, row.inputs[0] + row.width, row.outputs[0] + elements);
+}
+
+// Rotates the heads of d elements in the first elements of a row by r/2 cosines and sines; the others stay as they are.
+void rotate_heads(const pagoda::RowOperands& row) {
+    const auto elements = static_cast<int64_t>(row.numbers[0]), d = static_cast<int64_t>(row.numbers[1]);
+    const auto r = static_cast<int64_t>(row.numbers[2]);
+    for (int64_t i = 0; i < elements; i += d) {
+        norm_and_rotate(row.inputs[0] + i, nullptr, 0, row.inputs[1], row.inputs[2], r, d, row.outputs[0] + i);
+    }
+    std::copy(row.inputs[0] + elements, row.inputs[0] + row.width, row.outputs[0] + elements);
+}
+
+// Of numbers above 0 positive x^2 + beta x, of others negative (e^min(x, eps) - 1 - x) + beta x.
+PAGODA_INLINE vec xielu(vec x, vec positive, vec negative, vec beta, vec eps) {
+    const vec power = sub(exp(min(x, eps)), broadcast(1.0f)), above = max(x, zero());
+    const vec below = unless_below(zero(), x, mul(negative, sub(power, x)));
+    return fma(beta, x, add(mul(positive, mul(above, above)), below));
+}
+
 constexpr pagoda::RowKernel kRowKernels[] = {
     {"add",
      [](const pagoda::RowOperands& row) {
@@ -162,6 +189,12 @@ constexpr pagoda::RowKernel kRowKernels[] = {
              put(row.outputs[0], mul(gelu_tanh(get(row.inputs[0])), get(row.inputs[0] + row.width)));
          });
      }},
+    {"gelu_erf_and_mul",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) {
+             put(row.outputs[0], mul(gelu(get(row.inputs[0])), get(row.inputs[0] + row.width)));
+         });
+     }},
     {"swiglu_oai",
      [](const pagoda::RowOperands& row) {
          const auto alpha = static_cast<float>(row.numbers[0]), limit = static_cast<float>(row.numbers[1]);
@@ -170,6 +203,39 @@ constexpr pagoda::RowKernel kRowKernels[] = {
     {"gelu",
      [](const pagoda::RowOperands& row) {
          for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], gelu(get(row.inputs[0]))); });
+     }},
+    {"gelu_tanh",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], gelu_tanh(get(row.inputs[0]))); });
+     }},
+    {"silu",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], silu(get(row.inputs[0]))); });
+     }},
+    {"relu",
+     [](const pagoda::RowOperands& row) {
+         for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], max(zero(), get(row.inputs[0]))); });
+     }},
+    {"xielu",
+     [](const pagoda::RowOperands& row) {
+         vec n[4];
+         for (int i = 0; i < 4; ++i) n[i] = broadcast(static_cast<float>(row.numbers[i]));
+         for_vectors(row.width, [&](auto get, auto put) {
+             put(row.outputs[0], xielu(get(row.inputs[0]), n[0], n[1], n[2], n[3]));
+         });
+     }},
+    {"clip",
+     [](const pagoda::RowOperands& row) {
+         const vec most = broadcast(static_cast<float>(row.numbers[0])), least = sub(zero(), most);
+         for_vectors(row.width, [&](auto get, auto put) {
+             put(row.outputs[0], max(least, min(most, get(row.inputs[0]))));
+         });
+     }},
+    {"layer_norm_heads", layer_norm_heads},
+    {"rotate_heads", rotate_heads},
+    {"columns",
+     [](const pagoda::RowOperands& row) {
+         std::copy_n(row.inputs[0] + static_cast<int64_t>(row.numbers[0]), row.width, row.outputs[0]);
      }},
     {"scale",
      [](const pagoda::RowOperands& row) {

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pagoda.backend.low_rank import LowRankMaps
     from pagoda.parallel.collectives import Collectives
 
-
 _SCORES = ("head_dim", "scale", "window", "softcap", "chunk", "causal")
 OPERATIONS: Mapping[str, OperationSpec] = {
     "embedding": OperationSpec("embedding", ("token_ids",), ("table",), ("first_id", "vocab_size")),
@@ -33,8 +32,15 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "rms_norm": OperationSpec("norm", ("x",), ("weight",), ("eps",)),
     "silu_and_mul": OperationSpec("activation", ("gate_up",)),
     "gelu_and_mul": OperationSpec("activation", ("gate_up",)),
+    "gelu_erf_and_mul": OperationSpec("activation", ("gate_up",)),
     "swiglu_oai": OperationSpec("activation", ("gate_up",), (), ("alpha", "limit")),
     "gelu": OperationSpec("activation", ("x",)),
+    "gelu_tanh": OperationSpec("activation", ("x",)),
+    "silu": OperationSpec("activation", ("x",)),
+    "relu": OperationSpec("activation", ("x",)),
+    "columns": OperationSpec("select", ("x",), (), ("first", "count")),
+    "xielu": OperationSpec("activation", ("x",), (), ("positive", "negative", "beta", "eps")),
+    "clip": OperationSpec("activation", ("x",), (), ("limit",)),
     "sigmoid": OperationSpec("activation", ("x",)),
     "mul": OperationSpec("add", ("x", "factor")),
     "scale": OperationSpec("add", ("x",), (), ("factor",)),
@@ -47,6 +53,12 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("qkv", "squares"),
         ("query_norm", "key_norm"),
         ("queries", "keys", "all_queries", "all_keys", "eps"),
+    ),
+    "layer_norm_heads": OperationSpec(
+        "norm", ("x",), ("weight", "bias"), ("elements", "head_dim", "eps")
+    ),
+    "rotate_heads": OperationSpec(
+        "rotary", ("x", "cosines", "sines"), (), ("elements", "head_dim", "width")
     ),
     "layer_norm": OperationSpec("norm", ("x",), ("weight", "bias"), ("eps",)),
     "experts": OperationSpec("experts", ("x", "logits"), ("experts",)),
@@ -65,6 +77,21 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "attention": OperationSpec("attention", ("queries", "metadata"), ("cache", "sinks?"), _SCORES),
     "context_attention": OperationSpec(
         "attention", ("queries", "metadata"), ("cache", "ranks", "sinks?"), _SCORES
+    ),
+    "alibi_attention": OperationSpec(
+        "attention", ("queries", "metadata"), ("cache", "slopes", "ranks?"), ("head_dim", "scale")
+    ),
+    "relative_attention": OperationSpec(
+        "attention",
+        ("queries", "metadata"),
+        ("cache", "distances"),
+        ("head_dim", "scale", "reach"),
+    ),
+    "disentangled_attention": OperationSpec(
+        "attention",
+        ("queries", "metadata", "of_queries", "of_keys"),
+        ("cache",),
+        ("head_dim", "scale", "buckets"),
     ),
     "short_conv": OperationSpec(
         "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
@@ -310,6 +337,10 @@ class GraphBuilder:
         """
         return self._gated("gelu_and_mul", gate_up)
 
+    def gelu_erf_and_mul(self, gate_up: Value) -> Value:
+        """gelu(left half) times right half of [n, 2 d], with the GELU of `gelu`: [n, d]."""
+        return self._gated("gelu_erf_and_mul", gate_up)
+
     def swiglu_oai(self, gate_up: Value, *, alpha: float, limit: float) -> Value:
         """SwiGLU (up + 1) gate sigmoid(alpha gate) of pairs (gate, up) in rows [n, 2 d]: [n, d] (gpt-oss).
 
@@ -320,6 +351,18 @@ class GraphBuilder:
     def gelu(self, x: Value) -> Value:
         """x/2 (1 + erf(x / sqrt(2))) of [n, d] (Hendrycks and Gimpel 2016)."""
         return self._alike("gelu", x)
+
+    def gelu_tanh(self, x: Value) -> Value:
+        """GELU of [n, d] by the hyperbolic tangent, as in `gelu_and_mul`."""
+        return self._alike("gelu_tanh", x)
+
+    def silu(self, x: Value) -> Value:
+        """x / (1 + e^-x) of [n, d] (Elfwing et al. 2018)."""
+        return self._alike("silu", x)
+
+    def relu(self, x: Value) -> Value:
+        """x of [n, d] where it is above 0, else 0."""
+        return self._alike("relu", x)
 
     def sigmoid(self, x: Value) -> Value:
         """1 / (1 + e^-x) of [n, d]."""
@@ -334,45 +377,6 @@ class GraphBuilder:
         """x [n, d] times a factor [n, 1] of each row."""
         _expect(factors, 1)
         return self._alike("scale_rows", x, [], None, factors)
-
-    def position_scale(
-        self, positions: Value, *, period: float, factor: float, offset: float
-    ) -> Value:
-        """1 + factor log(1 + floor((position + offset) / period)) of positions [n]: [n, 1].
-
-        Queries are scaled by it (Llama 4 with offset 1, Ministral 3 with 0; Nakanishi 2025).
-        """
-        attributes = {"period": period, "factor": factor, "offset": offset}
-        return self.record("position_scale", [positions], [], attributes, 1)
-
-    def sum_of_squares(self, qkv: Value, *, queries: int, keys: int) -> Value:
-        """Sums of squares of the first `queries` elements of qkv [n, d], and of the `keys` behind them: [n, 2]."""
-        if queries + 2 * keys != qkv.width:
-            raise ValueError(f"{queries} and twice {keys} elements are not rows of {qkv.width}.")
-        own = {"queries": queries, "keys": keys}
-        return self.record("sum_of_squares", [qkv], [], own, 2)
-
-    def norm_by_squares(
-        self, qkv: Value, squares: Value, norms: HeadNorms, *, all_queries: int, all_keys: int
-    ) -> Value:
-        """RMS norms of queries, and of keys, of qkv [n, d] over the heads of all ranks together: [n, d] (OLMo 2).
-
-        `squares` are `sum_of_squares`, added up over the ranks, of `all_queries` and `all_keys` elements; those
-        that several ranks have count for each, all equally often. Norms are of this rank's heads.
-        """
-        queries, keys = len(norms.queries), len(norms.keys)
-        _expect(squares, 2)
-        if queries + 2 * keys != qkv.width:
-            raise ValueError(f"Norms of {queries} and {keys} do not fit rows of {qkv.width}.")
-        attributes: dict[str, Attribute] = {
-            "queries": queries,
-            "keys": keys,
-            "all_queries": all_queries,
-            "all_keys": all_keys,
-            "eps": norms.eps,
-        }
-        weights = [norms.queries, norms.keys]
-        return self._alike("norm_by_squares", qkv, weights, attributes, squares)
 
     def scale(self, x: Value, factor: float) -> Value:
         """x [n, d] times a number."""
@@ -482,8 +486,8 @@ class GraphBuilder:
         """Attention of queries [n, heads d] over cached tokens of their sequences up to themselves: [n, heads d].
 
         Without `causal`, a token sees all tokens of its sequence, those behind it too, as encoders have it; then
-        all of a sequence is computed in one step.
-        With `window`, a token sees itself and the `window - 1` before it. With `chunk`, it sees those from the
+        all of a sequence is computed in one step. With `window`, a token sees itself and the `window - 1` before
+        it, and as many behind it if it sees any there. With `chunk`, it sees those from the
         last multiple of `chunk` on, itself included (Llama 4). With `softcap` c, scores s become
         c tanh(s / c) (Gemma 2). Sinks [heads] float32 are one more score of each head, whose value is zero
         (gpt-oss; Xiao et al. 2023).
@@ -495,8 +499,8 @@ class GraphBuilder:
         for what, limit in (("window", window), ("chunk", chunk), ("softcap", softcap)):
             if limit is not None and limit <= 0:
                 raise ValueError(f"A {what} is above 0, not {limit}.")
-        if not causal and (window is not None or chunk is not None):
-            raise ValueError("Windows and chunks are of causal attention.")
+        if not causal and chunk is not None:
+            raise ValueError("Chunks are of causal attention.")
         return self.record(
             "context_attention" if self.context else "attention",
             [queries, metadata],

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.layer_spec import MlpSpec
 from pagoda.checkpoints.linears import LinearSpec
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
 from pagoda.files import open_regular, read_object

@@ -7,28 +7,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pagoda.checkpoints.checkpoint import weight_files
 from pagoda.checkpoints.config_keys import refuse_other_arithmetic
 from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.families.shared import score_head
-from pagoda.checkpoints.family import Family
-from pagoda.checkpoints.fields import Fields, nearest
-from pagoda.checkpoints.model_spec import (
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
+from pagoda.checkpoints.families.shared import (
+    both_ways,
+    decoder_head,
+    with_head,
+    with_masked_head,
 )
+from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.fields import Fields, three_nearest
+from pagoda.checkpoints.layer_spec import Activation, AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorMap
 from pagoda.checkpoints.quantization_config import parse_quantization
+from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
-from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
+from pagoda.checkpoints.safetensors_header import read_header
+from pagoda.checkpoints.sentence_modules import (
+    COLBERT_MAP,
+    SPARSE_MAP,
+    SentenceModule,
+    dense_modules,
+    lexical_maps,
+    read_modules,
+    score_tokens,
+)
 from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
 
-_BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
+_BARE, _WITH_HEAD, _OLD_HEAD = "Model", "ForCausalLM", "LMHeadModel"
+_SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
+_COLBERT, _COLBERT_MAP = "ColBERT", "linear"
+"""Part of the names of encoders that give vectors of tokens, and the map that makes them."""
+_SPLADE = "SpladePooling"
+_BOTH_WAYS = "Bidirectional"
+"""Part of the names of decoders that see all of a text (LlamaBidirectionalModel)."""
 _COMMON = (
     "tie_word_embeddings",
     "dtype",
@@ -37,12 +56,6 @@ _COMMON = (
     "compression_config",
 )
 """Fields that stand beside `text_config`, or within."""
-_INDEXED = "attends to tokens that an indexer chooses (index_topk), which Pagoda does not compute"
-_REFUSED = {
-    "DeepseekV32ForCausalLM": f"{_INDEXED}; the nearest that it serves is DeepSeek-V3.1 (DeepseekV3ForCausalLM)",
-    "GlmMoeDsaForCausalLM": f"{_INDEXED}; the nearest that it serves is GLM-4.7 (Glm4MoeForCausalLM)",
-}
-"""Architectures near those of families, with what they compute otherwise."""
 _MAX_LAYERS = 4096
 """Layers of a model: each is an object, of which a wrong number must not fill memory."""
 _FOLLOWING = ("head_dim", "num_key_value_heads")
@@ -50,10 +63,13 @@ _FOLLOWING = ("head_dim", "num_key_value_heads")
 _MAX_HEADS = _MAX_HEAD_DIM = 65_536
 DTYPES = ("float32", "bfloat16", "float16")
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
-    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
-    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "gelu": ("gelu", "gelu_python"),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
+    "xielu": ("xielu",),
 }
 """Names of activations in files."""
 
@@ -83,10 +99,47 @@ def read_model_config(
         raise ConfigError(
             f"{directory}: LogitScore names tokens beyond the model's vocabulary of {spec.vocab_size}."
         )
+    spec = _with_vectors(spec, directory, modules)
     # sentence-transformers writes decoders without their heads (Qwen3-Embedding-8B).
     if modules and not spec.tie_word_embeddings and not _has_head(directory):
         spec = replace(spec, headless=True, tie_word_embeddings=True)
     return replace(spec, score_tokens=tokens)
+
+
+def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceModule]) -> ModelSpec:
+    """The model with the layers behind its hidden states that the directory has.
+    Raises ConfigError: they are not there, or the family has no such layers."""
+    maps, hidden = dict(spec.vector_maps), spec.hidden_size
+    kinds = {module.kind for module in modules}
+    dense = tuple(it.map for it in dense_modules(directory, modules))
+    if dense:
+        maps["vectors" if "Pooling" in kinds else "token_vectors"] = dense
+    elif "token_vectors" in maps:
+        maps["token_vectors"] = (_colbert_map(directory, hidden),)
+    beside = lexical_maps(directory)
+    if COLBERT_MAP in beside:
+        maps["token_vectors"] = (VectorMap(COLBERT_MAP, hidden, hidden, bias=True),)
+    if SPARSE_MAP in beside:
+        maps["token_weights"] = (VectorMap(SPARSE_MAP, hidden, 1, bias=True, activation="relu"),)
+    spec = replace(spec, vector_maps=maps)
+    if _SPLADE not in kinds:
+        return spec
+    with_masked = with_masked_head(spec)
+    if with_masked is None:
+        raise ConfigError(
+            f"{directory}: modules.json has {_SPLADE}, and {spec.family.architecture} no head of tokens for it."
+        )
+    return with_masked
+
+
+def _colbert_map(directory: Path, hidden_size: int) -> VectorMap:
+    """The map of hidden states to vectors of tokens, whose size config.json does not say."""
+    name = f"{_COLBERT_MAP}.weight"
+    for path in weight_files(directory):
+        entry = read_header(path)[0].get(name)
+        if entry is not None:
+            return VectorMap(_COLBERT_MAP, hidden_size, entry.shape[0])
+    raise ConfigError(f"{directory}: no file holds the tensor {name}, which config.json calls for.")
 
 
 def _ties_differ(values: Mapping[str, object]) -> bool:
@@ -102,9 +155,11 @@ def _has_head(directory: Path) -> bool:
     return any(name.startswith(HF_NAMES.head) for name in tensor_names(directory))
 
 
-def _gives_score(values: Mapping[str, object]) -> bool:
-    named = values.get("architectures")
-    return isinstance(named, list) and any(str(name).endswith(_SCORES) for name in named[:1])
+def _sees_all(fields: Fields) -> bool:
+    """True of a decoder that was trained to see all of a text."""
+    named = fields.values.get("architectures")
+    names = named if isinstance(named, list) else []
+    return not fields.flag("is_causal", True) or any(_BOTH_WAYS in str(name) for name in names)
 
 
 def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpec:
@@ -124,7 +179,8 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         if fields.values.get(own) is not None
     }
     fields = fields.updated(renamed)
-    _check_activation(fields, family)
+    fields = fields.updated(family.values(fields))
+    activation = _activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
@@ -139,7 +195,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
     attention_bias = fields.flag("attention_bias", False)
     layer = LayerSpec(
         AttentionSpec(scale=head_dim**-0.5, qkv_bias=attention_bias, output_bias=attention_bias),
-        MlpSpec(fields.positive("intermediate_size"), activation=family.activation),
+        MlpSpec(fields.positive("intermediate_size"), activation=activation, gated=family.gated),
     )
     shared = ModelSpec(
         family=family,
@@ -158,8 +214,41 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         quantization=parse_quantization(fields),
     )
     spec = family.adapt(shared, fields)
-    scores = spec.encoder is None and _gives_score(fields.values)
-    return score_head(spec, fields, "score") if scores else spec
+    if spec.encoder is None and _sees_all(fields):
+        if any(layer.kv_kind not in ("full", "window") for layer in spec.layers):
+            fields.refuse(
+                "is_causal", "must be true of a model whose layers keep states or latents"
+            )
+        spec = both_ways(spec)
+    spec = _with_named_vectors(spec, fields)
+    head = None if spec.classifier is not None else _head(spec, fields)
+    return spec if head is None else with_head(spec, fields, head)
+
+
+def _with_named_vectors(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with the layers behind hidden states that its architecture is named after."""
+    named = fields.values.get("architectures")
+    names = " ".join(map(str, named)) if isinstance(named, list) else ""
+    if _COLBERT in names:
+        usual = VectorMap(_COLBERT_MAP, spec.hidden_size, spec.hidden_size)
+        spec = replace(spec, vector_maps={"token_vectors": (usual,)})
+    return (with_masked_head(spec) or spec) if "Splade" in names else spec
+
+
+def _head(spec: ModelSpec, fields: Fields) -> ClassifierSpec | None:
+    """The head that the architecture's name says a model has, in place of one that gives logits."""
+    named = fields.values.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    family = spec.family
+    if name == family.architecture or name in family.aliases:
+        return None
+    for ending, make in family.heads.items():
+        if name.endswith(ending):
+            return make(fields)
+    if not name.endswith((_SCORES, _OF_TOKENS)):
+        return None
+    head = decoder_head(spec, fields)
+    return replace(head, bias=True, pooling="all") if name.endswith(_OF_TOKENS) else head
 
 
 def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
@@ -174,8 +263,8 @@ def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
     by_kind = {kind: family for family in FAMILIES.values() for kind in family.model_types}
     kind = text.text("model_type", "")
     if kind not in by_kind:
-        near = nearest(kind, {it: it for it in by_kind})
-        text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}{near}")
+        near = three_nearest(kind, {it: it for it in by_kind})
+        text.refuse("model_type", f"is none that Pagoda runs, the nearest of which are {near}")
     family = by_kind[kind]
     values = {**family.model_types[kind], **text.values, **common}
     return Fields(values, fields.source, "text_config."), family, False
@@ -185,44 +274,61 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     """The family of a model, and whether it is a decoder alone (`Qwen3Model`), which has no head: embedding models
     are published so. Its embedding table is the head then."""
     named = fields.values.get("architectures")
-    known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
-        raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
+        raise ConfigError(
+            f'{fields.source} names no architectures; it must have a list such as ["LlamaForCausalLM"].'
+        )
     others: dict[str, Family] = {}
-    for name in filter(lambda it: isinstance(it, str), named):
+    for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
-        scores = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
+        stem = _stem(name)
         if name in FAMILIES:
             return FAMILIES[name], False
         if name.endswith(_BARE) and bare in FAMILIES:
             return FAMILIES[bare], True
-        if name.endswith(_SCORES) and scores in FAMILIES:
-            return FAMILIES[scores], False
+        for ending in (_WITH_HEAD, _OLD_HEAD):
+            decoder = f"{stem}{ending}"
+            if name.endswith((_SCORES, _OF_TOKENS, _REWARDS)) and decoder in FAMILIES:
+                return FAMILIES[decoder], False
         # Other names are told by the families themselves, all of which are imported for that.
         others = others or {it: family for family in FAMILIES.values() for it in family.aliases}
-        if name in others:
-            return others[name], False
-    if (reason := _REFUSED.get(str(named[0]))) is not None:
-        raise ConfigError(f"{fields.source}: {named[0]} {reason}.")
-    stems = {_stem(name): name for name in FAMILIES}
-    near = nearest(_stem(str(named[0])), stems)
+        encoder = f"{stem}{_BARE}"
+        if name in others or encoder in others:
+            return others.get(name) or others[encoder], False
+        if encoder in FAMILIES:
+            return FAMILIES[encoder], False
+    if (refusal := REFUSED.get(str(named[0]))) is not None:
+        raise ConfigError(
+            f"{fields.source}: {named[0]} {refusal.reason}, which Pagoda does not compute; "
+            f"the nearest that it serves is {refusal.nearest}."
+        )
+    near = three_nearest(_stem(str(named[0])), {_stem(name): name for name in FAMILIES})
     raise ConfigError(
-        f"{fields.source}: architecture {named[0]!r} is not supported{near}; Pagoda runs models of {known}."
+        f"{fields.source}: architecture {named[0]!r} is not supported; the nearest that are supported are {near}."
     )
 
 
 def _stem(architecture: str) -> str:
     """Name of an architecture without what all of them end with."""
-    for ending in (_WITH_HEAD, _SCORES, "ForConditionalGeneration", _BARE):
+    for ending in (*_ENDINGS, _WITH_HEAD, _SCORES, _OF_TOKENS, "ForConditionalGeneration", _BARE):
         architecture = architecture.removesuffix(ending)
     return architecture
 
 
-def _check_activation(fields: Fields, family: Family) -> None:
+def _activation(fields: Fields, family: Family) -> Activation:
+    """The activation that the file names, one of the family's."""
+    known = [family.activation, *sorted(family.other_activations)]
+    found = family.activation
     for name in ("hidden_act", "hidden_activation"):
-        known = _ACTIVATIONS[family.activation]
-        if fields.text(name, known[0]) not in known:
-            fields.refuse(name, f"must be {known[0]!r}")
+        if fields.values.get(name) is None:
+            continue
+        spelled = fields.text(name)
+        named = [it for it in known if spelled in _ACTIVATIONS[it]]
+        if not named:
+            names = " or ".join(repr(_ACTIVATIONS[it][0]) for it in known)
+            fields.refuse(name, f"must be {names}")
+        found = named[0]
+    return found
 
 
 def _dtype(fields: Fields) -> str:

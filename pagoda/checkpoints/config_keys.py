@@ -67,7 +67,7 @@ _FACTORS = (
     *("scale_depth", "scale_emb", "topk_group"),
 )
 """Keys that mean nothing where they are absent, null or 1."""
-_USUAL = {"scoring_func": "softmax", "topk_method": "greedy", "is_causal": True}
+_USUAL = {"scoring_func": "softmax", "topk_method": "greedy"}
 """Keys that mean nothing where they are absent, null or this."""
 
 _TEMPERATURE = "llama_4_scaling_beta"

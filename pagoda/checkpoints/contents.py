@@ -8,19 +8,32 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
+from pagoda.checkpoints.distances import Disentangled, distance_linears, distance_tensors
+from pagoda.checkpoints.layer_spec import MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
+from pagoda.checkpoints.sentence_modules import dense_modules, lexical_maps, read_modules
 from pagoda.checkpoints.tensor_names import TEXT_PARTS
 from pagoda.errors import ConfigError
 
 _DECODER = "model."
+_TOKEN_MAP = "linear."
+"""Beginning of the names of the map that makes vectors of tokens (ColBERT)."""
 _HEAD = "lm_head."
-_ENCODERS = ("bert.", "roberta.")
+_TRANSFORMER = "transformer."
+"""Beginning of names in files of GPT-2's kind, which are left out in some of them."""
+_ENCODERS = (
+    *("bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "deberta.", "ernie."),
+    *("nomic_bert.", "new.", "gte."),
+)
 """Beginnings of names in files of an encoder that has a head."""
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names of norms in files that were made from TensorFlow's."""
-_BARE = ("embed_tokens.weight", "fc.weight")
+_BARE = (
+    *("embed_tokens.weight", "decoder.embed_tokens.weight", "embeddings.tok_embeddings.weight"),
+    "fc.weight",
+)
 """Tensors in files of a decoder alone: its embedding table, or the first map of an EAGLE-3 head."""
 _EAGLE_LAYER = "midlayer."
 """Beginning of names in an EAGLE-3 head's only layer, which others call its first."""
@@ -33,15 +46,13 @@ _PARTS = frozenset(
 )
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
 _FOLLOWING = re.compile(
-    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale)$"
+    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
+    r"|(attn|attention)\.(masked_)?bias)$"
 )
-"""Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
+"""Frequencies that follow from the configuration, scales of KV caches in the files' own format, and masks."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
-_BIASED = {
-    MlpSpec: (LinearRole.MLP_IN, LinearRole.MLP_OUT),
-    ExpertsSpec: (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT),
-}
-"""Linear layers that have biases if an MLP does, or experts do."""
+_BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
+"""Linear layers that have biases if experts do."""
 
 
 def full_names(stored: Collection[str]) -> dict[str, str]:
@@ -60,10 +71,11 @@ def _full_name(stored: str, is_bare: bool) -> str:
             stored = stored.removeprefix(encoder)
             for old, new in _OLD_NORMS.items():
                 stored = stored.replace(old, new)
-            return stored
+            return stored.removeprefix(_TRANSFORMER)
+    stored = stored.removeprefix(_TRANSFORMER)
     if stored.startswith(_EAGLE_LAYER):
         stored = f"layers.0.{stored.removeprefix(_EAGLE_LAYER)}"
-    if is_bare and not stored.startswith((_HEAD, _DECODER)):
+    if is_bare and not stored.startswith((_HEAD, _DECODER, _TOKEN_MAP)):
         return f"{_DECODER}{stored}"
     for part in TEXT_PARTS:
         if stored.startswith(f"{_DECODER}{part}"):
@@ -77,9 +89,13 @@ def tensor_names(directory: Path) -> Collection[str]:
     """Full names of the tensors in a model directory. Raises ConfigError: a file is missing or damaged."""
     index = directory / INDEX_FILE
     if index.exists():
-        return full_names(read_index(index)).keys()
-    (path,) = weight_files(directory)
-    return full_names(read_header(path)[0].keys()).keys()
+        names = full_names(read_index(index)).keys()
+    else:
+        (path,) = weight_files(directory)
+        names = full_names(read_header(path)[0].keys()).keys()
+    dense = dense_modules(directory, read_modules(directory))
+    maps = [*lexical_maps(directory), *(it.map.name for it in dense if it.file.is_file())]
+    return names | {f"{it}.{end}" for it in maps for end in ("weight", "bias")}
 
 
 def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:
@@ -139,10 +155,15 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
-    if spec.classifier is not None and spec.classifier.bias:
-        for linear in spec.classifier_linears:
-            yield [f"{linear.name}.bias"]
+    if spec.head_bias:
+        yield [f"{spec.names.head}.bias"]
+    for name, _ in spec.map_vectors:
+        yield [name]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
+        yield [name]
+    if spec.embedding_projection is not None:
+        yield [f"{spec.embedding_projection.name}.bias"]
+    for name, _ in distance_tensors(spec):
         yield [name]
     if spec.draft_head is not None and spec.draft_head.token_offsets:
         yield [spec.draft_head.token_offsets]
@@ -159,8 +180,14 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
     attention = spec.attention_linears(index)
     biased = [*attention.into] * layer.attention.qkv_bias
     biased += [attention.out] * layer.attention.output_bias
-    if layer.mlp.bias:
-        biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]
+    if isinstance(layer.attention.distances, Disentangled):
+        for linear in distance_linears(spec, index):
+            yield _weight(linear)
+            yield [linear.stored.bias]
+    if isinstance(layer.mlp, MlpSpec):
+        biased += spec.mlp_biases(index)
+    elif layer.mlp.bias:
+        biased += [linear for linear in linears if linear.role in _BIASED_EXPERTS]
     for linear in biased:
         yield [linear.stored.bias]
 

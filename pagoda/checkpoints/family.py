@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.layer_spec import Activation
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, HF_NAMES, TensorNames
 
 
@@ -49,8 +50,14 @@ class Family:
     """Keys of config.json that go before those by which other families call the same."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of config.json where the file is silent, other than usual."""
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
-    """Activation of MLPs, the same in all models of the family."""
+    values: Callable[[Fields], Mapping[str, object]] = lambda _: {}
+    """Values of config.json that follow from others, or that files of the family tell in another way."""
+    activation: Activation = "silu"
+    """Activation of MLPs where config.json is silent."""
+    other_activations: frozenset[Activation] = frozenset()
+    """Activations that some models of the family have."""
+    gated: bool = True
+    """False of a family whose MLPs have no gates."""
     partial_rotary: float | None = None
     """Part of a head that is rotated where config.json is silent; None where all of it is in every model."""
     model_types: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -60,5 +67,10 @@ class Family:
     """Other names in `architectures`, of models with the same text part and no `text_config`."""
     joins_experts: bool = False
     """Some files have the experts of a layer in one tensor, others one by one."""
+    heads: Mapping[str, Callable[[Fields], ClassifierSpec]] = field(default_factory=dict)
+    """Heads that score texts or tokens, by what stands for `Model` in the architecture's name then."""
+    masked_head: tuple[str, str, str] | None = None
+    """Names of the layer, of the norm and, in full, of the numbers added to logits of the head of masked language
+    modelling."""
     own_keys: frozenset[str] = frozenset()
     """Keys of config.json that `adapt` handles although other families must not have them."""

@@ -144,10 +144,8 @@ class Fields:
         return value  # type: ignore[return-value]
 
 
-def nearest(name: str, known: Mapping[str, str]) -> str:
-    """The end of a sentence that names the nearest of `known`, which has what is said by what is compared.
-
-    Empty where none is near.
-    """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.62)
-    return f"; the nearest that is supported is {known[near[0]]}" if near else ""
+def three_nearest(name: str, known: Mapping[str, str]) -> str:
+    """The three nearest of `known`, which has what is said by what is compared: "A, B and C"."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    *others, last = dict.fromkeys(known[it] for it in near)
+    return f"{', '.join(others)} and {last}" if others else last

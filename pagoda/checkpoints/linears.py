@@ -62,6 +62,8 @@ class LinearSpec:
     value_order: tuple[int, ...] | None = None
     """Stored heads of values of a delta rule in the order in which they are computed; None if that is their own.
     They are the outputs of its maps, and the inputs of the one back to hidden states."""
+    unit_rows: bool = False
+    """Stored rows are brought to length one."""
     grain: int = 1
     """Outputs, or inputs, of a layer with a state that stay on one rank."""
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
-from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
+from pagoda.checkpoints.layer_spec import (
+    XIELU,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+)
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,
@@ -19,172 +25,32 @@ from pagoda.checkpoints.linears import (
     MlpLinears,
     PlainMlpLinears,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens, Task
-from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
-from pagoda.checkpoints.state_layers import StateSpec
-from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
+from pagoda.checkpoints.multipliers import Multipliers
+from pagoda.checkpoints.pooling_spec import (
+    ClassifierSpec,
+    EncoderSpec,
+    PositionTable,
+    ScoreTokens,
+    Task,
+    VectorKind,
+    VectorMap,
+)
+from pagoda.checkpoints.rope import (
+    DynamicScaling,
+    LongRopeScaling,
+    RotarySpec,
+)
+from pagoda.checkpoints.tensor_names import (
+    HeadLayerNorm,
+    StoredRows,
+    TensorNames,
+    head_order,
+    places,
+)
 from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
     from pagoda.checkpoints.family import Family
-
-
-@dataclass(frozen=True)
-class TemperatureSpec:
-    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
-
-    period: float
-    factor: float
-    offset: float
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Attention of one layer."""
-
-    scale: float
-    """Factor of products of queries and keys."""
-    window: int | None = None
-    """A token sees itself and `window - 1` tokens before it; None sees all."""
-    rotary: str = "default"
-    """Name of the rotary table in `ModelSpec.rotary`."""
-    qk_norm: Literal["head", "all", "unit"] | None = None
-    """Queries and keys are normed before the rotary embedding, every head by itself or all of a token together.
-
-    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4)."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Bias of the projection behind attention."""
-    chunk: int | None = None
-    """A token sees tokens from the last multiple of this on (Llama 4); None sees all."""
-    sinks: bool = False
-    """Each head has one more score, whose value is zero (gpt-oss)."""
-    temperature: TemperatureSpec | None = None
-    """Queries are scaled by their positions."""
-    softcap: float | None = None
-    """Scores s become c tanh(s / c) (Gemma 2)."""
-    output_gate: bool = False
-    """Outputs are times a sigmoid of a map of hidden states, whose rows lie behind each head's queries."""
-    causal: bool = True
-    """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
-    latent: LatentSpec | None = None
-    """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
-
-    @property
-    def kind(self) -> Literal["full", "latent", "window", "chunk", "step"]:
-        if self.latent is not None:
-            return "latent"
-        if not self.causal:
-            return "step"
-        if self.chunk is not None:
-            return "chunk"
-        return "full" if self.window is None else "window"
-
-    @property
-    def reach(self) -> int:
-        """Tokens of a window or of a chunk; 0 where all are seen."""
-        return self.window or self.chunk or 0
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    """A gated MLP, `down(activation(gate(x)) * up(x))` (Shazeer 2020), or a plain `down(activation(up(x)))`."""
-
-    intermediate_size: int
-    """Inner channels."""
-    bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
-    """`gelu` is that of a plain MLP, others are of gated ones."""
-
-    @property
-    def gated(self) -> bool:
-        return self.activation != "gelu"
-
-
-@dataclass(frozen=True)
-class ClampedGate:
-    """Gates of experts: (up + 1) gate sigmoid(alpha gate), both clamped (gpt-oss)."""
-
-    alpha: float
-    limit: float
-    """Gates are at most this; ups are from its negative to it."""
-
-
-@dataclass(frozen=True)
-class ExpertsSpec:
-    """Several MLPs, of which every token goes through a few (Shazeer et al. 2017)."""
-
-    routing: ExpertRouting
-    intermediate_size: int
-    """Inner channels of each expert."""
-    correction: bool = False
-    """A number of each expert is added to its score for the choice (Wang et al. 2024)."""
-    shared_size: int = 0
-    """Inner channels of the MLP that every token goes through besides (Dai et al. 2024); 0 for none."""
-    scores_shared: bool = False
-    """The output of the shared MLP is times a sigmoid of a score of its own."""
-    bias: bool = False
-    """Biases of the router and of all linear layers of experts."""
-    clamp: ClampedGate | None = None
-    """Gates of experts where they are not plain SiLU."""
-
-
-LayerKind = LatentSpec | StateSpec
-"""Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    attention: AttentionSpec
-    mlp: MlpSpec | ExpertsSpec
-    pre_norm: bool = True
-    """Norms in front of attention and of the MLP."""
-    post_norm: bool = False
-    """Norms behind attention and behind the MLP, before their outputs are added."""
-    norms_sums: bool = False
-    """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
-    state: StateSpec | None = None
-    """Kind of a layer that keeps a state, in place of attention."""
-    parallel: bool = False
-    """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
-
-    @property
-    def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:
-        """Kind of the layer by what it keeps of a sequence."""
-        return self.attention.kind if self.state is None else "state"
-
-    @property
-    def kind(self) -> LayerKind | None:
-        """Sizes of that which is in the place of plain attention; None of plain attention."""
-        return self.attention.latent if self.state is None else self.state
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """Norms of hidden states."""
-
-    eps: float
-    kind: Literal["rms", "layer"] = "rms"
-    """Root mean square (Zhang and Sennrich 2019), or mean and variance (Ba et al. 2016)."""
-    bias: bool = False
-
-
-@dataclass(frozen=True)
-class Multipliers:
-    """Factors of what passes between layers."""
-
-    embedding: float = 1.0
-    """Factor of embeddings, rounded to the dtype of the weights."""
-    residual: float = 1.0
-    """Factor of what attention and MLP add to hidden states."""
-    logits: float = 1.0
-    logits_softcap: float | None = None
-    """Logits x, times their factor, become c tanh(x / c)."""
-
-    @property
-    def keep_order(self) -> bool:
-        """True if different logits surely stay different, so that the likeliest token is known without factors."""
-        return self.logits_softcap is None and math.frexp(self.logits)[0] == 0.5
 
 
 @dataclass(frozen=True)
@@ -207,11 +73,22 @@ class ModelSpec:
     """Number format of the checkpoint; of a quantized one, that of activations."""
     quantization: Quantization | None
     """Format of the checkpoint's linear layers; None where all are dense."""
-    multipliers: Multipliers = Multipliers()
+    multipliers: Multipliers = field(default_factory=Multipliers)
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
+    position_table: PositionTable | None = None
+    """Learned positions of a decoder, which are added to the embeddings of tokens."""
+    norms_embedding: bool = False
+    """A decoder's embeddings are normed (Bloom)."""
+    head_bias: bool = False
+    norms_head: bool = False
+    """Rows of the head are brought to length one as they are loaded (Baichuan 2)."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
+    vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
+    """Layers behind hidden states of texts or tokens, besides those of the head that scores."""
+    logit_bias: str = ""
+    """Tensor that is added to logits of the layers `masked`; empty where there are none."""
     headless: bool = False
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
@@ -232,7 +109,9 @@ class ModelSpec:
 
     @property
     def task(self) -> Task:
-        if self.classifier is not None or self.score_tokens is not None:
+        if self.classifier is not None:
+            return self.classifier.task
+        if self.score_tokens is not None:
             return "score"
         return "generate" if self.gives_logits else "embed"
 
@@ -258,15 +137,21 @@ class ModelSpec:
         these; None where they do not."""
         for table in self.rotary.values():
             scaling, longest = table.scaling, self.max_position_embeddings
-            if isinstance(scaling, LongRopeScaling) and scaling.is_long(longest):
+            if not isinstance(scaling, LongRopeScaling | DynamicScaling):
+                continue
+            if longest > scaling.original_max_position_embeddings:
                 return scaling.original_max_position_embeddings
         return None
 
     @property
     def embedding(self) -> LinearSpec:
-        return LinearSpec(
-            self.names.embedding, self.vocab_size, self.hidden_size, LinearRole.EMBEDDING
-        )
+        size = self.embedding_size
+        return LinearSpec(self.names.embedding, self.vocab_size, size, LinearRole.EMBEDDING)
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding."""
+        return (self.encoder and self.encoder.embedding_size) or self.hidden_size
 
     @property
     def head(self) -> LinearSpec:
@@ -276,7 +161,8 @@ class ModelSpec:
         outputs = self.vocab_size
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
-        return LinearSpec(self.names.head, outputs, self.hidden_size, LinearRole.HEAD)
+        name, hidden = self.names.head, self.hidden_size
+        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit_rows=self.norms_head)
 
     @property
     def head_of_next_token(self) -> ModelSpec | None:
@@ -299,8 +185,7 @@ class ModelSpec:
         if draft is not None:
             own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
             return [*own, *draft.linears(self.hidden_size)]
-        tables = (self.embedding, self.head, self.positions, self.token_types)
-        return [*filter(None, tables), *self.classifier_linears]
+        return [self.embedding, self.head, *self.encoder_linears, *self.map_linears]
 
     @property
     def layer_inputs(self) -> range | None:
@@ -325,16 +210,33 @@ class ModelSpec:
         names, hidden = self.names, self.hidden_size
         inputs = hidden if self.layer_inputs is None else self.layer_inputs.stop
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
-        q, k, v = self._linears(
-            layer, (names.query, names.key, names.value), sizes, inputs,
-            (LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE),
-        )  # fmt: skip
-        if self.layers[layer].attention.output_gate:
+        roles = LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE
+        q, k, v = self._linears(layer, (names.query, names.key, names.value), sizes, inputs, roles)
+        if names.joins_by_head:
+            q, k, v = self._joined_by_head((q, k, v))
+        if self.layers[layer].attention.output_gate and not names.attention_gate:
             q = replace(q, name=f"{q.name}.query", rows=self._gated_rows(q.name, 0))
         out, order = names.of_layer(layer, names.attention_out), self.head_order(layer)
         if order is not None:
             q, k = replace(q, head_order=order), replace(k, head_order=order)
-        return AttentionLinears(q, k, v, LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT))
+        back = LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT)
+        return AttentionLinears(q, k, v, self._as_stored(back))
+
+    def _joined_by_head(self, linears: Iterable[LinearSpec]) -> Iterator[LinearSpec]:
+        """Queries, keys and values, of which those of each KV head lie together in tensors that hold several."""
+        begun: dict[str, int] = {}
+        for linear in linears:
+            stored, own = linear.stored, linear.outputs // self.num_kv_heads
+            first, group = begun.get(stored.tensor, 0), stored.shape[0] // self.num_kv_heads
+            begun[stored.tensor] = first + own
+            placed = replace(stored, first=first, group=group)
+            yield linear if group == own else replace(linear, rows=placed)
+
+    def _as_stored(self, linear: LinearSpec) -> LinearSpec:
+        """A layer's linear map, whose inputs come before outputs in some files."""
+        if not self.names.transposes:
+            return linear
+        return replace(linear, rows=replace(linear.stored, transposed=True))
 
     def _gated_rows(self, tensor: str, first: int) -> StoredRows:
         """Rows of queries, or of gates, which take turns head by head."""
@@ -349,6 +251,9 @@ class ModelSpec:
         if not spec.attention.output_gate:
             return []
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
+        if names.attention_gate:
+            own = names.of_layer(layer, names.attention_gate)
+            return [LinearSpec(own, size, hidden, LinearRole.QUERY)]
         rows = self._gated_rows(tensor, self.head_dim)
         return [LinearSpec(f"{tensor}.gate", size, hidden, LinearRole.QUERY, rows)]
 
@@ -361,29 +266,57 @@ class ModelSpec:
 
     @property
     def positions(self) -> LinearSpec | None:
-        """Learned positions of an encoder, one for each token of a sequence (Gehring et al. 2017)."""
-        encoder, name, hidden = self.encoder, self.names.positions, self.hidden_size
-        if encoder is None:
+        """Learned positions, one for each token of a sequence (Gehring et al. 2017)."""
+        table, name, size = (
+            self.encoder or self.position_table,
+            self.names.positions,
+            self.embedding_size,
+        )
+        if table is None or table.num_positions == 0:
             return None
-        rows = StoredRows(name, (encoder.num_positions, hidden), encoder.first_position)
-        count = encoder.num_positions - encoder.first_position
-        return LinearSpec(name, count, hidden, LinearRole.WHOLE, rows)
+        rows = StoredRows(name, (table.num_positions, size), table.first_position)
+        count = table.num_positions - table.first_position
+        return LinearSpec(name, count, size, LinearRole.WHOLE, rows)
 
     @property
     def token_types(self) -> LinearSpec | None:
-        if self.encoder is None:
+        if self.encoder is None or self.encoder.num_token_types == 0:
             return None
         count = self.encoder.num_token_types
-        return LinearSpec(self.names.token_types, count, self.hidden_size, LinearRole.WHOLE)
+        return LinearSpec(self.names.token_types, count, self.embedding_size, LinearRole.WHOLE)
 
     @property
-    def classifier_linears(self) -> list[LinearSpec]:
-        """Layers of the head that scores, in their order."""
+    def embedding_projection(self) -> LinearSpec | None:
+        """The map of embeddings to hidden states, which has a bias."""
+        if self.encoder is None or self.encoder.embedding_size is None:
+            return None
+        name = self.names.embedding_projection
+        return LinearSpec(name, self.hidden_size, self.embedding_size, LinearRole.WHOLE)
+
+    @property
+    def encoder_linears(self) -> list[LinearSpec]:
+        """Tables that an encoder's first stage has besides that of tokens, and the map behind them."""
+        return [*filter(None, (self.positions, self.token_types, self.embedding_projection))]
+
+    @property
+    def maps(self) -> Mapping[VectorKind, tuple[VectorMap, ...]]:
+        """Layers behind hidden states of texts or tokens, by what they are for."""
         if self.classifier is None:
-            return []
-        hidden, dense = self.hidden_size, self.classifier.dense
-        inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, LinearRole.WHOLE)]
-        return [*inner, LinearSpec(self.classifier.out, 1, hidden, LinearRole.WHOLE)]
+            return self.vector_maps
+        return {**self.vector_maps, "scores": self.classifier.layers(self.hidden_size)}
+
+    @property
+    def map_linears(self) -> list[LinearSpec]:
+        return [it.linear for layers in self.maps.values() for it in layers]
+
+    @property
+    def map_vectors(self) -> list[tuple[str, int]]:
+        """Names and sizes of the biases and norms of layers behind hidden states."""
+        found = [(self.logit_bias, self.vocab_size)] if self.logit_bias else []
+        for it in (layer for layers in self.maps.values() for layer in layers):
+            found += [(f"{it.name}.bias", it.outputs)] * it.bias
+            found += self._norm_tensors(it.norm, it.outputs) if it.norm else []
+        return found
 
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""
@@ -392,13 +325,21 @@ class ModelSpec:
             hidden, inner = self.hidden_size, mlp.intermediate_size
             up, down = (names.of_layer(layer, name) for name in (names.up, names.down))
             return PlainMlpLinears(
-                LinearSpec(up, inner, hidden, LinearRole.MLP_IN),
-                LinearSpec(down, hidden, inner, LinearRole.MLP_OUT),
+                self._as_stored(LinearSpec(up, inner, hidden, LinearRole.MLP_IN)),
+                self._as_stored(LinearSpec(down, hidden, inner, LinearRole.MLP_OUT)),
             )
         spelled = (names.gate, names.up, names.down)
         return self._mlp(
             layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
         )
+
+    def mlp_biases(self, layer: int) -> list[LinearSpec]:
+        """Linear layers of a dense layer's MLP that have biases."""
+        mlp = self.layers[layer].mlp
+        if not isinstance(mlp, MlpSpec):
+            return []
+        linears = self.mlp_linears(layer)
+        return [*linears.into] * mlp.bias + [linears.down] * mlp.has_down_bias
 
     def expert_linears(
         self, layer: int, chosen: Iterable[int] | None = None
@@ -449,7 +390,10 @@ class ModelSpec:
         """The MLP of `inner` channels whose linear layers have these names in a layer."""
         (into, out), hidden = roles, self.hidden_size
         sizes = {"gate": inner, "up": inner}
-        gate, up = self._linears(layer, names[:2], sizes, hidden, (into, into), expert, experts)
+        step = -1 if self.names.up_first else 1
+        gate, up = self._linears(
+            layer, names[:2], dict([*sizes.items()][::step]), hidden, (into, into), expert, experts
+        )[::step]
         down = self._linears(layer, names[2:], {"down": hidden}, inner, (out,), expert, experts)
         return MlpLinears(gate, up, *down)
 
@@ -467,14 +411,15 @@ class ModelSpec:
         layout = self.names.expert_layout if expert is not None else "linear"
         placed = places(tensors, sizes, inputs, expert, experts, layout)
         return [
-            LinearSpec(name, outputs, inputs, role, rows)
+            self._as_stored(LinearSpec(name, outputs, inputs, role, rows))
             for (name, rows), outputs, role in zip(placed, sizes.values(), roles, strict=True)
         ]
 
     def norm_tensors(self, layer: int) -> list[tuple[str, int]]:
         """Names and sizes of a layer's vectors: of norms, sinks, its router's correction, its convolution."""
         names, spec = self.names, self.layers[layer]
-        before = [names.attention_norm, *[names.mlp_norm] * (not spec.parallel)] * spec.pre_norm
+        before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
+        before += [names.mlp_norm] * spec.has_mlp_norm
         behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
         found = [
             tensor
@@ -488,27 +433,47 @@ class ModelSpec:
                 (names.query_norm, names.key_norm), self.head_norm_sizes(layer), strict=True
             )
             found += [(f"{names.of_layer(layer, name)}.weight", size) for name, size in of_heads]
+        elif spec.attention.qk_norm == "layer":
+            for norm, heads in self.head_layer_norms(layer):
+                found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
+        if isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu":
+            found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
             found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
         return found
 
     @property
     def last_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of the tensors of the norm in front of the head, which encoders do not have."""
-        return [] if self.encoder else self._norm_tensors(self.names.norm)
+        """Names and sizes of the tensors of the norm behind the last layer, which most encoders do not have."""
+        return self._norm_tensors(self.names.norm) if self.norms_output else []
+
+    @property
+    def norms_output(self) -> bool:
+        """Hidden states behind the last layer are normed."""
+        return self.encoder is None or self.encoder.norms_output
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
         """Names and sizes of the tensors of an encoder's norm of embeddings, or of norms in front of a head."""
-        names = [self.names.embedding_norm] if self.encoder else []
-        names += self.draft_head.norms if self.draft_head else []
+        if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
+            return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
+        names = self.draft_head.norms if self.draft_head else []
         return [tensor for name in names for tensor in self._norm_tensors(name)]
 
-    def _norm_tensors(self, name: str) -> list[tuple[str, int]]:
-        ends = ("weight", "bias") if self.norm.bias else ("weight",)
-        return [(f"{name}.{end}", self.hidden_size) for end in ends]
+    def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
+        ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias
+        return [(f"{name}.{end}", size or self.hidden_size) for end in ends]
+
+    def head_layer_norms(self, layer: int) -> Iterator[tuple[HeadLayerNorm, int]]:
+        """Layer norms of queries and of keys, and the number of heads that each is of."""
+        layout = self.names.head_norms
+        for name, heads in (
+            (self.names.query_norm, self.num_heads),
+            (self.names.key_norm, self.num_kv_heads),
+        ):
+            yield HeadLayerNorm(self.names.of_layer(layer, name), self.head_dim, layout), heads
 
     def head_norm_sizes(self, layer: int) -> tuple[int, int]:
         """Elements of the norms of queries and keys, if there are any."""

@@ -80,7 +80,41 @@ class LongRopeScaling:
         return max_length > self.original_max_position_embeddings
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors | LongRopeScaling
+@dataclass(frozen=True)
+class NtkScaling:
+    """The base is times `factor`, and angles are divided by a root of it (Su 2023; GTE)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """The base grows with the longest sequence, if that is beyond the original length (dynamic NTK, bloc97 2023).
+
+    As in vLLM, the longest sequence that a server takes decides for all, so that keys in the cache are alike.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+
+    def base_factor(self, max_length: int, dim: int) -> float:
+        """The factor of the base of the wavelengths of `dim` rotated dimensions."""
+        original = self.original_max_position_embeddings
+        if max_length <= original:
+            return 1.0
+        grown = self.factor * max_length / original - (self.factor - 1)
+        return float(grown ** (dim / (dim - 2)))
+
+
+RopeScaling = (
+    DynamicScaling
+    | LinearScaling
+    | NtkScaling
+    | Llama3Scaling
+    | YarnScaling
+    | FrequencyFactors
+    | LongRopeScaling
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +126,15 @@ class RotarySpec:
     theta: float
     """Base of the wavelengths."""
     scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class TemperatureSpec:
+    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
+
+    period: float
+    factor: float
+    offset: float
 
 
 def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySpec:
@@ -117,6 +160,8 @@ def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySp
                 f"{fields.source}: short_factor and long_factor must have one number for each of the "
                 f"{rotated // 2} pairs of rotated dimensions."
             )
+    if isinstance(scaling, DynamicScaling) and rotated <= 2:
+        own.refuse("rope_scaling", "needs heads of more than 2 rotated dimensions")
     return RotarySpec(rotated, theta, scaling)
 
 
@@ -163,14 +208,20 @@ def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
     if kind in ("default", "mrope"):
         # Of text, all three positions of multimodal embeddings (Qwen2-VL) are the same.
         return None, theta
+    if kind == "dynamic":
+        return _dynamic_scaling(rope, fields, theta)
     if kind == "linear":
         return LinearScaling(rope.number("factor")), theta
+    if kind == "ntk":
+        rope.require("mixed_b", None)
+        return NtkScaling(rope.number("factor")), theta
     if kind == "llama3":
         return _llama3_scaling(rope), theta
     if kind in ("longrope", "su"):
         return _longrope_scaling(rope, fields), theta
     if kind != "yarn":
-        rope.refuse(name, "must be one of default, linear, llama3, yarn, longrope")
+        kinds = "default, dynamic, linear, ntk, llama3, yarn, longrope"
+        rope.refuse(name, f"must be one of {kinds}")
     if theta <= 1:
         own = rope if rope.values.get("rope_theta") is not None else fields
         own.refuse("rope_theta", "must be above 1 where frequencies are scaled by YaRN")
@@ -181,7 +232,7 @@ def longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
     """Tokens of the longest sequence: linear scaling and YaRN lengthen the file's context, as in vLLM."""
     length = fields.positive("max_position_embeddings")
     factor = 1.0
-    if isinstance(scaling, LinearScaling):
+    if isinstance(scaling, LinearScaling | DynamicScaling):
         factor = scaling.factor
     if isinstance(scaling, YarnScaling):
         length, factor = scaling.original_max_position_embeddings, scaling.factor
@@ -191,6 +242,27 @@ def longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
             f"and the factor of its scaling must leave at most {_LONGEST}",
         )
     return int(length * factor)
+
+
+def _dynamic_scaling(
+    rope: Fields, fields: Fields, theta: float
+) -> tuple[DynamicScaling | None, float]:
+    """The scaling and the base; a number `alpha` says once for all what the base becomes (Hunyuan)."""
+    if rope.values.get("alpha"):
+        rope.require("factor", 1.0)
+        dim = _rotated_dimensions(rope, fields)
+        return None, theta * rope.number("alpha") ** (dim / (dim - 2))
+    longest = fields.positive("max_position_embeddings")
+    return DynamicScaling(rope.number("factor"), longest), theta
+
+
+def _rotated_dimensions(rope: Fields, fields: Fields) -> int:
+    """Dimensions of a head. Raises ConfigError: there are two, whose base cannot change."""
+    usual = fields.positive("hidden_size") // fields.positive("num_attention_heads")
+    dim = fields.positive("head_dim", max(usual, 1))
+    if dim <= 2:
+        rope.refuse("alpha", "needs heads of more than 2 dimensions")
+    return dim
 
 
 def _llama3_scaling(rope: Fields) -> Llama3Scaling:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.pooling_spec import ScoreTokens
+from pagoda.checkpoints.pooling_spec import ScoreTokens, VectorActivation, VectorMap
 from pagoda.errors import ConfigError
 from pagoda.files import read_regular
 
@@ -42,20 +43,74 @@ def read_modules(directory: Path) -> Sequence[SentenceModule]:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from None
 
 
+@dataclass(frozen=True)
+class DenseModule:
+    map: VectorMap
+    file: Path
+    """File of its weights, whose names are `linear.weight` and `linear.bias`."""
+
+
+_ACTIVATIONS: dict[str, VectorActivation] = {
+    "Identity": "identity",
+    "Tanh": "tanh",
+    "GELU": "gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+
+
+def dense_modules(directory: Path, modules: Sequence[SentenceModule]) -> Iterator[DenseModule]:
+    """The layers that vectors go through, in their order.
+    Raises ConfigError: a file is missing or damaged, or asks for what Pagoda does not do."""
+    for module in modules:
+        if module.kind != "Dense":
+            continue
+        fields = _fields(directory / module.path / "config.json")
+        fields.require("use_residual", False)
+        name = fields.text("activation_function", "torch.nn.modules.activation.Tanh")
+        activation = _ACTIVATIONS.get(name.rpartition(".")[2])
+        if activation is None:
+            fields.refuse("activation_function", f"must be one of {', '.join(_ACTIVATIONS)}")
+        files = [directory / module.path / it for it in ("model.safetensors", "pytorch_model.bin")]
+        yield DenseModule(
+            VectorMap(
+                f"{module.path}.linear",
+                fields.positive("in_features"),
+                fields.positive("out_features"),
+                fields.flag("bias", True),
+                activation,
+            ),
+            next((it for it in files if it.is_file()), files[0]),
+        )
+
+
+COLBERT_MAP, SPARSE_MAP = "colbert_linear", "sparse_linear"
+
+
+def lexical_maps(directory: Path) -> list[str]:
+    """Names of the maps of BGE-M3 that lie beside a model, in a file of torch's each, of which tensors are called
+    `weight` and `bias`."""
+    return [it for it in (COLBERT_MAP, SPARSE_MAP) if (directory / f"{it}.pt").is_file()]
+
+
 def score_tokens(directory: Path, modules: Sequence[SentenceModule]) -> ScoreTokens | None:
     """The tokens whose logits are a pair's score, as the module `LogitScore` names them; None without that module.
     Raises ConfigError: its file is missing or damaged."""
     places = [module.path for module in modules if module.kind == _LOGIT_SCORE]
     if not places:
         return None
-    path = directory / places[0] / "config.json"
+    fields, no = _fields(directory / places[0] / "config.json"), "false_token_id"
+    return ScoreTokens(
+        fields.count("true_token_id"), None if fields.values.get(no) is None else fields.count(no)
+    )
+
+
+def _fields(path: Path) -> Fields:
+    """The values of a module's file."""
     try:
         values = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object.")
-    fields, no = Fields(values, str(path)), "false_token_id"
-    return ScoreTokens(
-        fields.count("true_token_id"), None if values.get(no) is None else fields.count(no)
-    )
+    return Fields(values, str(path))

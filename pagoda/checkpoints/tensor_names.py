@@ -49,6 +49,28 @@ ExpertLayout = Literal["linear", "bare", "transposed", "interleaved"]
 in which gates and ups may take turns."""
 
 
+HeadNormLayout = Literal["stacked", "listed", "shared"]
+"""Tensors of layer norms of heads: [heads, head_dim], one of each head, or one for all heads with a bias."""
+
+
+@dataclass(frozen=True)
+class HeadLayerNorm:
+    """Layer norms of the heads of queries, or of keys."""
+
+    name: str
+    """Name without `.weight`, in full."""
+    head_dim: int
+    layout: HeadNormLayout
+
+    def tensors(self, heads: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors of so many heads."""
+        if self.layout == "listed":
+            return [(f"{self.name}.norms.{head}.weight", (self.head_dim,)) for head in range(heads)]
+        if self.layout == "stacked":
+            return [(f"{self.name}.weight", (heads, self.head_dim))]
+        return [(f"{self.name}.{end}", (self.head_dim,)) for end in ("weight", "bias")]
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """Names of tensors without `.weight` and `.bias`; by default those of Hugging Face checkpoints.
@@ -63,6 +85,15 @@ class TensorNames:
     token_types: str = "embeddings.token_type_embeddings"
     embedding_norm: str = "embeddings.LayerNorm"
     """Norm of an encoder's embeddings."""
+    embedding_projection: str = "embeddings_project"
+    """Map of an encoder's normed embeddings to hidden states."""
+    distances: str = "encoder.relative_attention_bias"
+    """Table [buckets, heads] of what distances of tokens add to scores."""
+    distance_embeddings: str = "encoder.rel_embeddings"
+    """Table [buckets, hidden] of distances, of which layers make queries and keys, and its norm."""
+    distance_norm: str = "encoder.LayerNorm"
+    distance_query: str = "attention.self.pos_query_proj"
+    distance_key: str = "attention.self.pos_key_proj"
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"
@@ -75,6 +106,8 @@ class TensorNames:
     value: str = "self_attn.v_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    attention_gate: str = ""
+    """Gate of attention's outputs; empty where its rows lie behind each head's queries."""
     attention_out: str = "self_attn.o_proj"
     query_down: str = "self_attn.q_a_proj"
     """Latent vector of queries, with its norm, and the queries of all heads, made of it."""
@@ -120,6 +153,8 @@ class TensorNames:
     expert_down: str = "mlp.experts.{expert}.down_proj"
     correction: str = "mlp.gate.e_score_correction_bias"
     """Numbers that are added to scores for the choice of experts; the tensor's name in full."""
+    correction_rows: bool = False
+    """The tensor is a matrix of one row (ERNIE 4.5)."""
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
     shared_down: str = "mlp.shared_experts.down_proj"
@@ -129,6 +164,15 @@ class TensorNames:
     """Order in tensors of all experts, where one is not as in other linear layers."""
     sinks: str = "self_attn.sinks"
     """Scores of the sinks of heads; the tensor's name in full."""
+    up_first: bool = False
+    """Ups come first where gates and ups have one tensor."""
+    head_norms: HeadNormLayout = "stacked"
+    activation: str = "mlp.act_fn"
+    """Numbers of an activation that has weights."""
+    joins_by_head: bool = False
+    """Queries, keys and values are one tensor, in which those of each KV head lie together (GPT-NeoX, Falcon)."""
+    transposes: bool = False
+    """Inputs come before outputs in the tensors of layers (GPT-2)."""
     rotates_neighbours: bool = False
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0

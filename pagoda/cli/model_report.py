@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pagoda.checkpoints.contents import missing_tensor, no_place, tensor_names, unread_tensors
 from pagoda.checkpoints.gguf.reader import read_gguf
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli.weight_traffic import BYTES_PER_WEIGHT, held_bytes
@@ -101,6 +102,14 @@ def _gives(spec: ModelSpec) -> str:
     """Purpose of the model, with the routes that serve it."""
     if spec.task == "score":
         return "scores of pairs of texts (POST /v1/rerank, /v1/score)"
+    if spec.task == "classify":
+        return "labels of texts (POST /classify)"
+    if spec.task == "token_classify":
+        return "labels of tokens (POST /pooling)"
+    if "masked" in spec.vector_maps:
+        return "a weight for each token of the vocabulary (POST /v1/embeddings)"
+    if "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
+        return "vectors of tokens (POST /pooling), by which /v1/rerank and /v1/score compare texts"
     if spec.task == "embed":
         return (
             "vectors of texts (POST /v1/embeddings), of which /v1/rerank and /v1/score make cosines"

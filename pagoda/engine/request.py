@@ -23,6 +23,8 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.worker import SlotStart
 
+_OF_ONE_TOKEN = (None, Pooling.LAST, Pooling.FIRST, Pooling.SCORE)
+"""Poolings that need no hidden states of other tokens, whose blocks may be found in a cache."""
 OrderKey = tuple[int, float, int]
 """(priority, start tag, arrival). Requests are served in this order; keys are unique."""
 
@@ -194,7 +196,7 @@ class Request:
 
     def _limit_reuse(self) -> None:
         """The hidden state of a token scores the next one."""
-        if self.work.pooling is Pooling.MEAN:
+        if self.work.pooling not in _OF_ONE_TOKEN:
             self.table.num_reusable_tokens = 0
         elif self.num_scored_tokens < self.num_prompt_tokens:
             self.table.num_reusable_tokens = self.num_scored_tokens - 1

@@ -24,7 +24,10 @@ class PeerError(Exception):
 class AnswerCheck:
     """Bounds of what may still come of one answer. Costs a glance at each chunk, in proportion to its length."""
 
-    __slots__ = ("_is_pooled", "_num_left", "_num_prompt", "_num_top", "_scores", "_vocab_size")
+    __slots__ = (
+        *("_is_pooled", "_num_left", "_num_prompt", "_num_top", "_scores", "_vector_bytes"),
+        "_vocab_size",
+    )
 
     def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
         sampling = request.work.sampling
@@ -33,7 +36,10 @@ class AnswerCheck:
         most = MAX_COUNT if sampling.max_tokens is None else sampling.max_tokens
         self._num_left = most - len(request.output_token_ids)
         self._num_top = _most(sampling.logprobs, vocab_size)
-        self._is_pooled = request.work.pooling
+        self._is_pooled = request.work.pooling is not None
+        of_tokens = request.work.pooling in (Pooling.ALL, Pooling.WEIGHTS)
+        self._vector_bytes = 4 * (self._num_prompt if of_tokens else 1)
+        """Bytes that those of a vector, or of the vectors of all tokens, are a multiple of."""
         self._scores: list[int] | None = None
         """Position up to which prompt tokens have their log-probabilities, and likeliest tokens of each."""
         num_top = _most(sampling.prompt_logprobs, vocab_size)
@@ -82,10 +88,10 @@ class AnswerCheck:
     def _check_whole(self, chunk: TokenChunk, *, is_failure: bool) -> None:
         """Checks that what comes before the answer, or with its end, has come."""
         vector = chunk.embedding
-        if self._is_pooled is None or is_failure:
+        if not self._is_pooled or is_failure:
             if vector is not None:
                 raise PeerError("sent a vector that was not asked for")
-        elif not vector or len(vector) % 4 or (self._is_pooled is Pooling.SCORE and vector[4:]):
+        elif not vector or len(vector) % self._vector_bytes:
             raise PeerError("sent no vector, or a part of one")
         if self._scores and not is_failure and self._scores[0] < self._num_prompt:
             raise PeerError("sent an answer without the log-probabilities of its prompt")

@@ -86,8 +86,16 @@ class Pooling(enum.StrEnum):
     MEAN = "mean"
     FIRST = "cls"
     """The hidden state of the first token, which encoders begin texts with for that."""
+    ALL = "all"
+    """The hidden states of all tokens, one behind the other."""
+    WEIGHTS = "weights"
+    """The weight of each token in its text (BGE-M3)."""
+    SPARSE = "sparse"
+    """The weight of each token of the vocabulary (SPLADE)."""
     SCORE = "score"
-    """The score that the model's head gives the text, instead of a hidden state."""
+    """The scores that the model's head gives the text for one of its tokens, instead of a hidden state."""
+    SCORE_ALL = "score_all"
+    """The scores that the model's head gives the text for all of its tokens, or those of each token."""
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +27,22 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
+from pagoda.backend.decoder_operations import alibi_attention, position_scale
 from pagoda.backend.graph import Graph, RotaryTable, Value
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.own_rows import gather_rows, scatter_rows
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
+from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, scaled, with_adapters
+from pagoda.model.recording import normed, scaled, through, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -108,7 +111,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
         self._ahead = backend if isinstance(backend, OverlapBackend) else None
-        has_norm = shard.is_last and config.encoder is None
+        has_norm = shard.is_last and config.norms_output
         self._norm = loader.norm(config.names.norm) if has_norm else None
         draft = config.draft_head
         self._captured, self._context = captured, context
@@ -120,14 +123,18 @@ class Decoder(Generic[LinearT, MetadataT]):
             self._embedding = None if lent is None else lent._embedding
         elif shard.is_first:
             self._embedding = loader.linear([config.embedding])
-        self._tables = loader.encoder_tables()
-        self._classifier = loader.classifier()
+        self._tables = loader.input_tables()
+        self._vector_layers = loader.vector_layers()
+        self._logit_bias: Tensor | None = None
+        if "masked" in self._vector_layers:
+            self._logit_bias = loader.vector(config.logit_bias, config.vocab_size)
         self.head: LinearT | None = None
         if draft is not None and not draft.has_head:
             self.head = None if lent is None else lent.head
-        elif shard.is_last and config.gives_logits:
+        elif shard.is_last and (config.gives_logits or self._logit_bias is not None):
             tied = config.tie_word_embeddings and shard.is_first
-            self.head = self._embedding if tied else loader.linear([config.head])
+            own = None if tied else loader.linear([config.head], bias=config.head_bias)
+            self.head = self._embedding if own is None else own
         self._rotary = {
             name: rotary_frequencies(rotary, config.max_position_embeddings)
             for name, rotary in config.rotary.items()
@@ -274,7 +281,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             tensors["token_ids"] = batch.token_ids.index_fill(0, own, config.vocab_size)
         if batch.adapters is not None:
             tensors["adapters"] = batch.adapters
-        if self._tables is not None:
+        if self._tables is not None and self._tables.token_types is not None:
             types = batch.token_types if self._tables.token_types.outputs > 1 else None
             tensors["token_types"] = torch.zeros_like(batch.token_ids) if types is None else types
         if self._shard.is_last:
@@ -338,14 +345,20 @@ class Decoder(Generic[LinearT, MetadataT]):
         return logits
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores [m, 1] float32 that the model's head gives hidden states [m, hidden], of one token a text."""
+        """Scores [m, labels] float32 that the model's head gives hidden states [m, hidden]."""
         tokens = self._shard.config.score_tokens
         if tokens is None:
-            (scores,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["scores"])
-            return scores
+            return self.through("scores", hidden)
         logits = self.logits(hidden)
         scores = logits[:, tokens.yes]
         return (scores if tokens.no is None else scores - logits[:, tokens.no])[:, None]
+
+    def through(self, kind: VectorKind, hidden: Tensor) -> Tensor:
+        """Hidden states [m, hidden] of texts or tokens behind the layers of a kind: [m, d] float32."""
+        if kind not in self._vector_layers:
+            return hidden
+        (found,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), [kind])
+        return found if kind != "masked" or self._logit_bias is None else found + self._logit_bias
 
     @property
     def has_argmax(self) -> bool:
@@ -366,11 +379,16 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self.head is not self._embedding:
             named["head"] = self.head
         if self._tables is not None:
-            tables = {"positions": self._tables.positions, "token_types": self._tables.token_types}
-            named |= {**tables, "embedding_norm": self._tables.norm}
+            named |= {
+                "positions": self._tables.positions,
+                "token_types": self._tables.token_types,
+                "embedding_norm": self._tables.norm,
+                "embedding_projection": self._tables.projection,
+            }
         if self._joint is not None:
             named |= self._joint.named()
-        named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
+        for kind, layers in self._vector_layers.items():
+            named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             shared = vars(layer.mlp).get("shared")
             of_shared = {} if shared is None else vars(shared)
@@ -428,7 +446,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 rows = ops.input("rows")
                 attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
-                if layer.spec.parallel:
+                if layer.spec.parallel and not layer.spec.parallel_norms:
                     h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
@@ -437,6 +455,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops, out, attended, None if maps is None else maps.attention_out, adapters
             )
             if layer.spec.parallel:
+                h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 mlp = whole_mlp if self._shard.dp_attention else own_part
                 out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
             if not self._shard.dp_attention:
@@ -452,11 +471,14 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops.result(LAST_HIDDEN, h)
         if self.passed_hidden == PASSED_HIDDEN:
             ops.result(PASSED_HIDDEN, x)
-        if self._classifier:
-            *dense, out_layer = self._classifier
-            for inner in dense:
-                h = ops.softcap(ops.linear(h, inner), 1.0)  # tanh
-            ops.result("scores", ops.linear(h, out_layer))
+        for kind, layers in self._vector_layers.items():
+            found = through(ops, h, layers, eps)
+            if kind == "masked" and self.head is not None:
+                logits = ops.linear(found, self.head)
+                found = ops.all_gather(logits, self._shard.vocabulary_shares)
+            ops.result(kind, found)
+        if not config.gives_logits:
+            return ops.build()
         if self.head is None:
             return ops.build()
         logits = scaled(ops, ops.linear(h, self.head), multipliers.logits)
@@ -484,16 +506,18 @@ class Decoder(Generic[LinearT, MetadataT]):
         tokens = ops.input("token_ids", gathered=self._shard.dp_attention)
         x = ops.embedding(tokens, self._embedding, *ids)
         x = scatter_rows(ops, x) if self._shard.dp_attention else ops.all_reduce(x)
-        if self._tables is not None:
-            x = x if given is None else ops.add(x, given)
-            for name, table in (
-                ("token_types", self._tables.token_types),
-                ("positions", self._tables.positions),
-            ):
-                x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
-            return normed(ops, x, self._tables.norm, config.norm.eps)
         x = scaled(ops, x, self._embedding_multiplier)
-        return x if given is None else ops.add(x, given)
+        x = x if given is None else ops.add(x, given)
+        if self._tables is None:
+            return x
+        for name, table in (
+            ("token_types", self._tables.token_types),
+            ("positions", self._tables.positions),
+        ):
+            if table is not None:
+                x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
+        x = normed(ops, x, self._tables.norm, config.norm.eps)
+        return x if self._tables.projection is None else ops.linear(x, self._tables.projection)
 
     def _added(
         self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None
@@ -533,12 +557,13 @@ class Decoder(Generic[LinearT, MetadataT]):
         if norms is not None and spec.qk_norm == "all" and ranks > 1:
             # Queries and keys of a token are normed together with those of the other ranks.
             own = (len(norms.queries), len(norms.keys))
-            squares = ops.all_reduce(ops.sum_of_squares(qkv, queries=own[0], keys=own[1]))
-            qkv = ops.norm_by_squares(
-                qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
+            squares = ops.all_reduce(sum_of_squares(ops, qkv, queries=own[0], keys=own[1]))
+            qkv = norm_by_squares(
+                ops, qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
             )
             norms = None
         is_own = qkv.own
+        qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
         queries = ops.rotate_and_cache(
             ops.share_rows(qkv),
             metadata,
@@ -549,20 +574,25 @@ class Decoder(Generic[LinearT, MetadataT]):
             head_dim=head_dim,
         )
         if spec.temperature is not None:
-            scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
+            scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
-        out = ops.attention(
-            queries,
-            metadata,
-            cache,
-            head_dim=head_dim,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=layer.sinks,
-            chunk=spec.chunk,
-            causal=spec.causal,
-        )
+        sizes: dict[str, Any] = {"head_dim": head_dim, "scale": spec.scale}
+        if layer.distances is not None:
+            return layer.distances.record(ops, qkv, queries, metadata, cache, spec.scale)
+        if layer.slopes is not None:
+            out = alibi_attention(ops, queries, metadata, cache, layer.slopes, **sizes)
+        else:
+            out = ops.attention(
+                queries,
+                metadata,
+                cache,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks=layer.sinks,
+                chunk=spec.chunk,
+                causal=spec.causal,
+                **sizes,
+            )
         if is_own:
             out = ops.own_rows(out)
         if layer.gate is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from pagoda.backend.base import (
     Backend,
@@ -24,10 +25,13 @@ from pagoda.backend.weights import (
     weight_bytes,
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.layer_spec import XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
-from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec
+from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
+from pagoda.model.alibi import alibi_slopes
+from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import LinearShard, Shard, take_part
@@ -48,7 +52,10 @@ class DenseMlp(Generic[LinearT]):
     gate_up: LinearT
     """Gate and up, one above the other; of a plain MLP, up alone."""
     down: LinearT
-    activation: Literal["silu", "gelu_tanh", "gelu"]
+    activation: Activation
+    gated: bool
+    numbers: Mapping[str, float]
+    """Numbers of an activation that has weights."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,14 @@ class Layer(Generic[LinearT]):
     of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
+    head_layer_norms: tuple[Tensor, Tensor] | None
+    """Weights and biases of layer norms of the heads of queries, then of keys: [heads head_dim] float32."""
+    slopes: Tensor | None
+    """[heads] float32, of scores by distance."""
     sinks: Tensor | None
     """[heads] float32."""
+    distances: Distances | DisentangledMaps[LinearT] | None
+    """Weights of what distances of tokens add to scores."""
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -98,12 +111,24 @@ class Layer(Generic[LinearT]):
 
 
 @dataclass(frozen=True)
-class EncoderTables(Generic[LinearT]):
-    """Tables that an encoder adds to the embeddings of tokens, and the norm of the sum."""
+class InputTables(Generic[LinearT]):
+    """Tables that are added to the embeddings of tokens, and the norm of the sum."""
 
-    positions: LinearT
-    token_types: LinearT
-    norm: Norm
+    positions: LinearT | None
+    token_types: LinearT | None
+    norm: Norm | None
+    projection: LinearT | None
+    """Map of the normed sum to hidden states."""
+
+
+@dataclass(frozen=True)
+class VectorLayer(Generic[LinearT]):
+    """A layer behind hidden states of texts or tokens."""
+
+    weight: LinearT
+    activation: VectorActivation
+    norm: Norm | None
+    """Norm behind the activation."""
 
 
 class WeightLoader(Generic[LinearT]):
@@ -144,43 +169,58 @@ class WeightLoader(Generic[LinearT]):
             return self.norm(names.of_layer(index, name)) if has else None
 
         return Layer(
-            attention_norm=norm(names.attention_norm, has=spec.pre_norm),
+            attention_norm=norm(
+                names.attention_norm, has=spec.pre_norm and not spec.bare_attention
+            ),
             qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
-            if attention.qk_norm is None or spec.kind is not None
+            if attention.qk_norm in (None, "layer") or spec.kind is not None
             else self._head_norms(index),
+            head_layer_norms=self._head_layer_norms(index)
+            if attention.qk_norm == "layer"
+            else None,
+            slopes=self._slopes() if attention.alibi else None,
             sinks=self._sinks(index) if attention.sinks else None,
+            distances=load_distances(self, index, attention.distances),
             attention_out=self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
-            mlp_norm=norm(names.mlp_norm, has=spec.pre_norm and not spec.parallel),
+            mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
             mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
             spec=spec,
         )
 
-    def encoder_tables(self) -> EncoderTables[LinearT] | None:
-        """The tables of an encoder's first stage."""
+    def input_tables(self) -> InputTables[LinearT] | None:
+        """The tables of a first stage, the norm of their sum, and the map behind it."""
         config = self.shard.config
-        positions, token_types = config.positions, config.token_types
-        if positions is None or token_types is None or not self.shard.is_first:
+        if not self.shard.is_first:
             return None
-        tables = self.linear([positions]), self.linear([token_types])
-        return EncoderTables(*tables, self.norm(config.names.embedding_norm))
+        has_norm = config.norms_embedding or (config.encoder and config.encoder.norms_embeddings)
+        norm = self.norm(config.names.embedding_norm, config.embedding_size) if has_norm else None
+        positions, token_types = (
+            None if table is None else self.linear([table])
+            for table in (config.positions, config.token_types)
+        )
+        back = config.embedding_projection
+        projection = None if back is None else self.linear([back], bias=True)
+        return InputTables(positions, token_types, norm, projection)
 
-    def classifier(self) -> list[LinearT]:
-        """The layers of the head that scores, if there is one on this stage."""
-        classifier = self.shard.config.classifier
-        if classifier is None or not self.shard.is_last:
-            return []
-        linears = self.shard.config.classifier_linears
-        return [self.linear([linear], bias=classifier.bias) for linear in linears]
+    def vector_layers(self) -> dict[VectorKind, list[VectorLayer[LinearT]]]:
+        """The layers behind hidden states of texts or tokens, if there are any on this stage."""
+        maps = self.shard.config.maps if self.shard.is_last else {}
+        return {kind: [self._vector_layer(it) for it in layers] for kind, layers in maps.items()}
 
-    def norm(self, name: str) -> Norm:
-        """The norm `name` of hidden states."""
-        size, norm = self.shard.config.hidden_size, self.shard.config.norm
-        weight = self.norm_weight(name, size)
+    def _vector_layer(self, it: VectorMap) -> VectorLayer[LinearT]:
+        norm = None if it.norm is None else self.norm(it.norm, it.outputs)
+        return VectorLayer(self.linear([it.linear], bias=it.bias), it.activation, norm)
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """The norm `name` of hidden states, or of vectors of `size` elements."""
+        size, norm = size or self.shard.config.hidden_size, self.shard.config.norm
+        ones = torch.ones(size, device=self.backend.device)
+        weight = self.norm_weight(name, size) if norm.weight else ones
         if norm.kind == "rms":
             return Norm(weight, None)
         if not norm.bias:
@@ -197,8 +237,8 @@ class WeightLoader(Generic[LinearT]):
         """The tensor `name` [size] in float32."""
         return self._tensor(name, size, torch.float32)
 
-    def _tensor(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(size, dtype=dtype, device=self.backend.device)
+    def _tensor(self, name: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=self.backend.device)
         self.source.read_into(name, out)
         return out
 
@@ -213,7 +253,7 @@ class WeightLoader(Generic[LinearT]):
         began = self.tracer.e2e()
         weights = [self.weight(linear, inputs) for linear in linears]
         _check_act_orders(linears, weights)
-        biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
+        biases = torch.cat([self.bias(linear) for linear in linears]) if bias else None
         loaded = self.tracer.e2e()
         prepared = self.backend.prepare_linear(weights, biases, self.dtype)
         num_bytes = sum(weight_bytes(weight, self.dtype) for weight in weights)
@@ -236,7 +276,8 @@ class WeightLoader(Generic[LinearT]):
             part = LinearShard(range(len(part.outputs)), part.inputs)
         return take_part(linear, weight, part, self.dtype)
 
-    def _bias(self, linear: LinearSpec) -> Tensor:
+    def bias(self, linear: LinearSpec) -> Tensor:
+        """This rank's part of the bias of a linear layer, in the dtype of dense layers."""
         stored, part = linear.stored, self.shard.part_of(linear)
         whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
         self.source.read_into(stored.bias, whole)
@@ -248,12 +289,12 @@ class WeightLoader(Generic[LinearT]):
     def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
         config, spec = self.shard.config, self.shard.config.layers[index].mlp
         if isinstance(spec, MlpSpec):
-            return self._dense(config.mlp_linears(index), spec)
+            return self._dense(index, config.mlp_linears(index), spec)
         sparse = config.linears_of(index, spec)
         router = self.linear([sparse.router], bias=spec.bias)
         shared = shared_router = None
         if sparse.shared is not None:
-            shared = self._dense(sparse.shared, MlpSpec(spec.shared_size))
+            shared = self._dense(index, sparse.shared, MlpSpec(spec.shared_size))
         if sparse.shared_router is not None:
             shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
@@ -264,7 +305,9 @@ class WeightLoader(Generic[LinearT]):
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
-            correction = self.vector(name, spec.routing.num_experts)
+            count = spec.routing.num_experts
+            shape = (1, count) if config.names.correction_rows else count
+            correction = self._tensor(name, shape, torch.float32).flatten()
         experts = Experts(
             spec.routing,
             held.start,
@@ -279,12 +322,32 @@ class WeightLoader(Generic[LinearT]):
         )
         return SparseMlp(router, experts, shared, shared_router)
 
-    def _dense(self, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec) -> DenseMlp[LinearT]:
+    def _dense(
+        self, index: int, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec
+    ) -> DenseMlp[LinearT]:
         return DenseMlp(
             gate_up=self.linear(linears.into, bias=spec.bias),
-            down=self.linear([linears.down], bias=spec.bias),
+            down=self.linear([linears.down], bias=spec.has_down_bias),
             activation=spec.activation,
+            gated=spec.gated,
+            numbers=self._xielu(index) if spec.activation == "xielu" else {},
         )
+
+    def _xielu(self, index: int) -> Mapping[str, float]:
+        """Numbers of xIELU: files have those in front of squares and of exponentials before a softplus."""
+        names = self.shard.config.names
+        stem = names.of_layer(index, names.activation)
+        positive, negative, beta, eps = (
+            self._tensor(f"{stem}.{name}", shape, torch.float32)
+            for name, shape in zip(XIELU, ((1,), (1,), (), ()), strict=True)
+        )
+        found = {
+            "positive": softplus(positive),
+            "negative": beta + softplus(negative),
+            "beta": beta,
+            "eps": eps,
+        }
+        return {name: number.item() for name, number in found.items()}
 
     def _output_gate(self, index: int) -> LinearT | None:
         config = self.shard.config
@@ -297,6 +360,28 @@ class WeightLoader(Generic[LinearT]):
         names, heads = self.shard.config.names, self.shard.heads
         whole = self.vector(names.of_layer(index, names.sinks), self.shard.config.num_heads)
         return whole[heads.start : heads.stop].clone()
+
+    def _slopes(self) -> Tensor:
+        """Slopes [heads] float32 of this rank's heads."""
+        heads = self.shard.heads
+        slopes = alibi_slopes(self.shard.config.num_heads)
+        return slopes[heads.start : heads.stop].clone().to(self.backend.device)
+
+    def _head_layer_norms(self, index: int) -> tuple[Tensor, Tensor]:
+        """Weights and biases of layer norms of this rank's heads of queries, then of keys."""
+        config, own = self.shard.config, (self.shard.heads, self.shard.kv_heads)
+        order, parts = config.head_order(index), []
+        for (norm, count), heads in zip(config.head_layer_norms(index), own, strict=True):
+            tensors = norm.tensors(count)
+            found = [self._tensor(name, shape, torch.float32) for name, shape in tensors]
+            if norm.layout == "shared":
+                weight, bias = (it.expand(count, -1) for it in found)
+            else:
+                weight = torch.stack(found) if norm.layout == "listed" else found[0]
+                bias = torch.zeros_like(weight)
+            parts.append([it[heads.start : heads.stop].flatten() for it in (weight, bias)])
+        weight, bias = (in_head_order(torch.cat(part), order) for part in zip(*parts, strict=True))
+        return weight, bias
 
     def _head_norms(self, index: int) -> HeadNorms:
         config = self.shard.config

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pagoda.backend.base import LinearT
+from pagoda.backend.decoder_operations import xielu
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
@@ -65,7 +66,27 @@ def _dense(
 ) -> Value:
     both = ops.linear(h, mlp.gate_up)
     both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
-    activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul, "gelu": ops.gelu}
-    inner = activations[mlp.activation](both)
+    inner = _gated(ops, mlp, both) if mlp.gated else _activated(ops, mlp, both)
     out = ops.linear(inner, mlp.down)
     return with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+
+
+def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
+    """Activation of gates [n, d] times what is beside them in [n, 2 d]."""
+    recorded = {
+        "silu": ops.silu_and_mul,
+        "gelu_tanh": ops.gelu_and_mul,
+        "gelu": ops.gelu_erf_and_mul,
+    }
+    return recorded[mlp.activation](both)
+
+
+def _activated(ops: GraphBuilder, mlp: DenseMlp[LinearT], x: Value) -> Value:
+    """Activation of x [n, d]."""
+    if mlp.activation == "xielu":
+        return xielu(ops, x, **mlp.numbers)
+    if mlp.activation == "relu2":
+        positive = ops.relu(x)
+        return ops.mul(positive, positive)
+    recorded = {"gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "silu": ops.silu, "relu": ops.relu}
+    return recorded[mlp.activation](x)

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.distances import DistanceBuckets
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 
-_ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu"}
+_GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu_erf_and_mul"}
+_PLAIN = {"relu2": {"relu", "mul"}}
+"""Operations of activations that are not one of the same name."""
 
 
 def needed_operations(spec: ModelSpec) -> frozenset[str]:
@@ -18,8 +22,9 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
     factors = spec.multipliers
     if any(factor != 1 for factor in (factors.embedding, factors.residual, factors.logits)):
         found.add("scale")
-    has_dense_head = spec.classifier is not None and spec.classifier.dense is not None
-    if factors.logits_softcap is not None or has_dense_head:
+    activations = {it.activation for layers in spec.maps.values() for it in layers}
+    found |= activations - {"tanh", "identity"}
+    if factors.logits_softcap is not None or "tanh" in activations:
         found.add("softcap")
     if spec.gives_logits:
         found.add("linear_argmax")
@@ -29,7 +34,19 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 def _of_attention(layer: LayerSpec) -> set[str]:
     if layer.kind is not None:
         return {*layer.kind.operations}
-    attention, found = layer.attention, {"rotate_and_cache", "attention"}
+    attention, found = layer.attention, {"rotate_and_cache"}
+    if attention.distances is None:
+        found.add("alibi_attention" if attention.alibi else "attention")
+    elif isinstance(attention.distances, DistanceBuckets):
+        found.add("relative_attention")
+    else:
+        found |= {"columns", "head_linear", "disentangled_attention"}
+    if attention.clip is not None:
+        found.add("clip")
+    if attention.qk_norm == "layer":
+        found.add("layer_norm_heads")
+    if attention.norms_rotated:
+        found.add("rotate_heads")
     if attention.temperature is not None:
         found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
@@ -39,7 +56,9 @@ def _of_attention(layer: LayerSpec) -> set[str]:
 
 def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
     if isinstance(mlp, MlpSpec):
-        return {_ACTIVATIONS[mlp.activation]}
+        if mlp.gated:
+            return {_GATED[mlp.activation]}
+        return _PLAIN.get(mlp.activation, {mlp.activation})
     found = {"experts"}
     if mlp.shared_size:
         found.add("silu_and_mul")

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-from pagoda.backend.graph import Value
+from collections.abc import Sequence
+
+from pagoda.backend.base import LinearT
+from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads
+from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operations import GraphBuilder
-from pagoda.model.loader import Norm
+from pagoda.model.loader import Layer, Norm, VectorLayer
+from pagoda.model.sharding import Shard
 
 
 def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
@@ -23,6 +28,20 @@ def scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
     return x if factor == 1 else ops.scale(x, factor)
 
 
+def through(
+    ops: GraphBuilder, x: Value, layers: Sequence[VectorLayer[LinearT]], eps: float
+) -> Value:
+    """x [n, hidden] behind layers, each with its activation and norm."""
+    for layer in layers:
+        x = ops.linear(x, layer.weight)
+        if layer.activation == "tanh":
+            x = ops.softcap(x, 1.0)
+        elif layer.activation != "identity":
+            x = getattr(ops, layer.activation)(x)
+        x = normed(ops, x, layer.norm, eps)
+    return x
+
+
 def with_adapters(
     ops: GraphBuilder, out: Value, x: Value, maps: LowRankMaps | None, adapters: Value | None
 ) -> Value:
@@ -30,3 +49,21 @@ def with_adapters(
     if maps is None or adapters is None:
         return out
     return ops.add_low_rank(out, x, adapters, maps)
+
+
+def with_own_heads(
+    ops: GraphBuilder, qkv: Value, layer: Layer[LinearT], shard: Shard, table: RotaryTable | None
+) -> tuple[Value, RotaryTable | None]:
+    """Queries, keys and values [n, d] as few families have them, and the table that is yet to rotate them."""
+    spec, config = layer.spec.attention, shard.config
+    head_dim = config.head_dim
+    if spec.clip is not None:
+        qkv = clip(ops, qkv, spec.clip)
+    if layer.head_layer_norms is not None:
+        norms, eps = layer.head_layer_norms, config.norm.eps
+        qkv = layer_norm_heads(ops, qkv, *norms, head_dim=head_dim, eps=eps)
+    if not spec.norms_rotated or table is None:
+        return qkv, table
+    elements = (len(shard.heads) + shard.num_kv_heads) * head_dim
+    shared = ops.share_rows(qkv)  # the table is of all rows
+    return rotate_heads(ops, shared, table, elements=elements, head_dim=head_dim), None

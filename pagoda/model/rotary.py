@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pagoda.checkpoints.rope import (
+    DynamicScaling,
     FrequencyFactors,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RotarySpec,
     YarnScaling,
 )
@@ -24,12 +26,17 @@ def rotary_frequencies(rotary: RotarySpec, max_length: int) -> tuple[Tensor, flo
     No sequence is longer than `max_length`. The base form is Su et al. 2021.
     """
     exponents = torch.arange(0, rotary.dim, 2).float() / rotary.dim
-    wavelengths = rotary.theta**exponents
-    scaling = rotary.scaling
+    scaling, theta = rotary.scaling, rotary.theta
+    if isinstance(scaling, DynamicScaling):
+        theta, scaling = theta * scaling.base_factor(max_length, rotary.dim), None
+    wavelengths = theta**exponents
     if scaling is None:
         return 1.0 / wavelengths, 1.0
     if isinstance(scaling, LinearScaling):
         return 1.0 / wavelengths / scaling.factor, 1.0
+    if isinstance(scaling, NtkScaling):
+        grown = (rotary.theta * scaling.factor) ** exponents
+        return 1.0 / grown / scaling.factor ** (2 / rotary.dim), 1.0
     if isinstance(scaling, FrequencyFactors):
         return 1.0 / wavelengths / torch.tensor(scaling.factors), 1.0
     if isinstance(scaling, LongRopeScaling):

@@ -26,8 +26,10 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
+from pagoda.checkpoints.distances import Disentangled
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
@@ -212,12 +214,12 @@ class Shard:
             return
         if self.is_first:
             yield config.embedding
-            yield from filter(None, (config.positions, config.token_types))
+            yield from config.encoder_linears
         tied = self.is_first and config.tie_word_embeddings
         if self.is_last and config.gives_logits and not tied:
             yield config.head
         if self.is_last:
-            yield from config.classifier_linears
+            yield from config.map_linears
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
@@ -285,8 +287,11 @@ class Shard:
         config = self.config
         total = sum(size for _, size in config.last_norm_tensors) * self.is_last
         total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
-        if self.is_last and config.classifier is not None and config.classifier.bias:
-            total += sum(linear.outputs for linear in config.classifier_linears)
+        total += sum(size for _, size in config.map_vectors) * self.is_last
+        total += self.is_last * config.head_bias * len(self.vocabulary)
+        if self.is_first and config.embedding_projection is not None:
+            total += config.hidden_size
+        total += len(self.layers) * self._distance_numbers()
         for layer in self.layers:
             attention, spec = config.attention_linears(layer), config.layers[layer]
             into = [*attention.into]
@@ -294,7 +299,7 @@ class Shard:
                 into += config.gate_linears(layer)
             biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias
             if isinstance(spec.mlp, MlpSpec):
-                biases += [*config.mlp_linears(layer)] * spec.mlp.bias
+                biases += config.mlp_biases(layer)
             elif spec.mlp.bias:
                 sparse = config.linears_of(layer, spec.mlp)
                 held = sparse.experts[self.experts.start : self.experts.stop]
@@ -302,6 +307,16 @@ class Shard:
             total += sum(size for _, size in config.norm_tensors(layer))
             total += sum(len(self.part_of(m).outputs) for m in biases)
         return total * _VECTOR_ITEMSIZE
+
+    def _distance_numbers(self) -> int:
+        """Numbers of a layer by which distances of tokens count, or of which those are made."""
+        config, heads = self.config, len(self.heads)
+        distances = config.layers[0].attention.distances
+        if distances is None:
+            return 0
+        if isinstance(distances, Disentangled):
+            return 4 * distances.span * heads * config.head_dim
+        return heads * (2 * config.max_position_embeddings - 1)
 
 
 def least_block_size(config: ModelSpec, itemsize: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +14,20 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.contents import full_names, no_place, unread_tensors
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.sentence_modules import dense_modules, lexical_maps, read_modules
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""
+_TORCH = (".pt", ".bin")
 _INTEGERS = {"I32": "int32", "I64": "int64"}
 _PATTERN_SIZE = 2**20 - 3
 
@@ -101,7 +105,7 @@ class DummyWeights:
         self._pattern = torch.randn(_PATTERN_SIZE, generator=generator)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        if out.dim() == 1:
+        if out.dim() <= 1:
             out.fill_(0 if name.endswith(".bias") or not out.is_floating_point() else 1)
             return
         pattern = (self._pattern * out.shape[1] ** -0.5).to(out.dtype)
@@ -127,10 +131,20 @@ class CheckpointWeights:
     Names are those of a decoder with its head; see `full_names`.
     """
 
-    def __init__(self, files: Mapping[str, Path], opened: contextlib.ExitStack) -> None:
-        """`files` says which file holds each tensor; `opened` closes them."""
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        opened: contextlib.ExitStack,
+        maps: Mapping[str, tuple[str, Path]] | None = None,
+    ) -> None:
+        """`files` says which file holds each tensor, `maps` that of each map in a file of its own, with the
+        beginning of names there; `opened` closes them."""
         self._stored_names = full_names(files.keys())
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
+        for name, (beginning, path) in (maps or {}).items():
+            for end in ("weight", "bias"):
+                self._stored_names[f"{name}.{end}"] = f"{beginning}{end}"
+                self._files[f"{name}.{end}"] = path
         self._opened = opened
         self._handles: dict[Path, Any] = {}
 
@@ -140,18 +154,25 @@ class CheckpointWeights:
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         stored = linear.stored
-        if stored.transposed:
+        if stored.transposed and not self._is_straight(stored):
             rows = self._transposed(stored, linear.outputs)
             return DenseWeight(in_head_order(rows, linear.head_order).to(dtype))
         values = self.tensor(stored.weight, stored.shape, READABLE)
-        return DenseWeight(own_rows(values.view(-1, linear.inputs), linear).to(dtype))
+        rows = own_rows(values.view(-1, linear.inputs), linear)
+        return DenseWeight((normalize(rows.float()) if linear.unit_rows else rows).to(dtype))
+
+    def _is_straight(self, stored: StoredRows) -> bool:
+        """True if rows come before inputs after all, as transformers 5 saves experts that others turn."""
+        *_, rows, inputs = stored.shape
+        return rows != inputs and self.shape(stored.weight) == stored.shape
 
     def _transposed(self, stored: StoredRows, count: int) -> Tensor:
-        """Rows of one expert in a tensor [experts, inputs, rows]."""
-        num_experts, num_rows, inputs = stored.shape
-        values = self.tensor(stored.weight, (num_experts, inputs, num_rows), READABLE)
+        """Rows of a tensor [inputs, rows], or of one expert in a tensor [experts, inputs, rows]."""
+        *num_experts, num_rows, inputs = stored.shape
+        values = self.tensor(stored.weight, (*num_experts, inputs, num_rows), READABLE)
         expert, first = divmod(stored.first, num_rows)
-        return values[expert].t()[replace(stored, first=first).rows(count)].contiguous()
+        whole = values[expert] if num_experts else values
+        return whole.t()[replace(stored, first=first).rows(count)].contiguous()
 
     def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:
         """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types."""
@@ -225,9 +246,48 @@ class CheckpointWeights:
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
+            if path.suffix in _TORCH:
+                self._handles[path] = _TorchFile(path)
+                return self._handles[path]
             handle = safe_open(path, framework="pt")
             self._handles[path] = self._opened.enter_context(handle)
         return self._handles[path]
+
+
+class _TorchFile:
+    """The few tensors of a file of torch's, with the methods of an open safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(str(error)) from error
+        if not isinstance(self._tensors, dict):
+            raise ValueError("it holds no tensors by name")
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors[name]
+        return tensor
+
+    def get_slice(self, name: str) -> _TorchSlice:
+        return _TorchSlice(self._tensors[name])
+
+
+@dataclass(frozen=True)
+class _TorchSlice:
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return next(
+            (name for name, it in READABLE.items() if getattr(torch, it) == self.tensor.dtype),
+            str(self.tensor.dtype),
+        )
 
 
 @contextlib.contextmanager
@@ -235,7 +295,10 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
     """The weights of a Hugging Face model directory, in one file or several with an index.
     Raises ConfigError: there are none, or a file is corrupt."""
     with contextlib.ExitStack() as opened:
-        yield CheckpointWeights(_find_tensors(directory), opened)
+        dense = dense_modules(directory, read_modules(directory))
+        modules = {it.map.name: ("linear.", it.file) for it in dense}
+        beside = {name: ("", directory / f"{name}.pt") for name in lexical_maps(directory)}
+        yield CheckpointWeights(_find_tensors(directory), opened, {**modules, **beside})
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:

@@ -51,9 +51,17 @@ class EmbeddingOptions:
 @dataclass(frozen=True)
 class Embedding:
     vector: array[float]
-    """[dimensions] float32."""
+    """[dimensions] float32; of several, [count, dimensions]."""
     num_tokens: int
     num_cached_tokens: int = 0
+    count: int = 1
+    """Vectors, those of all tokens where these are wanted."""
+
+    @property
+    def rows(self) -> list[array[float]]:
+        """The vectors."""
+        size = len(self.vector) // self.count
+        return [self.vector[i * size : (i + 1) * size] for i in range(self.count)]
 
 
 async def embed(
@@ -73,9 +81,9 @@ async def embed(
         refuse(
             "model", "gives scores of pairs of texts, no vectors; ask POST /v1/rerank or /v1/score"
         )
+    if defaults.labels:
+        refuse("model", "gives labels of texts, no vectors; ask POST /classify")
     pooling = options.pooling or defaults.pooling
-    if pooling is Pooling.SCORE:
-        refuse("pooling", "must be last, mean or cls; this model has no head that gives scores")
     if pooling is Pooling.FIRST and not defaults.encodes:
         refuse("pooling", "must be last or mean: in a decoder, the first token has seen no other")
     try:
@@ -85,6 +93,52 @@ async def embed(
         refuse(
             "prompt_name", f"must be the name of a prompt of the model, of which there are: {known}"
         )
+    if pooling is Pooling.ALL and options.dimensions is not None:
+        refuse("dimensions", "is of vectors of whole texts; this model gives those of tokens")
+    if pooling is Pooling.WEIGHTS and not defaults.weighs_tokens:
+        refuse("task", "must be of vectors; this model gives tokens no weights")
+    normalize = defaults.normalize if options.normalize is None else options.normalize
+    requests = await _prepared(
+        generator, prompts, options, pooling, param, beginning, client_request=client_request
+    )
+    return await gather_all(
+        [_embedding(generator, request, options, normalize=normalize) for request in requests]
+    )
+
+
+async def score_texts(
+    generator: TextGenerator,
+    prompts: Sequence[str | Sequence[int]],
+    options: EmbeddingOptions,
+    *,
+    client_request: ClientRequest | None = None,
+) -> list[Embedding]:
+    """The scores that the model's head gives texts or token ids, or each of their tokens, in their order.
+    Raises what `embed` raises."""
+    defaults = generator.text.pooling
+    if not defaults.labels:
+        refuse("model", "has no head that gives scores of labels")
+    if options.pooling is not None:
+        refuse("pooling", "is for models that give vectors; this one has a head that gives scores")
+    requests = await _prepared(
+        generator, prompts, options, defaults.head, "input", "", client_request=client_request
+    )
+    return await gather_all(
+        [_embedding(generator, it, options, normalize=False) for it in requests]
+    )
+
+
+async def _prepared(
+    generator: TextGenerator,
+    prompts: Sequence[str | Sequence[int]],
+    options: EmbeddingOptions,
+    pooling: Pooling,
+    param: str | Sequence[str],
+    beginning: str,
+    *,
+    client_request: ClientRequest | None,
+) -> list[TextRequest]:
+    """Requests that pool texts, each behind a beginning."""
     sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
     requests: list[TextRequest] = []
     names = names_of(param, len(prompts)) if isinstance(param, str) else param
@@ -100,7 +154,7 @@ async def embed(
             client_request=client_request,
         )
         requests += await generator.prepare(token_ids, sampling, draft)
-    return await gather_all([_embedding(generator, request, options) for request in requests])
+    return requests
 
 
 def names_of(param: str, count: int) -> list[str]:
@@ -134,28 +188,39 @@ async def _token_ids(
 
 
 async def _embedding(
-    generator: TextGenerator, request: TextRequest, options: EmbeddingOptions
+    generator: TextGenerator, request: TextRequest, options: EmbeddingOptions, *, normalize: bool
 ) -> Embedding:
     async with aclosing(generator.stream(request)) as deltas:
         async for delta in deltas:
             if delta.error is not None:
                 raise EmbeddingError(f"{request.request.request_id}: {delta.error}")
             if delta.embedding is not None:
-                normalize = options.normalize
-                if normalize is None:
-                    normalize = generator.text.pooling.normalize
-                work = partial(_finished, delta.embedding, options.dimensions, normalize=normalize)
+                num_tokens = len(request.request.prompt_token_ids)
+                pooling = request.request.work.pooling
+                count = num_tokens if pooling in (Pooling.ALL, Pooling.WEIGHTS) else 1
+                work = partial(
+                    _finished, delta.embedding, count, options.dimensions, normalize=normalize
+                )
                 return Embedding(
                     await generator.run_sized(work, len(delta.embedding) // _ELEMENT_BYTES),
-                    len(request.request.prompt_token_ids),
+                    num_tokens,
                     delta.num_cached_tokens,
+                    count,
                 )
     raise EmbeddingError(f"{request.request.request_id}: it was aborted.")
 
 
-def _finished(pooled: bytes, dimensions: int | None, *, normalize: bool) -> array[float]:
+def _finished(
+    pooled: bytes, count: int, dimensions: int | None, *, normalize: bool
+) -> array[float]:
     vector = array("f")
     vector.frombytes(pooled)
+    if count > 1:
+        size, vectors = len(pooled) // count, array("f")
+        for first in range(0, count * size, size):
+            part = pooled[first : first + size]
+            vectors.extend(_finished(part, 1, None, normalize=normalize))
+        return vectors
     if dimensions is not None:
         if dimensions > len(vector):
             refuse("dimensions", f"must be at most {len(vector)}, which the model has")
@@ -164,13 +229,27 @@ def _finished(pooled: bytes, dimensions: int | None, *, normalize: bool) -> arra
     return array("f", [x / length for x in vector]) if normalize and length else vector
 
 
-async def products(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
+async def products(
+    generator: TextGenerator, pairs: Iterable[tuple[Embedding, Embedding]]
+) -> list[float]:
     """The inner product of the vectors of each pair; other streams go on meanwhile.
 
-    Of vectors of length 1 it is the cosine of the angle between them, and 0 if one of them has no length.
+    Of vectors of length 1 it is the cosine of the angle between them, and 0 if one of them has no length. Of
+    vectors of tokens, the highest products of each of the first text's are added up (Khattab and Zaharia 2020).
     """
     found = []
     for one, other in pairs:
         await asyncio.sleep(0)
-        found.append(sum(map(mul, one, other)))
+        if one.count == other.count == 1:
+            found.append(sum(map(mul, one.vector, other.vector)))
+        else:
+            size = len(one.vector) * other.count
+            found.append(await generator.run_sized(partial(_late_product, one, other), size))
     return found
+
+
+def _late_product(one: Embedding, other: Embedding) -> float:
+    rows, total = other.rows, 0.0
+    for own in one.rows:
+        total += max(sum(map(mul, own, row)) for row in rows)
+    return total

@@ -92,6 +92,8 @@ class ModelText:
         rule = "gives vectors of texts and generates none; ask POST /v1/embeddings"
         if self.pooling.task == "score":
             rule = "gives scores of texts and generates none; ask POST /v1/rerank or /v1/score"
+        elif self.pooling.labels:
+            rule = "gives labels of texts and generates none; ask POST /classify"
         refuse("model", rule)
 
     def require_template(self) -> ChatTemplate:

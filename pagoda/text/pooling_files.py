@@ -14,13 +14,16 @@ from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import GgufFile
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.pooling_spec import Task
+from pagoda.checkpoints.pooling_spec import ScoreKind, Task
 from pagoda.checkpoints.sentence_modules import FILE, read_modules
 from pagoda.errors import ConfigError
 from pagoda.files import read_regular
 from pagoda.messages.frontend import Pooling
 
-_MODULE_KINDS = ("Transformer", "Pooling", "Normalize", "LogitScore")
+_MODULE_KINDS = (
+    *("Transformer", "Pooling", "Dense", "Normalize", "LogitScore", "MLMTransformer"),
+    "SpladePooling",
+)
 _MODES = {
     "pooling_mode_lasttoken": Pooling.LAST,
     "lasttoken": Pooling.LAST,
@@ -50,8 +53,13 @@ class PoolingDefaults:
     """False where the model has no head that says what comes next."""
     encodes: bool = False
     """True of an encoder, which sees all of a text at once."""
-    sigmoid: bool = True
-    """Scores are brought between 0 and 1."""
+    labels: tuple[str, ...] = ()
+    """Names of the scores of the model's head, if it has one."""
+    scores: ScoreKind = "sigmoid"
+    weighs_tokens: bool = False
+    """The model gives each token its weight in a text."""
+    head: Pooling = Pooling.SCORE
+    """Way from hidden states to scores."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of texts by name, such as `query`."""
     default_prompt: str | None = None
@@ -88,8 +96,11 @@ def read_pooling(directory: Path) -> PoolingDefaults:
             kind = said.activation_fn.rpartition(".")[2]
             if kind not in ("Sigmoid", "Identity"):
                 raise ConfigError(f"{str(path)!r} must name the activation_fn Sigmoid or Identity.")
-            defaults = replace(defaults, sigmoid=kind == "Sigmoid")
-    if not modules or defaults.task == "score":
+            scores: ScoreKind = "sigmoid" if kind == "Sigmoid" else "identity"
+            defaults = replace(defaults, scores=scores)
+    if not modules or defaults.labels or defaults.task == "score":
+        return defaults
+    if defaults.pooling in (Pooling.ALL, Pooling.SPARSE):
         return defaults
     path = directory / FILE
     pooling, normalize = Pooling.LAST, False
@@ -129,13 +140,21 @@ def _by_architecture(read: Callable[[], ModelSpec]) -> PoolingDefaults:
     except ConfigError:  # which a worker will say
         return PoolingDefaults()
     encodes = spec.encoder is not None
-    pooling = Pooling.FIRST if encodes else Pooling.LAST
+    pooling, head = Pooling.FIRST if encodes else Pooling.LAST, spec.classifier
+    if "masked" in spec.vector_maps:
+        pooling = Pooling.SPARSE
+    elif "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
+        pooling = Pooling.ALL
     return PoolingDefaults(
         Pooling.SCORE if spec.task == "score" else pooling,
+        normalize=pooling is not Pooling.SPARSE,
         task=spec.task,
+        weighs_tokens="token_weights" in spec.vector_maps,
         encodes=encodes,
         generates=spec.gives_logits,
-        sigmoid=spec.classifier is None or spec.classifier.sigmoid,
+        labels=() if head is None else head.labels,
+        scores="sigmoid" if head is None else head.scores,
+        head=Pooling.SCORE if head is None or not head.sees_all else Pooling.SCORE_ALL,
     )
 
 

@@ -250,7 +250,7 @@ def load_runner(
         prompts = PromptReader(
             backend.score,
             leads=group.rank == 0,
-            scores_first=classifier is not None and classifier.first_token,
+            scored_as="last" if classifier is None else classifier.pooling,
         )
         runner = Runner(
             *(model, batch, sampler, prompts, tracer),
@@ -415,8 +415,9 @@ def _tell_of_long_factors(shape: ModelSpec, config: WorkerConfig) -> None:
     """Logs that answers to short prompts are others, once for all ranks."""
     if shape.short_context is not None and config.place == RankPlace():
         _log.warning(
-            "frequencies are those for long contexts (LongRoPE), which change answers to short prompts too, as up "
-            "to %d tokens are taken; --max-model-len %d takes the model's own for prompts up to that length",
+            "frequencies are those for long contexts (LongRoPE, dynamic NTK), which change answers to short "
+            "prompts too, as up to %d tokens are taken; --max-model-len %d takes the model's own for prompts up "
+            "to that length",
             shape.max_position_embeddings,
             shape.short_context,
         )

@@ -8,19 +8,36 @@ tokens behind its own. They are computed a few rows at a time: a row of logits i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagoda.backend.sampling import ScoredRows
+from pagoda.checkpoints.pooling_spec import HeadPooling, VectorKind
 from pagoda.messages.frontend import Pooling, PromptLogprobs
 from pagoda.messages.worker import MIN_SAMPLED_ROWS, SlotStart
 from pagoda.model.decoder import Decoder
 from pagoda.worker.step_rows import SlotRows
 
+_HEAD_POOLING: Mapping[HeadPooling, Pooling] = {
+    "first": Pooling.FIRST,
+    "last": Pooling.LAST,
+    "mean": Pooling.MEAN,
+    "late": Pooling.MEAN,
+    "all": Pooling.ALL,
+}
+"""Tokens that heads look at, or whose mean they take; `late` ones take that of their scores."""
+_OF_TOKENS: Mapping[Pooling, VectorKind] = {
+    Pooling.ALL: "token_vectors",
+    Pooling.WEIGHTS: "token_weights",
+    Pooling.SPARSE: "masked",
+}
+"""Layers that hidden states of tokens go through."""
+_BY_HEAD = (Pooling.SCORE, Pooling.SCORE_ALL)
 ScoreRows = Callable[[Tensor, Tensor, int], ScoredRows]
 """`Backend.score`."""
 
@@ -33,14 +50,17 @@ class PromptOutputs:
     embeddings: dict[int, bytes | None] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Hidden states of the step's tokens [hidden], added up, of slots that take their mean."""
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    """Vectors of the step's tokens [n, d], of slots that take all of them."""
 
     def update(self, other: PromptOutputs) -> None:
         self.logprobs.update(other.logprobs)
         self.embeddings.update(other.embeddings)
         self.sums.update(other.sums)
+        self.rows.update(other.rows)
 
     def forget(self, slot: int) -> None:
-        for found in (self.logprobs, self.embeddings, self.sums):
+        for found in (self.logprobs, self.embeddings, self.sums, self.rows):
             found.pop(slot, None)
 
 
@@ -73,16 +93,21 @@ class _Prompt:
         self.pooling = start.work.pooling
         self.sum: Tensor | None = None
         """Hidden states of all tokens so far, added up in float64."""
+        self.rows: list[Tensor] = []
+        """Vectors of tokens so far [n, d], where all are wanted."""
 
 
 class PromptReader:
     """One rank's part in it. All ranks of the last stage compute logits together, the first reads them."""
 
-    def __init__(self, score: ScoreRows, *, leads: bool = True, scores_first: bool = False) -> None:
-        """`scores_first`: a head that scores texts looks at their first token, else at their last."""
+    def __init__(
+        self, score: ScoreRows, *, leads: bool = True, scored_as: HeadPooling = "last"
+    ) -> None:
+        """`scored_as`: tokens that a head which scores texts looks at, as `ClassifierSpec.pooling`."""
         self._score = score
         self._leads = leads
-        self._scored_as = Pooling.FIRST if scores_first else Pooling.LAST
+        self._scored_as = _HEAD_POOLING[scored_as]
+        self._scores_tokens = scored_as in ("late", "all")
         self._prompts: dict[int, _Prompt] = {}
         self._without_answer: set[int] = set()
 
@@ -121,8 +146,8 @@ class PromptReader:
             scored = range(min(max(first + 1, prompt.num_scored), end), end)
             pooled = range(0)
             is_last = first + len(rows) == prompt.num_tokens
-            pooling = self._scored_as if prompt.pooling is Pooling.SCORE else prompt.pooling
-            if pooling is Pooling.MEAN:
+            pooling = self._rows_of(prompt)
+            if pooling is Pooling.MEAN or pooling in _OF_TOKENS:
                 pooled = rows
             elif pooling is Pooling.FIRST and first == 0:  # encoders take prompts whole
                 pooled = rows[:1]
@@ -145,10 +170,12 @@ class PromptReader:
                 outputs.logprobs[chunk.slot] = self._logprobs(model, hidden, rows, chunk, prompt)
             if chunk.pooled:
                 pooled = hidden[[places[row] for row in chunk.pooled]]
-                if prompt.pooling is Pooling.SCORE:
-                    pooled = model.scores(pooled)
-                self._pool(pooled, chunk, prompt, outputs)
+                self._pool(model, pooled, chunk, prompt, outputs)
         return outputs
+
+    def _rows_of(self, prompt: _Prompt) -> Pooling | None:
+        """Tokens whose hidden states are wanted, and what becomes of them."""
+        return self._scored_as if prompt.pooling in _BY_HEAD else prompt.pooling
 
     def _logprobs(
         self,
@@ -180,8 +207,27 @@ class PromptReader:
             b"".join(map(_bytes, logprobs)),
         )
 
-    def _pool(self, hidden: Tensor, chunk: _Chunk, prompt: _Prompt, outputs: PromptOutputs) -> None:
-        if prompt.pooling is Pooling.MEAN:
+    def _pool(
+        self,
+        model: Decoder[Any, Any],
+        hidden: Tensor,
+        chunk: _Chunk,
+        prompt: _Prompt,
+        outputs: PromptOutputs,
+    ) -> None:
+        """Pools hidden states of a chunk [n, hidden], which layers of the model's go through before or behind."""
+        by_head, pooling = prompt.pooling in _BY_HEAD, self._rows_of(prompt)
+        of_tokens = self._scores_tokens if by_head else pooling in _OF_TOKENS
+        kind = "vectors" if pooling is None else _OF_TOKENS.get(pooling, "vectors")
+        layers = model.scores if by_head else partial(model.through, kind)
+        if pooling is Pooling.SPARSE:
+            hidden = _highest(layers, hidden)
+        elif of_tokens:
+            hidden = layers(hidden)
+        if pooling in (Pooling.ALL, Pooling.WEIGHTS):
+            outputs.rows[chunk.slot] = hidden
+            pooled = torch.cat([*prompt.rows, hidden])
+        elif pooling is Pooling.MEAN:
             part = hidden.double().sum(0)
             outputs.sums[chunk.slot] = part
             total = part if prompt.sum is None else prompt.sum + part
@@ -189,6 +235,7 @@ class PromptReader:
         else:
             pooled = hidden[0]
         if chunk.is_last:
+            pooled = pooled if of_tokens else layers(pooled[None])[0]
             is_finite = bool(pooled.isfinite().all())
             outputs.embeddings[chunk.slot] = _bytes(pooled) if is_finite else None
 
@@ -198,6 +245,17 @@ class PromptReader:
             prompt = self._prompts.get(slot)
             if prompt is not None:
                 prompt.sum = part if prompt.sum is None else prompt.sum + part
+        for slot, rows in outputs.rows.items():
+            prompt = self._prompts.get(slot)
+            if prompt is not None:
+                prompt.rows.append(rows)
+
+
+def _highest(layers: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """log(1 + x) of the highest x above 0 that any hidden state [n, hidden] gives each token: [1, vocab]."""
+    pieces = torch.split(hidden, MIN_SAMPLED_ROWS)
+    parts = (layers(some).amax(0) for some in pieces)
+    return torch.log1p(torch.stack([*parts]).amax(0, keepdim=True).clamp(min=0))
 
 
 def _int32_bytes(parts: list[Tensor]) -> bytes:

@@ -12,12 +12,22 @@ from cpu_cases import random_tensor
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache
+from pagoda.backend.decoder_operations import alibi_attention
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.relative_attention import (
+    columns,
+    disentangled_attention,
+    relative_attention,
+)
 from pagoda.backend.single import compute
+from pagoda.model.alibi import alibi_slopes
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 32, 1e-6
+REACH, NUM_BUCKETS = 160, 7
+BUCKETS = [min(NUM_BUCKETS - 1, abs(i - 10) // 9) for i in range(-REACH, REACH + 1)]
+SLOPES = alibi_slopes(HEADS)
 LENGTHS = (150, 1, 70)
 BLOCKS = [list(range(10 * i, 10 * i + 10)) for i in range(len(LENGTHS))]
 
@@ -35,6 +45,17 @@ class _Kind:
     scale: float = 1.0
     """Factor of the rotated elements."""
     causal: bool = True
+    by_distance: str = ""
+    """Scores by `numbers` of distances, by `buckets` of them, or by distances times `slopes`."""
+
+    @property
+    def distances(self) -> Tensor:
+        return random_tensor(HEADS, 2 * REACH + 1, seed=3)
+
+    def numbers(self, index: int) -> tuple[Tensor, Tensor]:
+        """Numbers of queries and of keys in each bucket."""
+        shape = (LENGTHS[index], HEADS * NUM_BUCKETS)
+        return random_tensor(*shape, seed=index + 5), random_tensor(*shape, seed=index + 9)
 
     @property
     def frequencies(self) -> Tensor:
@@ -71,6 +92,12 @@ KINDS = {
     "partial, scaled": _Kind(rotated=24, scale=1.2),
     "both ways": _Kind(causal=False),
     "both ways, soft cap and sinks": _Kind(causal=False, softcap=2.5, has_sinks=True),
+    "a window both ways": _Kind(causal=False, window=20),
+    "a window both ways of a tile, with sinks": _Kind(causal=False, window=64, has_sinks=True),
+    "slopes": _Kind(by_distance="slopes"),
+    "slopes, unrotated": _Kind(rotated=0, by_distance="slopes"),
+    "numbers of distances": _Kind(causal=False, by_distance="numbers"),
+    "buckets of distances": _Kind(causal=False, by_distance="buckets"),
 }
 
 
@@ -83,14 +110,29 @@ def _attend(
 ) -> list[Tensor]:
     """One step over (sequence, tokens before, tokens now)."""
     batch = batch_of_spans([(done, n, BLOCKS[i]) for i, done, n in shares])
+    width = HEADS * NUM_BUCKETS
 
-    def record(graph: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
+    def record(
+        graph: GraphBuilder, qkv: Value, positions: Value, numbers: Value, metadata: Value
+    ) -> Value:
         table = (
             graph.rotary_table(positions, kind.frequencies, kind.scale) if kind.rotated else None
         )
         queries = graph.rotate_and_cache(
             qkv, metadata, table, cache, kind.head_norms, num_heads=HEADS, head_dim=HEAD_DIM
         )
+        if kind.by_distance == "slopes":
+            return alibi_attention(
+                graph, queries, metadata, cache, SLOPES, head_dim=HEAD_DIM, scale=0.3
+            )
+        if kind.by_distance == "numbers":
+            return relative_attention(
+                graph, queries, metadata, cache, kind.distances, head_dim=HEAD_DIM, scale=0.3
+            )
+        if kind.by_distance == "buckets":
+            parts = (columns(graph, numbers, i * width, width) for i in range(2))
+            sizes = {"head_dim": HEAD_DIM, "scale": 0.3}
+            return disentangled_attention(graph, queries, metadata, *parts, cache, BUCKETS, **sizes)
         return graph.attention(
             queries,
             metadata,
@@ -105,7 +147,8 @@ def _attend(
         )
 
     qkv = torch.cat([_qkv(i)[done : done + n] for i, done, n in shares])
-    tensors = {"qkv": qkv, "positions": batch.positions}
+    numbers = torch.cat([torch.cat(kind.numbers(i), 1)[done : done + n] for i, done, n in shares])
+    tensors = {"qkv": qkv, "positions": batch.positions, "numbers": numbers}
     metadata = ops.attention_metadata(batch, HEADS, cache)
     out: Tensor = compute(ops.backend, record, tensors, metadata)
     return list(out.split([n for _, _, n in shares]))
@@ -133,12 +176,23 @@ def _formula(kind: _Kind, index: int) -> Tensor:
     if norms is not None and kind.norms == "heads":
         q, k = _normed(q, norms.queries), _normed(k, norms.keys)
     q, k = _rotated(kind, q), _rotated(kind, k).repeat_interleave(HEADS // KV_HEADS, dim=1)
-    scores = 0.3 * torch.einsum("qhd,khd->hqk", q, k)
+    scores = torch.einsum("qhd,khd->hqk", q, k)
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    if kind.by_distance == "buckets":
+        own = torch.tensor(BUCKETS)[REACH - distance]
+        of_queries, of_keys = (it.view(n, HEADS, -1) for it in kind.numbers(index))
+        places = torch.arange(n)
+        scores += of_queries[places[:, None], :, own].permute(2, 0, 1)
+        scores += of_keys[places[None], :, own].permute(2, 0, 1)
+    scores *= 0.3
+    if kind.by_distance == "numbers":
+        scores += kind.distances[:, REACH - distance]
+    if kind.by_distance == "slopes":
+        scores -= SLOPES.double()[:, None, None] * distance
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    distance = torch.arange(n)[:, None] - torch.arange(n)
-    if kind.causal:
-        scores.masked_fill_((distance < 0) | (distance >= (kind.window or n)), -torch.inf)
+    behind = distance < 0 if kind.causal else -distance >= (kind.window or n)
+    scores.masked_fill_(behind | (distance >= (kind.window or n)), -torch.inf)
     chunks = torch.arange(n) // (kind.chunk or n)
     scores.masked_fill_(chunks[:, None] != chunks, -torch.inf)
     if kind.sinks is not None:
@@ -205,7 +259,7 @@ def test_a_sink_takes_its_share_of_a_split_context(ops: Any) -> None:
         ({"softcap": -1.0}, "A softcap is above 0, not -1.0"),
         ({"chunk": 0}, "A chunk is above 0, not 0"),
         ({"window": 0}, "A window is above 0, not 0"),
-        ({"chunk": 8, "causal": False}, "Windows and chunks are of causal attention"),
+        ({"chunk": 8, "causal": False}, "Chunks are of causal attention"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

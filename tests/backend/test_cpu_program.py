@@ -18,6 +18,7 @@ from pagoda.backend.base import HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import NativeAttentionMetadata, PackedLinear
 from pagoda.backend.graph import Graph
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_head_norm
 from pagoda.plugins.backend_check.subject import batch_of_spans
@@ -257,8 +258,8 @@ def test_norms_of_heads_count_the_weights_that_they_have() -> None:
     ops = GraphBuilder(backend.group)
     qkv, gate = ops.input("qkv", 96), ops.input("gate", 96)
     norms = HeadNorms(torch.ones(48), torch.ones(24), 1e-6)
-    squares = ops.sum_of_squares(qkv, queries=48, keys=24)
-    normed = ops.norm_by_squares(qkv, squares, norms, all_queries=48, all_keys=24)
+    squares = sum_of_squares(ops, qkv, queries=48, keys=24)
+    normed = norm_by_squares(ops, qkv, squares, norms, all_queries=48, all_keys=24)
     ops.result("out", gated_head_norm(ops, normed, gate, torch.ones(32), 1e-6))
     operations = backend.compile(ops.build()).operations(["out"])
     assert [each.weight_bytes for each in operations] == [0, 4 * (48 + 24), 4 * 32]

@@ -4,7 +4,7 @@
 import torch
 
 from pagoda.backend.fp8 import E4M3, to_e4m3
-from pagoda.backend.reference.attention import as_kept
+from pagoda.backend.reference.kept import as_kept
 from pagoda.messages.kv_formats import KV_FORMATS
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pagoda.backend.base import KVCache
 from pagoda.backend.host import rotary_table
-from pagoda.backend.reference.attention import rotated, write_kv
-from pagoda.backend.reference.rows import rms_norm
+from pagoda.backend.reference.kept import write_kv
+from pagoda.backend.reference.rows import rms_norm, rotated
 from pagoda.backend.weights import DenseWeight, LinearWeight, weight_shape
 from pagoda.plugins.backend_check.subject import batch_of_spans
 

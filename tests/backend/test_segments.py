@@ -14,10 +14,12 @@ from cpu_cases import BACKENDS, assert_close, backend_of, needs_kernels, random_
 from torch import Tensor
 
 from pagoda.backend.base import ColdContexts, KVCache, LatentCache, StagedSegment
+from pagoda.backend.decoder_operations import alibi_attention
 from pagoda.backend.graph import Value
 from pagoda.backend.latent_layers import latent_attention
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import compute
+from pagoda.model.alibi import alibi_slopes
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
 AnyCache = KVCache | LatentCache
@@ -40,10 +42,18 @@ class Layer:
     spans: list[tuple[int, int, list[int]]]
     queries: Tensor
     sinks: Tensor | None
+    slopes: Tensor | None = None
+    """Of scores by distance, in place of sinks and a soft cap."""
 
     @classmethod
     def random(
-        cls, name: str, latent: bool, formats: tuple[Any, Any], block_size: int, seed: int
+        cls,
+        name: str,
+        latent: bool,
+        formats: tuple[Any, Any],
+        block_size: int,
+        seed: int,
+        slopes: Tensor | None = None,
     ) -> Layer:
         ops, rng = backend_of(name), random.Random(seed)
         lengths = [2300, 450, 300, 77]
@@ -68,7 +78,8 @@ class Layer:
                 part.mul_(0.02 if formats[1] == torch.int8 else 1.0)
         width = HEADS * ((RANK + ROPE_DIM) if latent else HEAD_DIM)
         queries = random_tensor(sum(now for _, now, _ in spans), width, seed=seed)
-        return cls(ops, cache, spans, queries, None if latent else random_tensor(HEADS, seed=seed))
+        sinks = None if latent else random_tensor(HEADS, seed=seed)
+        return cls(ops, cache, spans, queries, sinks, slopes)
 
     def attend(self, segment: int, cold: ColdContexts | None = None) -> Tensor:
         batch = replace(batch_of_spans(self.spans), segment=segment)
@@ -89,10 +100,12 @@ class Layer:
             return found
 
         def record(ops: GraphBuilder, queries: Value, metadata: Value) -> Value:
+            sizes: dict[str, Any] = {"head_dim": HEAD_DIM, "scale": 0.3}
+            if self.slopes is not None:
+                return alibi_attention(ops, queries, metadata, cache, self.slopes, **sizes)
             return ops.attention(
                 *(queries, metadata, cache),
-                head_dim=HEAD_DIM,
-                scale=0.3,
+                **sizes,
                 window=None,
                 softcap=20.0,
                 sinks=self.sinks,
@@ -169,6 +182,15 @@ def test_where_segments_lie_changes_no_bit(
     found = layer.attend(segment, ColdContexts(counts, source, in_place))
     assert torch.equal(found, whole)
     assert source.calls == [*range(sum(counts)), -1]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_scores_by_distance_reach_into_segments_elsewhere(name: str) -> None:
+    layer = Layer.random(name, False, FORMATS[0], 16, seed=7, slopes=alibi_slopes(HEADS))
+    whole = layer.attend(128)
+    assert_close(whole, layer.attend(4096))
+    source = Elsewhere(layer, 128, 16, counts := [17, 0, 2, 0])
+    assert torch.equal(layer.attend(128, ColdContexts(counts, source)), whole)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

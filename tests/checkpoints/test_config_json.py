@@ -11,8 +11,10 @@ from safetensors.torch import save_file
 
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.families import FAMILIES
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import LinearScaling, Llama3Scaling, RotarySpec, YarnScaling
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import whole
@@ -58,15 +60,32 @@ def test_a_minimal_file_takes_the_usual_values() -> None:
     assert config.num_heads == 2 * config.num_kv_heads
 
 
-_BIASED = (
+_BIASED_QKV = (
     *("Qwen2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "SeedOssForCausalLM"),
-    *("Qwen2MoeForCausalLM", "MiMoForCausalLM"),
+    *("Qwen2MoeForCausalLM", "MiMoForCausalLM", "QWenLMHeadModel"),
 )
+_BIASED = (
+    *("GptOssForCausalLM", "PhiForCausalLM", "Starcoder2ForCausalLM", "Jais2ForCausalLM"),
+    *("PersimmonForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM"),
+    *("OPTForCausalLM", "BloomForCausalLM"),
+)
+_LAYER_NORMS = (
+    *("CohereForCausalLM", "Cohere2ForCausalLM", "StableLmForCausalLM", "OlmoForCausalLM"),
+    *("PhiForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM", "Jais2ForCausalLM"),
+    *("PersimmonForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM"),
+    *("GPTJForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM"),
+    *("MptForCausalLM", "OrionForCausalLM"),
+)
+_PARALLEL = ("Cohere", "PhiFor", "GPTNeoX", "GPTJ", "Falcon")
 _SPARSE = (
     *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV2ForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
     *("GraniteMoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"),
     *("OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "Qwen3_5MoeForCausalLM"),
+    *("FlexOlmoForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM"),
+    *("MiniMaxM2ForCausalLM", "Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM"),
+    *("Qwen3VLMoeForConditionalGeneration", "DeepseekForCausalLM", "BailingMoeForCausalLM"),
+    "AfmoeForCausalLM",
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),
@@ -75,31 +94,53 @@ _NORMS = {
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"), "head"),
     "Qwen3_5MoeForCausalLM": "head",
     "Llama4ForCausalLM": "unit",
-    "OlmoeForCausalLM": "all",
+    **dict.fromkeys(("OlmoeForCausalLM", "FlexOlmoForCausalLM", "MiniMaxM2ForCausalLM"), "all"),
+    **dict.fromkeys(("ApertusForCausalLM", "Dots1ForCausalLM", "ExaoneMoeForCausalLM"), "head"),
+    **dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), "head"),
+    "Qwen3VLMoeForConditionalGeneration": "head",
+    "PersimmonForCausalLM": "layer",
+    "AfmoeForCausalLM": "head",
 }
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ENCODERS])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("ForCausalLM")])
 def test_families(name: str) -> None:
     dense = {
         "layer_types": ["attention"] * 3,
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
     }
-    config = parse(architectures=[name], **dense if name.startswith("GraniteMoeH") else {})
+    own = {"GraniteMoeHybridForCausalLM": dense, "GPTJForCausalLM": {"rotary_dim": 8}}
+    config = parse(architectures=[name], **own.get(name, {}))
     attention = config.layers[0].attention
-    assert (attention.qkv_bias, attention.output_bias) == (
-        name in (*_BIASED, "GptOssForCausalLM"),
-        name == "GptOssForCausalLM",
-    )
+    behind = (*_BIASED, "TeleChat2ForCausalLM")
+    biases = (name in (*_BIASED_QKV, *_BIASED), name in behind)
+    assert (attention.qkv_bias, attention.output_bias) == biases
     assert attention.qk_norm == _NORMS.get(name)
     assert (config.experts is not None) is (name in _SPARSE)
-    only_behind = ("Exaone4ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
-    behind = (*only_behind, "Glm4ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+    only_behind = (
+        *("Exaone4ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "FlexOlmoForCausalLM"),
+    )
+    behind = (
+        *only_behind,
+        "Glm4ForCausalLM",
+        "AfmoeForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    )
     assert config.layers[0].post_norm is (name in behind)
     assert config.layers[0].pre_norm is (name not in only_behind)
-    assert config.layers[0].parallel is name.startswith("Cohere")
-    assert config.norm.kind == ("layer" if name.startswith(("Cohere", "StableLm")) else "rms")
+    assert config.layers[0].parallel is name.startswith(_PARALLEL)
+    assert config.norm.kind == ("layer" if name in _LAYER_NORMS else "rms")
+
+
+def test_baichuan_scores_by_distance_where_files_are_silent_on_positions() -> None:
+    small = {"architectures": ["BaichuanForCausalLM"], "head_dim": ..., "num_key_value_heads": ...}
+    assert not parse(**small).layers[0].attention.alibi
+    second = parse(**small, max_position_embeddings=..., model_max_length=4096, vocab_size=125_696)
+    assert second.layers[0].attention.alibi
+    assert second.head.unit_rows
+    assert second.max_position_embeddings == 4096
 
 
 def test_parts_of_heads_and_layers_that_are_not_rotated() -> None:
@@ -198,8 +239,8 @@ def test_sliding_windows() -> None:
             ": torch_dtype must be one of float32, bfloat16, float16, got 'float64'.",
         ),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            ": rope_scaling.type must be one of default, linear, llama3, yarn, longrope, got 'dynamic'.",
+            {"rope_scaling": {"type": "x", "factor": 2.0}},
+            ": rope_scaling.type must be one of default, dynamic, linear, ntk, llama3, yarn, longrope, got 'x'.",
         ),
         ({"rope_scaling": {"type": "linear"}}, " lacks rope_scaling.factor, a positive number."),
         ({"rope_scaling": 3}, ": rope_scaling must be a JSON object, got 3."),
@@ -271,18 +312,22 @@ def test_sliding_windows() -> None:
             ": partial_rotary_factor is not supported; it must be absent or 1, got 0.5.",
         ),
         (
-            {"is_causal": False},
-            ": is_causal is not supported; it must be absent or true, got False.",
+            {
+                "architectures": ["Lfm2ForCausalLM"],
+                "layer_types": ["conv", "full_attention", "conv"],
+                "is_causal": False,
+            },
+            ": is_causal must be true of a model whose layers keep states or latents, got False.",
         ),
         ({"mlp_bias": True}, ": mlp_bias is not supported; it must be absent or false, got True."),
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            ": architecture 'GPT2LMHeadModel' is not supported; Pagoda runs models of "
-            f"{', '.join(FAMILIES)}.",
+            {"architectures": ["GPT9LMHeadModel"]},
+            ": architecture 'GPT9LMHeadModel' is not supported; the nearest that are supported are "
+            "GPT2LMHeadModel, QWenLMHeadModel and GPTNeoXForCausalLM.",
         ),
         (
             {"architectures": ...},
-            f" names no architectures; Pagoda runs models of {', '.join(FAMILIES)}.",
+            ' names no architectures; it must have a list such as ["LlamaForCausalLM"].',
         ),
         ({"quantization_config": [4]}, ": quantization_config must be a JSON object, got [4]."),
         (
@@ -322,7 +367,7 @@ def test_text_parts_are_read_by_their_kind() -> None:
         nested(model_type="qwen3", head_dim=31)
     with pytest.raises(
         ConfigError,
-        match=r"text_config\.model_type must be one of .*; the nearest .* is llama4_text, got 'mllama",
+        match=r"text_config\.model_type is none .* are .*\bllama4_text\b.*, got 'mllama",
     ):
         nested(model_type="mllama_text_model")
 
@@ -373,28 +418,30 @@ def test_tensors_tell_whether_a_head_is_tied_where_flags_differ(
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Qwen3AudioMoeForCausalLM", "the nearest that is supported is Qwen3MoeForCausalLM; "),
-        ("Gemma3nForConditionalGeneration", "the nearest that is supported is Gemma3ForCausalLM; "),
-        ("ZyphraV9ForCausalLM", ""),
-        ("DeepseekV9ForCausalLM", "the nearest that is supported is DeepseekV3ForCausalLM; "),
+        ("Qwen3AudioMoeForCausalLM", "Qwen3MoeForCausalLM"),
+        ("Gemma3sForConditionalGeneration", "Gemma3ForCausalLM"),
+        ("DeepseekV9ForCausalLM", "DeepseekV3ForCausalLM"),
     ],
 )
-def test_the_nearest_architecture_is_named(name: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}' is not supported; {nearest}Pagoda runs"):
+def test_the_three_nearest_architectures_are_named(name: str, nearest: str) -> None:
+    known = r"\w+"
+    with pytest.raises(
+        ConfigError, match=f"{name}' is .* are {known}, {known} and {known}\\.$"
+    ) as caught:
         parse(architectures=[name])
+    assert nearest in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("DeepseekV32ForCausalLM", r"DeepSeek-V3.1 \(DeepseekV3ForCausalLM\)"),
-        ("GlmMoeDsaForCausalLM", r"GLM-4.7 \(Glm4MoeForCausalLM\)"),
-    ],
-)
-def test_attention_to_chosen_tokens_is_refused(name: str, nearest: str) -> None:
-    wanted = rf"^config.json: {name} attends to .*index_topk.*; the nearest .* is {nearest}.$"
-    with pytest.raises(ConfigError, match=wanted):
-        parse(architectures=[name], index_topk=2048)
+def test_architectures_that_are_refused_say_why() -> None:
+    for name, refusal in REFUSED.items():
+        assert name not in FAMILIES
+        assert refusal.nearest in FAMILIES
+        with pytest.raises(ConfigError) as caught:
+            parse(architectures=[name], index_topk=2048)
+        assert str(caught.value) == (
+            f"config.json: {name} {refusal.reason}, which Pagoda does not compute; the nearest that it serves is "
+            f"{refusal.nearest}."
+        )
 
 
 def test_scores_of_experts_are_those_that_the_family_computes() -> None:
@@ -510,3 +557,32 @@ def test_encoders(name: str) -> None:
     assert config.max_position_embeddings == encoder.num_positions - encoder.first_position
     assert (config.classifier is not None) is name.endswith("ForSequenceClassification")
     assert not config.gives_logits
+
+
+def test_an_encoder_as_its_makers_publish_it() -> None:
+    """Nomic's own names of sizes, and the texts of its training as the longest ones."""
+    published = {
+        **{"architectures": ["NomicBertModel"], "vocab_size": 30528, "n_embd": 768, "n_head": 12},
+        **{"n_inner": 3072, "n_layer": 12, "n_positions": 8192, "max_trained_positions": 2048},
+        **{"activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "prenorm": False},
+        **{"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None},
+        **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "causal": False},
+        **{"type_vocab_size": 2, "num_experts": 0},
+    }
+    spec = parse_model_config(published, source="config.json")
+    mlp = spec.layers[0].mlp
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.head_dim) == (768, 12, 12, 64)
+    assert (mlp.intermediate_size, mlp.activation, mlp.gated, mlp.bias) == (
+        3072,
+        "silu",
+        True,
+        False,
+    )
+    assert spec.rotary["default"] == RotarySpec(64, 1000.0)
+    assert (spec.max_position_embeddings, spec.norm.eps) == (2048, 1e-12)
+    plain = published | {"activation_function": "gelu", "mlp_fc1_bias": True, "mlp_fc2_bias": True}
+    other = parse_model_config(plain, source="config.json")
+    assert (other.layers[0].mlp.gated, other.mlp_linears(0).into[0].name) == (
+        False,
+        "encoder.layers.0.mlp.fc1",
+    )

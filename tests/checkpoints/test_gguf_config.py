@@ -11,7 +11,6 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import add_values, finish
 
-from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.gguf.config import config_values
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.errors import ConfigError
@@ -58,6 +57,7 @@ def test_what_is_absent_has_its_usual_value(tmp_path: Path) -> None:
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
+        "partial_rotary_factor": 1,
     }
 
 
@@ -106,11 +106,11 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
     [
         (
             {"general.architecture": "mamba"},
-            f"general.architecture must be one of {', '.join(gguf_families())}, got 'mamba'.",
+            "general.architecture is none that Pagoda runs, the nearest of which are llama, ",
         ),
         (
             {"general.architecture": "deepseek3"},
-            "; the nearest that is supported is deepseek2, got 'deepseek3'.",
+            "the nearest of which are deepseek2, ",
         ),
         ({"llama.block_count": None}, "lacks llama.block_count, a positive integer."),
         ({"llama.block_count": 9}, "block_count must not be more than the 2 tensors, got 9."),
@@ -122,7 +122,10 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
         ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon, a positive number."),
         ({"llama.attention.key_length": 15}, "key_length must be even, got 15."),
         ({"llama.attention.value_length": 8}, "value_length must be the key length 16, got 8."),
-        ({"llama.rope.dimension_count": 8}, "dimension_count must be the key length 16, got 8."),
+        (
+            {"llama.rope.dimension_count": 8, "llama.attention.sliding_window": 128},
+            "dimension_count must be the key length 16, got 8.",
+        ),
         ({"llama.logit_scale": 8.0}, "logit_scale is not supported in models of llama, got 8.0."),
         ({"llama.rope.freq_base": float("nan")}, "freq_base must be a positive number, got nan."),
         (

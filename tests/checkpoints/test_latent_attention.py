@@ -12,8 +12,9 @@ import torch
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.linears import LinearRole
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.cli.model_report import model_facts
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_groups import KVKind

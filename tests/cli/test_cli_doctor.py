@@ -153,7 +153,7 @@ def test_memory_of_drafting_is_told_where_there_is_drafting() -> None:
     [
         (
             {"architectures": ["Qwen3VisionForCausalLM"]},
-            "architecture 'Qwen3VisionForCausalLM' is not supported; the nearest that is supported is Qwen3",
+            "architecture 'Qwen3VisionForCausalLM' is not supported; the nearest that are supported are Qwen3",
         ),
         ({"n_routed_experts": 8}, "n_routed_experts is not supported; it must be absent or 0"),
         (

@@ -16,6 +16,7 @@ import torch
 import transformers
 from encoder_models import make_encoder
 from gguf_encoders import save_gguf_encoder
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from pagoda.cli.server_process import server_process
@@ -85,6 +86,12 @@ def _score(model: Any, query: str, document: str, most: int | None = None) -> fl
     TOKENIZER.no_truncation()
     ids, types = torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids])
     return float(model(ids, token_type_ids=types).logits[0, 0])
+
+
+@torch.no_grad()
+def _logits(model: Any, text: str) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([TOKENIZER.encode(text).ids])).logits
+    return logits
 
 
 @torch.no_grad()
@@ -203,6 +210,69 @@ def test_a_cross_encoder(tmp_path: Path) -> None:
         assert error.startswith("model gives scores of pairs of texts, no vectors")
         error = ask("/v1/completions", {"prompt": "moon"})["message"]
         assert error.startswith("model gives scores of texts and generates none")
+
+
+def test_labels_of_texts(tmp_path: Path) -> None:
+    names = {0: "joy", 1: "fear", 2: "none"}
+    model = _save(tmp_path, "DistilBertForSequenceClassification", id2label=names)
+    logits = torch.stack([_logits(model, text)[0] for text in TEXTS])
+    with _serving(tmp_path) as ask:
+        answer = ask("/classify", {"input": TEXTS})
+        for index, one in enumerate(answer["data"]):
+            assert one["probs"] == pytest.approx(logits[index].softmax(0).tolist(), abs=1e-5)
+            assert (one["index"], one["num_classes"]) == (index, 3)
+            assert one["label"] == names[int(logits[index].argmax())]
+        assert answer["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(t).ids) for t in TEXTS)
+        [raw] = ask("/pooling", {"input": TEXTS[0], "use_activation": False})["data"]
+        assert raw["data"] == pytest.approx(logits[0].tolist(), abs=1e-4)
+        for route, body, message in (
+            ("/v1/embeddings", {"input": "moon"}, "gives labels of texts, no vectors"),
+            ("/v1/completions", {"prompt": "moon"}, "gives labels of texts and generates none"),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}, "gives labels of texts, no vectors"),
+            ("/pooling", {"input": "moon", "task": "embed"}, "task must be classify"),
+            ("/classify", {"input": "moon", "pooling": "mean"}, "pooling is for models"),
+        ):
+            error = ask(route, body)
+            assert error["status"] == 400
+            assert message in error["message"]
+
+
+def test_labels_of_tokens(tmp_path: Path) -> None:
+    model = _save(tmp_path, "BertForTokenClassification", num_labels=4)
+    with _serving(tmp_path) as ask:
+        data = ask("/pooling", {"input": TEXTS, "task": "token_classify"})["data"]
+        for text, one in zip(TEXTS, data, strict=True):
+            expected = _logits(model, text)[0].softmax(-1)
+            torch.testing.assert_close(torch.tensor(one["data"]), expected, atol=1e-5, rtol=1e-4)
+        assert "gives labels of tokens" in ask("/classify", {"input": "moon"})["message"]
+
+
+def test_vectors_of_tokens(tmp_path: Path) -> None:
+    """As ColBERT has them: ranks are by the highest products of each of the query's tokens."""
+    model = _save(tmp_path, "ModernBertModel", pad_token_id=0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    narrow = torch.randn(24, 64)
+    save_file(tensors | {"linear.weight": narrow}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    _write(tmp_path / "config.json", config | {"architectures": ["ColBERTModernBertModel"]})
+
+    @torch.no_grad()
+    def expected(text: str) -> torch.Tensor:
+        states = model(torch.tensor([TOKENIZER.encode(text).ids])).last_hidden_state[0]
+        return torch.nn.functional.normalize(states @ narrow.t(), dim=1)
+
+    with _serving(tmp_path) as ask:
+        for one, text in zip(ask("/pooling", {"input": TEXTS})["data"], TEXTS, strict=True):
+            found = torch.tensor(one["data"])
+            torch.testing.assert_close(found, expected(text), atol=1e-5, rtol=1e-4)
+        ranked = ask("/v1/rerank", {"query": QUERY, "documents": TEXTS})["results"]
+        scores = [float((expected(QUERY) @ expected(t).t()).amax(1).sum()) for t in TEXTS]
+        for one in ranked:
+            assert one["relevance_score"] == pytest.approx(scores[one["index"]], abs=1e-4)
+        [pair] = ask("/v1/score", {"text_1": QUERY, "text_2": TEXTS[1]})["data"]
+        assert pair["score"] == pytest.approx(scores[1], abs=1e-4)
+        error = ask("/v1/embeddings", {"input": "moon", "dimensions": 8})["message"]
+        assert "dimensions is of vectors of whole texts" in error
 
 
 def test_a_decoder_that_is_asked(tmp_path: Path) -> None:

@@ -65,3 +65,24 @@ def test_scalings_equal_transformers(scaling: dict[str, Any], theta: float) -> N
     frequencies, scale = rotary_frequencies(config.rotary["default"], 0)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert scale == pytest.approx(expected_scale)
+
+
+@pytest.mark.parametrize("length", [100, 512, 513, 2048])
+def test_dynamic_scaling_is_that_of_transformers_for_the_longest_sequence(length: int) -> None:
+    shape: dict[str, Any] = {
+        "vocab_size": 8,
+        "hidden_size": 96,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    oracle = transformers.LlamaConfig(**shape, rope_parameters=scaling | {"rope_theta": 1e4})
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](oracle, "cpu", seq_len=length)
+    values = shape | {"architectures": ["LlamaForCausalLM"], "rope_scaling": scaling}
+    config = parse_model_config(values, source="config.json")
+    assert config.max_position_embeddings == 2048
+    frequencies, scale = rotary_frequencies(config.rotary["default"], length)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert scale == 1

@@ -72,7 +72,7 @@ def test_without_files_the_last_token_is_taken_and_normalised(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kinds", "pooling", "message"),
     [
-        (["Transformer", "Dense"], None, "modules.json.*Dense"),
+        (["Transformer", "CNN"], None, "modules.json.*CNN"),
         (["Pooling"], {"pooling_mode_max_tokens": True}, "config.json.*max_tokens"),
         (["Pooling"], {"pooling_mode_cls_token": True}, "only encoders are pooled so"),
         (
@@ -109,11 +109,13 @@ def _config(directory: Path, architecture: str, **fields: Any) -> None:
         ("BertModel", PoolingDefaults(Pooling.FIRST, task="embed", generates=False, encodes=True)),
         (
             "XLMRobertaForSequenceClassification",
-            PoolingDefaults(Pooling.SCORE, task="score", generates=False, encodes=True),
+            PoolingDefaults(
+                Pooling.SCORE, task="score", generates=False, encodes=True, labels=("LABEL_0",)
+            ),
         ),
         (
             "Qwen3ForSequenceClassification",
-            PoolingDefaults(Pooling.SCORE, task="score", generates=False),
+            PoolingDefaults(Pooling.SCORE, task="score", generates=False, labels=("LABEL_0",)),
         ),
         ("Qwen3ForCausalLM", PoolingDefaults()),
         ("Qwen3Model", PoolingDefaults()),
@@ -143,7 +145,7 @@ def test_the_first_token_of_an_encoder_is_pooled(tmp_path: Path) -> None:
 )
 def test_scores_that_stay_as_they_are(tmp_path: Path, fields: dict[str, Any]) -> None:
     _config(tmp_path, "BertForSequenceClassification", num_labels=1, **fields)
-    assert not read_pooling(tmp_path).sigmoid
+    assert read_pooling(tmp_path).scores == "identity"
 
 
 def test_prompts(tmp_path: Path) -> None:

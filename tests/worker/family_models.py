@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,19 @@ _GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+_QWEN3_VL_MOE = {
+    "head_dim": 24,
+    "num_attention_heads": 6,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+_EXAONE4 = {"sliding_window": 24, "sliding_window_pattern": 2}
+_LFM2 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
+    "block_multiple_of": 32,
+}
 _LLAMA4 = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -165,6 +179,25 @@ _KIMI_K2: dict[str, Any] = {
     "topk_group": 1,
     "rope_parameters": {**_V2_LITE["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
+_HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_SIGMOIDS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+}
+_GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -186,7 +219,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
     "glm": ("GlmForCausalLM", {"head_dim": 16}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
-    "exaone4": ("Exaone4ForCausalLM", {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone4": ("Exaone4ForCausalLM", _EXAONE4),
     "exaone4-full": (
         "Exaone4ForCausalLM",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3},
@@ -320,14 +353,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True}),
     "cohere": ("CohereForCausalLM", {}),
-    "lfm2": (
-        "Lfm2ForCausalLM",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
-            "block_multiple_of": 32,
-        },
-    ),
+    "lfm2": ("Lfm2ForCausalLM", _LFM2),
     "lfm2-bias": (
         "Lfm2ForCausalLM",
         {
@@ -362,6 +388,87 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "qwen3-next-dense": ("Qwen3NextForCausalLM", {**_DELTA, "num_experts": 0}),
+    "command-r-plus": ("CohereForCausalLM", {"use_qk_norm": True, "head_dim": 24}),
+    "stablelm-12b": (
+        "StableLmForCausalLM",
+        {"qk_layernorm": True, "use_parallel_residual": True, "num_attention_heads": 8},
+    ),
+    "dynamic-ntk": ("LlamaForCausalLM", {"rope_parameters": _DYNAMIC}),
+    "cwm": (
+        "CwmForCausalLM",
+        {"sliding_window": 24, "num_hidden_layers": 4, "head_dim": 16, "bos_token_id": 1},
+    ),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 24, "num_key_value_heads": 1}),
+    "olmo": ("OlmoForCausalLM", {"clip_qkv": 1.5}),
+    "flex-olmo": ("FlexOlmoForCausalLM", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "phi": ("PhiForCausalLM", {"num_attention_heads": 2}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"num_key_value_heads": 1}),
+    "nemotron": ("NemotronForCausalLM", {"head_dim": 24}),
+    "arcee": ("ArceeForCausalLM", {"mlp_bias": True}),
+    "jais2": ("Jais2ForCausalLM", {}),
+    "persimmon": ("PersimmonForCausalLM", {"num_attention_heads": 2}),
+    "apertus": ("ApertusForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
+    "dots1": ("Dots1ForCausalLM", {**_SIGMOIDS, "sliding_window": None}),
+    "solar-open": ("SolarOpenForCausalLM", {**_SIGMOIDS, "head_dim": 24}),
+    "exaone-moe": ("ExaoneMoeForCausalLM", {**_EXAONE4, **_SIGMOIDS, "num_experts": 6}),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        {**_EXPERTS, "head_dim": 16, "rope_parameters": _HALF_ROPE},
+    ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            **{"head_dim": 24, "sliding_window": 24, "num_hidden_layers": 4, "route_scale": 1.7},
+            **{"mup_enabled": True, "num_shared_experts": 1},
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3ForCausalLM",
+        {
+            **{"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 24},
+            **{"qk_rope_head_dim": 8, "scale_emb": 3, "dim_model_base": 32},
+        },
+    ),
+    "ernie4.5": ("Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 48},
+    ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", {"rope_parameters": _ALPHA, "head_dim": 24}),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
+    "gpt2": ("GPT2LMHeadModel", {**_GPT2, "activation_function": "gelu"}),
+    "gpt2-new": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 96}),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", _GPT2),
+    "gpt-bigcode-heads": ("GPTBigCodeForCausalLM", {**_GPT2, "multi_query": False}),
+    "gpt-neox": ("GPTNeoXForCausalLM", {}),
+    "gpt-neox-sequential": (
+        "GPTNeoXForCausalLM",
+        {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
+    ),
+    "gptj": ("GPTJForCausalLM", {**_GPT2, "rotary_dim": 8}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 96}),
+    "bloom": ("BloomForCausalLM", {"n_layer": 3, "n_head": 6, "hidden_size": 96}),
+    "falcon": ("FalconForCausalLM", {}),
+    "falcon-groups": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+    ),
+    "falcon-one-norm": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "FalconForCausalLM",
+        {"parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        {
+            **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
+            "attn_config": {"clip_qkv": 1.5},
+        },
+    ),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "num_hidden_layers": 4}),
 }
 """Class in transformers and values that are not those of `_SHAPE`, by name."""
@@ -377,6 +484,12 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", "Qwen3VLTextConfig", {"head_dim": 32}),
     "smolvlm": ("SmolVLM", "LlamaConfig", {}),
     "idefics3": ("Idefics3", "LlamaConfig", {"num_key_value_heads": 4}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", "Qwen3VLMoeTextConfig", _QWEN3_VL_MOE),
+    "internvl-qwen3-moe": ("InternVL", "Qwen3MoeConfig", _QWEN3_VL_MOE),
+    "cohere2-vision": ("Cohere2Vision", "Cohere2Config", {"sliding_window": 24}),
+    "lfm2-vl": ("Lfm2Vl", "Lfm2Config", _LFM2),
+    "granite-vision": ("LlavaNext", "GraniteConfig", _MULTIPLIERS),
+    "exaone4.5": ("Exaone4_5_", "Exaone4Config", _EXAONE4),
     "idefics2": ("Idefics2", "MistralConfig", {"sliding_window": 24}),
 }
 """Models that see: class in transformers without its end, class of the text part's configuration, values."""
@@ -390,20 +503,28 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
     if name in TEXT_PARTS:
         return _make_seeing(name, **sizes)
     kind, changes = FAMILIES[name]
+    return make_random(name, kind, {**changes, **sizes})
+
+
+def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
+    """A model of a class of transformers whose configuration has these values, the same for each name."""
     cls = getattr(transformers, kind)
-    return _randomize(name, cls, cls.config_class(**_SHAPE | changes | sizes))
+    return _randomize(name, cls, cls.config_class(**{**_SHAPE, **values}))
 
 
 def as_published(directory: Path) -> None:
     """Gives tensors of models that see the names and shapes of their makers' files, which transformers changes.
 
-    It renames layers of Kimi K2.5, and takes apart the experts of Qwen3.5."""
+    It renames layers of Kimi K2.5, takes apart the experts of Qwen3.5, and turns those of Qwen3-VL."""
     path = directory / "model.safetensors"
     tensors, experts = {}, {}
+    config = (directory / "config.json").read_text()
     for name, tensor in sorted(load_file(path).items()):
         layer, found, rest = name.partition(".experts.")
         expert, _, place = rest.partition(".")
-        if found and "qwen3_5" in (directory / "config.json").read_text():
+        if found and "qwen3_vl_moe" in config:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+        elif found and "qwen3_5" in config:
             experts.setdefault(layer, {})[place, int(expert)] = tensor
         else:
             tensors[name.replace("model.blocks.", "model.layers.")] = tensor
@@ -429,11 +550,15 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(("gemma", "qwen3-next", "qwen3.5"))  # of weights of norms
+    less_one = name.startswith(
+        ("gemma", "qwen3-next", "qwen3.5", "nemotron")
+    )  # of weights of norms
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
+            elif "act_fn" in parameter_name:
+                parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
                 mean = 0 if less_one and "linear_attn" not in parameter_name else 1
                 parameter.normal_(mean=mean, std=0.2)

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "Phi3": "phi3",
     "SeedOss": "seed_oss",
     "SmolLM3": "smollm3",
+    "Gemma": "gemma",
     "Gemma2": "gemma2",
     "Gemma3": "gemma3",
     "Qwen2Moe": "qwen2moe",
@@ -58,10 +59,18 @@ ARCHITECTURES = {
     "DeepseekV2": "deepseek2",
     "DeepseekV3": "deepseek2",
     "Glm4MoeLite": "deepseek2",
+    "Phi": "phi2",
+    "Starcoder2": "starcoder2",
+    "Nemotron": "nemotron",
+    "Arcee": "arcee",
+    "Olmo": "olmo",
+    "Dots1": "dots1",
+    "Ernie4_5": "ernie4_5",
+    "HunYuanDenseV1": "hunyuan-dense",
 }
 _ENUM = {"granitemoe": "GRANITE_MOE", "glm4moe": "GLM4_MOE"}
 """Architectures whose names in the package are not just their own in capitals."""
-_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "arcee", "olmo", "internlm2")
 """Architectures whose heads are brought into the order that ggml rotates; some have it in checkpoints already."""
 _WINDOWED = (
     "mistral",
@@ -91,6 +100,9 @@ HALVES: dict[Kind, tuple[int, ...]] = {
 }
 """Places of float16 numbers in a block of the types that the `gguf` package cannot write."""
 
+_NOT_SAID = {("n_group", "dots1"), ("topk_group", "dots1")}
+"""Fields that the converter leaves out."""
+
 Choose = Callable[[str], Kind]
 """The type of a matrix by its name in the file."""
 
@@ -100,16 +112,19 @@ def save_gguf(
     path: Path,
     choose: Choose = lambda _: Kind.F32,
     *,
+    architecture: str = "",
     joins_latents: bool = False,
     head: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package.
 
-    With `joins_latents`, latent attention is as in files of before April 2025. `head` are the tensors of layers
-    behind those of the model, by their names in a checkpoint; without them there is but a sign of these.
+    Without `architecture`, it is that of the model's class. With `joins_latents`, latent attention is as in files
+    of before April 2025. `head` are the tensors of layers behind those of the model, by their names in a
+    checkpoint; without them there is but a sign of these.
     """
     config = model.config
-    architecture = ARCHITECTURES[type(model).__name__.removesuffix("ForCausalLM")]
+    own = type(model).__name__.removesuffix("ForCausalLM")
+    architecture = architecture or ARCHITECTURES[own]
     is_dense = getattr(config, "num_local_experts", None) == 0
     if architecture == "granitemoe" and is_dense:
         architecture = "granite"
@@ -126,7 +141,7 @@ def save_gguf(
             values = _neighbours(values, config.num_attention_heads)
         if architecture in _PERMUTED and ".k_proj." in name:
             values = _neighbours(values, config.num_key_value_heads)
-        is_offset = architecture.startswith(("gemma", "qwen3next", "qwen35"))
+        is_offset = architecture.startswith(("gemma", "qwen3next", "qwen35", "nemotron"))
         if is_offset and name.endswith("norm.weight") and "linear_attn" not in name:
             values = values + 1
         if name.endswith(".A_log"):
@@ -311,7 +326,9 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     rms_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)
-    if rms_eps is not None:
+    if config.model_type in ("olmo", "nemotron", "starcoder2"):
+        writer.add_layer_norm_eps(rms_eps or getattr(config, "norm_epsilon", 1e-5))
+    elif rms_eps is not None:
         writer.add_layer_norm_rms_eps(rms_eps)
     else:
         writer.add_layer_norm_eps(config.layer_norm_eps)
@@ -326,7 +343,7 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    if config.model_type in ("glm4_moe", "glm4_moe_lite", "lfm2_moe", "deepseek_v3"):
+    if config.model_type in ("glm4_moe", "glm4_moe_lite", "lfm2_moe", "deepseek_v3", "dots1"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(config.norm_topk_prob)
     if rope["rope_type"] in ("linear", "yarn"):
@@ -351,7 +368,7 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
         writer.add_sliding_window_pattern([kind[0] == "s" for kind in config.layer_types])
-    if config.model_type == "stablelm":
+    if writer.arch == "stablelm":
         writer.add_parallel_residual(True)  # as of all files that config.json does not say it of
     for name, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
@@ -372,10 +389,11 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         ("linear_num_value_heads", writer.add_ssm_time_step_rank),
         ("routed_scaling_factor", writer.add_expert_weights_scale),
         ("num_nextn_predict_layers", writer.add_nextn_predict_layers),
+        ("clip_qkv", writer.add_clamp_kqv),
         ("n_group", writer.add_expert_group_count),
         ("topk_group", writer.add_expert_group_used_count),
     ):
-        if getattr(config, name, None) is not None:
+        if getattr(config, name, None) is not None and (name, config.model_type) not in _NOT_SAID:
             add(getattr(config, name))
 
 

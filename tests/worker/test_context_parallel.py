@@ -33,6 +33,8 @@ CASES = [
     ("llama4-chunked", ParallelConfig(context_parallel_size=2)),
     ("gpt-oss", ParallelConfig(context_parallel_size=3)),  # sinks
     ("deepseek-v2-lite", ParallelConfig(context_parallel_size=2)),  # latents
+    ("bloom", ParallelConfig(context_parallel_size=2)),  # scores by distance
+    ("hunyuan", ParallelConfig(context_parallel_size=2)),  # norms behind the rotary embedding
 ]
 
 

@@ -12,6 +12,7 @@ from driver import Driver, load
 from family_models import FAMILIES, TEXT_PARTS, as_published, make_model
 from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
+from own_code_models import OWN_CODE, as_makers_publish, make_like
 from tiny_models import continuation
 
 from pagoda.checkpoints.config_json import read_model_config
@@ -30,7 +31,17 @@ IN_GGUF = [
     for name, (kind, _) in FAMILIES.items()
     if {**_BY_ALIAS, **KNOWN}[kind].gguf is not None
     and not name.endswith(
-        ("-scale", "-mixed", "-groups", "-bias", "-chunked", "-unnormed", "next-dense")
+        (
+            "-scale",
+            "-mixed",
+            "-groups",
+            "-bias",
+            "-chunked",
+            "-unnormed",
+            "next-dense",
+            "-ntk",
+            "-12b",
+        )
     )
 ]
 """Others have what files do not say."""
@@ -49,16 +60,19 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *TEXT_PARTS])
+@pytest.fixture(scope="module", params=[*FAMILIES, *TEXT_PARTS, *OWN_CODE])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """A family, with prompts of which some begin alike."""
     rng = random.Random(5)
     tails = [[rng.randrange(320) for _ in range(length)] for length in (120, 7, 1, 30)]
     prompts = [*tails[:2], _PREFIX + tails[2], _PREFIX + tails[3]]
     directory = tmp_path_factory.mktemp("model")
-    oracle = save_oracle(directory, make_model(request.param), prompts, LENGTH)
+    make = make_like if request.param in OWN_CODE else make_model
+    oracle = save_oracle(directory, make(request.param), prompts, LENGTH)
     if request.param in TEXT_PARTS:
         as_published(directory)
+    if request.param in OWN_CODE:
+        as_makers_publish(request.param, directory)
     assert len({tuple(tokens) for tokens in oracle.expected}) == len(prompts)
     return oracle
 
@@ -86,6 +100,14 @@ def test_greedy_answers_are_those_of_transformers(way: str, oracle: Oracle) -> N
         assert (engine.load().num_preemptions > 0) is (way == "preempted")
 
 
+def test_experts_that_transformers_saves_the_other_way_round(tmp_path: Path) -> None:
+    """Files of its makers have experts of Qwen3-VL by inputs, those of transformers 5 by outputs."""
+    prompts = [[random.Random(7).randrange(320) for _ in range(50)]]
+    oracle = save_oracle(tmp_path, make_model("qwen3-vl-moe"), prompts, LENGTH)
+    engine = InProcessEngine(tmp_path, max_model_len=CONTEXT)
+    assert engine.answer(oracle.requests) == oracle.expected
+
+
 def test_norms_of_all_heads_span_ranks_that_share_keys(tmp_path: Path) -> None:
     """Four ranks for two KV heads: each key counts twice in the sum of squares of all."""
     prompts = [[random.Random(7).randrange(320) for _ in range(50)]]
@@ -99,6 +121,17 @@ def test_norms_of_all_heads_span_ranks_that_share_keys(tmp_path: Path) -> None:
 def test_gguf_files_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     save_gguf(model, tmp_path / "m.gguf")
+    prompt = [random.Random(0).randrange(320) for _ in range(100)]
+    driver = Driver(load(tmp_path / "m.gguf", dtype="float32", max_model_len=CONTEXT))
+    driver.start(0, prompt)
+    driver.run([0], LENGTH)
+    assert driver.output(0) == continuation(model, prompt, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["exaone", "internlm2", "orion"])
+def test_gguf_files_of_families_with_code_of_their_own(name: str, tmp_path: Path) -> None:
+    model = make_like(name)
+    save_gguf(model, tmp_path / "m.gguf", architecture=name)
     prompt = [random.Random(0).randrange(320) for _ in range(100)]
     driver = Driver(load(tmp_path / "m.gguf", dtype="float32", max_model_len=CONTEXT))
     driver.start(0, prompt)

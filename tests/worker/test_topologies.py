@@ -28,7 +28,7 @@ from tiny_models import FAMILIES, WITH_EXPERTS, make_model
 from torch import Tensor
 
 from pagoda.checkpoints.config_json import read_model_config
-from pagoda.checkpoints.model_spec import ExpertsSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams

@@ -19,9 +19,14 @@ MAX_INPUTS = 2048
 async def encoded_vectors(
     found: Sequence[Embedding], spell: Callable[[array[float]], object]
 ) -> list[msgspec.Raw]:
-    """The JSON of each vector, as `spell` writes it; other streams go on between long ones."""
+    """The JSON of each text's vector as `spell` writes it, or a list of those of its tokens; other streams go on
+    between long ones."""
     encoded = []
     for one in found:
         await asyncio.sleep(0)
-        encoded.append(msgspec.Raw(encode_json(spell(one.vector))))
+        encoded.append(msgspec.Raw(encode_json(_spelled(one, spell))))
     return encoded
+
+
+def _spelled(found: Embedding, spell: Callable[[array[float]], object]) -> object:
+    return spell(found.vector) if found.count == 1 else [spell(row) for row in found.rows]

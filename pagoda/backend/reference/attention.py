@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend import fp8
 from pagoda.backend.base import ColdContexts, KVCache, LatentCache, TokenBatch
 from pagoda.backend.host import position_scale, rotary_table
-from pagoda.backend.reference.rows import rms_norm
+from pagoda.backend.reference.kept import write_kv
+from pagoda.backend.reference.rows import rms_norm, rotated
 from pagoda.backend.reference.tiles import ROWS
 
 KEYS = 128
@@ -78,6 +78,17 @@ class Softmax(NamedTuple):
         self.out[matrices] = own.out * old + later.out * new
 
 
+class Scores(NamedTuple):
+    """Makes scores of products of queries and keys."""
+
+    softcap: float | None
+    slopes: Tensor | None = None
+    """[tiles, kv_heads, rows], of the place of a key behind its query (ALiBi)."""
+
+    def of_tiles(self, tiles: slice | Tensor) -> Scores:
+        return self if self.slopes is None else self._replace(slopes=self.slopes[tiles])
+
+
 class Tiles(NamedTuple):
     """The query tiles of a step."""
 
@@ -99,11 +110,11 @@ class _Cold:
     tiles: list[Tensor]
     """Query tiles of each sequence."""
 
-    def segments(self) -> Iterator[tuple[int, Tensor]]:
-        """Number and query tiles of each segment."""
+    def segments(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Number, number in its sequence, and query tiles of each segment."""
         counts = self.contexts.counts
-        sequences = (i for i, count in enumerate(counts) for _ in range(count))
-        return ((index, self.tiles[sequence]) for index, sequence in enumerate(sequences))
+        own = ((i, number) for i, count in enumerate(counts) for number in range(count))
+        return ((index, number, self.tiles[i]) for index, (i, number) in enumerate(own))
 
 
 @dataclass(frozen=True)
@@ -123,20 +134,26 @@ class AttentionMetadata:
     tiles: Tiles
     first_blocks: Tensor
     """[n], the first cache block of each token's sequence."""
-    longest_context: int
-    plan_both_ways: Callable[[], AttentionMetadata]
-    """Plans the step for attention that is not causal."""
-
-    @cached_property
-    def both_ways(self) -> AttentionMetadata:
-        """The step as attention sees it that is not causal."""
-        return self.plan_both_ways()
+    query_lens: list[int]
+    """Tokens of each sequence in the step, `context_lens` those with the ones before."""
+    context_lens: list[int]
+    both_ways: Callable[[int | None], AttentionMetadata]
+    """The step as attention sees it that is not causal, with a window or without."""
 
 
 def plan_attention(
-    batch: TokenBatch, num_heads: int, cache: KVCache, group: int = 0, *, causal: bool = True
+    batch: TokenBatch,
+    num_heads: int,
+    cache: KVCache,
+    group: int = 0,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> AttentionMetadata:
-    """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head."""
+    """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head.
+
+    `window` is that of attention which is not causal: tokens see positions that may lie behind their sequences.
+    """
     _, num_kv_heads, block_size, _ = cache.keys.shape
     queries_per_key = num_heads // num_kv_heads
     block_table = batch.block_tables[group]
@@ -151,6 +168,8 @@ def plan_attention(
     order_in_sequence = torch.arange(num_tiles) - first_tile[sequence_of_tile]
     ends = batch.context_lens[sequence_of_tile]
     seen_to = batch.context_lens[batch.sequence_ids] - 1
+    if window is not None:
+        seen_to = batch.positions + window - 1
     if causal:
         seen_to = batch.positions
         ends = ends.minimum(
@@ -210,8 +229,13 @@ def plan_attention(
             (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile],
         ),
         first_blocks=block_table[batch.sequence_ids, 0],
-        longest_context=max(batch.context_lens.tolist(), default=0),
-        plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
+        query_lens=batch.query_lens.tolist(),
+        context_lens=batch.context_lens.tolist(),
+        both_ways=lru_cache(
+            lambda window: plan_attention(
+                batch, num_heads, cache, group, causal=False, window=window
+            )
+        ),
     )
 
 
@@ -250,30 +274,6 @@ def rotate_and_cache(
     return q.flatten(1)
 
 
-def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the pairs (i, i + r/2) of the first r elements of every head of x [n, heads, d]."""
-    cos, sin = (part[:, None, :] for part in table)
-    half = cos.shape[-1]
-    left, right, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
-
-
-def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetadata) -> None:
-    """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
-    place = (plan.block_ids, slice(None), plan.offsets)
-    here = plan.block_ids >= 0
-    if not here.all():  # others lie on other ranks
-        place = (plan.block_ids[here], slice(None), plan.offsets[here])
-        keys, values = keys[here], values[here]
-    for stored, scales, new in (
-        (cache.keys, cache.key_scales, keys),
-        (cache.values, cache.value_scales, values),
-    ):
-        stored[place], own_scales = as_kept(new, stored.dtype)
-        if scales is not None:
-            scales[place] = own_scales
-
-
 def attention(
     queries: Tensor,
     metadata: AttentionMetadata,
@@ -286,17 +286,22 @@ def attention(
     softcap: float | None,
     chunk: int | None,
     causal: bool,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     if not causal:
-        metadata = metadata.both_ways
+        metadata = metadata.both_ways(window)
+        window = None if window is None else 2 * window - 1
     num_kv_heads = cache.keys.shape[1]
     tiles = query_tiles(queries, metadata, num_kv_heads, head_dim, scale)
     of_rows = torch.full(tiles.shape[:3], -torch.inf)
     if sinks is not None:
         of_rows.view(-1).index_copy_(0, metadata.rows, sinks.repeat(len(queries)))
+    of_scores = Scores(softcap)
+    if slopes is not None:
+        of_scores = Scores(softcap, slopes_of_rows(slopes, tiles, metadata))
     found = None
     if metadata.cold is not None:
-        found = _attend_cold(tiles, cache, metadata.cold, metadata.segment, softcap)
+        found = _attend_cold(tiles, cache, metadata, metadata.cold, of_scores)
     for part in metadata.passes:
         own = of_rows[part.tiles] if sinks is not None else None
         before = None
@@ -304,10 +309,25 @@ def attention(
             first, end = part.tiles.start * num_kv_heads, part.tiles.stop * num_kv_heads
             before = found.of(slice(first, end))
         tiles[part.tiles] = _attend(
-            tiles[part.tiles], cache, part, (window, chunk), metadata.segment, softcap, own, before
+            tiles[part.tiles],
+            cache,
+            part,
+            (window, chunk),
+            metadata.segment,
+            of_scores.of_tiles(part.tiles),
+            own,
+            before,
         )
     out = tiles.view(-1, head_dim).index_select(0, metadata.rows)
     return out.view_as(queries)
+
+
+def slopes_of_rows(slopes: Tensor, tiles: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Slopes [heads] in the rows of query tiles: [tiles, kv_heads, rows]."""
+    of_rows = torch.zeros(tiles.shape[:3])
+    count = len(metadata.rows) // len(slopes)
+    of_rows.view(-1).index_copy_(0, metadata.rows, slopes.repeat(count))
+    return of_rows
 
 
 def query_tiles(
@@ -356,21 +376,21 @@ def kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
 
 
 def _attend_cold(
-    tiles: Tensor, cache: KVCache, cold: _Cold, segment: int, softcap: float | None
+    tiles: Tensor, cache: KVCache, metadata: AttentionMetadata, cold: _Cold, of_scores: Scores
 ) -> Softmax:
     """Softmax of query tiles [tiles, kv_heads, rows, d] over cold segments, of which they see everything."""
     num_tiles, num_heads, num_rows, head_dim = tiles.shape
     width = max(LEAST_COLUMNS, head_dim)
     whole = Softmax.empty(num_tiles * num_heads, num_rows, width)
     place = cache.values.data_ptr()
-    for index, own in cold.segments():
+    for index, number, own in cold.segments():
         staged = cold.contexts.source.take(place, index)
         table = torch.tensor(staged.block_ids)[None].expand(len(own), -1)
         memory = _in_order(staged.cache)
         rows = kv_rows(table, num_heads, memory.keys.shape[2])
         queries = tiles[own].flatten(0, 1)
         found = Softmax.empty(len(queries), num_rows, width)
-        for tile in range(segment // KEYS):
+        for tile in range(metadata.segment // KEYS):
             keys, values = (
                 _gather(held, scales, rows[:, tile].flatten())
                 for held, scales in (
@@ -378,7 +398,10 @@ def _attend_cold(
                     (memory.values, memory.value_scales),
                 )
             )
-            _add_tile(found, slice(0, len(queries)), _scores(queries, keys, softcap), values)
+            first = number * metadata.segment + tile * KEYS
+            places = metadata.tiles.positions[own], torch.arange(first, first + KEYS)[None]
+            scores = _scores(queries, keys, of_scores.of_tiles(own), *places)
+            _add_tile(found, slice(0, len(queries)), scores, values)
         matrices = (own[:, None] * num_heads + torch.arange(num_heads)).flatten()
         whole.merge(matrices, found)
     cold.contexts.source.release(place)
@@ -404,7 +427,7 @@ def _attend(
     part: _Pass,
     reach: tuple[int | None, int | None],
     segment: int,
-    softcap: float | None,
+    of_scores: Scores,
     sinks: Tensor | None,
     before: Softmax | None,
 ) -> Tensor:
@@ -430,7 +453,7 @@ def _attend(
             part.cold_lens[:active],
             part.last_positions[going_on:active],
             reach,
-            softcap,
+            of_scores,
             found,
         )
         if (index + 1) * KEYS % segment == 0 and index + 1 < len(tiles):
@@ -456,7 +479,7 @@ def attend_keys(
     cold_lens: Tensor,
     ended: Tensor,
     reach: tuple[int | None, int | None],
-    softcap: float | None,
+    of_scores: Scores,
     found: Softmax,
 ) -> None:
     """Takes a key tile of each query tile [tiles * kv_heads, rows, d] into the softmax of the first of them.
@@ -479,15 +502,26 @@ def attend_keys(
         first = _first_seen(positions[:, 0], reach).maximum(cold_lens)
         behind = key_positions < first[:, None]
         _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
-    scores = _scores(queries, keys, softcap)
+    scores = _scores(queries, keys, of_scores, positions, key_positions)
     hidden = _hidden(key_positions, positions, cold_lens, reach)
+    hidden[going_on:] |= unwritten[:, None]
     _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
     _add_tile(found, slice(0, len(queries)), scores, values)
 
 
-def _scores(queries: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-    scores = _bmm(queries, keys.transpose(1, 2))
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+def _scores(
+    queries: Tensor, keys: Tensor, how: Scores, positions: Tensor, key_positions: Tensor
+) -> Tensor:
+    """Scores [tiles * kv_heads, rows, KEYS] of queries and keys, whose positions are [tiles, rows] and
+    [tiles or 1, KEYS]."""
+    scores = bmm(queries, keys.transpose(1, 2))
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    if how.slopes is not None:
+        slopes = how.slopes[: len(positions)]
+        behind = key_positions[:, None, None] - positions[:, None, :, None]
+        _by_head(scores, slopes.shape[1]).add_(slopes[..., None] * behind)
+    return scores
 
 
 def _add_tile(found: Softmax, now: slice, scores: Tensor, values: Tensor) -> None:
@@ -500,7 +534,7 @@ def _add_tile(found: Softmax, now: slice, scores: Tensor, values: Tensor) -> Non
     spare = out.shape[-1] - values.shape[-1]
     found.highest[now] = new_highest
     found.total[now] = total * decay + weights.sum(-1, keepdim=True)
-    found.out[now] = out * decay + _bmm(weights, _widened(values, spare))
+    found.out[now] = out * decay + bmm(weights, _widened(values, spare))
 
 
 def _hidden(
@@ -525,20 +559,6 @@ def _first_seen(positions: Tensor, reach: tuple[int | None, int | None]) -> Tens
     return first if chunk is None else first.maximum(positions // chunk * chunk)
 
 
-def as_kept(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
-    """x [..., d] float32 as a cache of `dtype` keeps it, and the scales [...] float32 of formats with scales."""
-    if dtype == torch.int8:
-        return _quantize(x)
-    return fp8.rounded(x, dtype) if dtype.itemsize == 1 else x.to(dtype), None
-
-
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as int8 and the scales that bring it back; the largest of d elements is 127."""
-    scales = x.abs().amax(-1) / 127
-    divisors = scales.masked_fill(scales == 0, 1)
-    return (x / divisors[..., None]).round().to(torch.int8), scales
-
-
 def _gather(cached: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
     """The blocks at `rows` as float32 keys or values [tiles * kv_heads, KEYS, d]."""
     _, _, block_size, head_dim = cached.shape
@@ -558,7 +578,7 @@ def _widened(x: Tensor, num_columns: int) -> Tensor:
     return F.pad(x, (0, num_columns)) if num_columns else x
 
 
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
+def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Batched product. With at least one matrix per thread, none is ever shared out between threads."""
     count = a.shape[0]
     missing = torch.get_num_threads() - count

@@ -32,12 +32,14 @@ from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference import (
+    alibi,
     attention,
     collectives,
     context,
     experts,
     latents,
     linear,
+    relative,
     rows,
     states,
 )
@@ -54,12 +56,14 @@ from pagoda.devices import DeviceSet
 from pagoda.parallel.collectives import Collectives
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    **alibi.OPERATIONS,
     **attention.OPERATIONS,
     **collectives.OPERATIONS,
     **context.OPERATIONS,
     **experts.OPERATIONS,
     **latents.OPERATIONS,
     **linear.OPERATIONS,
+    **relative.OPERATIONS,
     **rows.OPERATIONS,
     **states.OPERATIONS,
 }

@@ -21,11 +21,13 @@ from pagoda.backend.reference.attention import (
     LEAST_COLUMNS,
     TILES_PER_PASS,
     AttentionMetadata,
+    Scores,
     Softmax,
     Tiles,
     attend_keys,
     kv_rows,
     query_tiles,
+    slopes_of_rows,
 )
 from pagoda.parallel.collectives import Collectives
 
@@ -60,12 +62,16 @@ def context_attention(
     softcap: float | None,
     chunk: int | None,
     causal: bool,  # noqa: ARG001 - encoders have no context
+    slopes: Tensor | None = None,
 ) -> Tensor:
     tiles, num_tokens, segment_tokens = metadata.tiles, len(queries), metadata.segment
     packed = query_tiles(queries, metadata, cache.keys.shape[1], head_dim, scale)
+    of_scores = Scores(softcap)
+    if slopes is not None:
+        of_scores = Scores(softcap, slopes_of_rows(slopes, packed, metadata))
     # A block of another rank is -1 less its number; the first segment's rank is that of the first block.
     first_ranks = torch.where(metadata.first_blocks < 0, -1 - metadata.first_blocks, ranks.rank)
-    num_segments = -(-metadata.longest_context // segment_tokens)
+    num_segments = -(-max(metadata.context_lens, default=0) // segment_tokens)
     num_heads = queries.shape[1] // head_dim
     whole = Softmax.empty(num_tokens, num_heads, head_dim)
     order = (first_ranks + torch.arange(ranks.size)[:, None]) % ranks.size
@@ -75,7 +81,10 @@ def context_attention(
         found[..., 0] = -torch.inf
         starts = turns[tiles.first_tokens] * segment_tokens
         for part in _plan_round(tiles, starts, segment_tokens, cache):
-            found[part.tiles] = _attend(packed[part.tiles], cache, part, (window, chunk), softcap)
+            own_scores = of_scores.of_tiles(part.tiles)
+            found[part.tiles] = _attend(
+                packed[part.tiles], cache, part, (window, chunk), own_scores
+            )
         own = found.view(-1, head_dim + 2).index_select(0, metadata.rows)
         shares = ranks.all_gather(own.view(num_tokens, -1, head_dim + 2))
         for rank in order:
@@ -119,7 +128,7 @@ def _attend(
     cache: KVCache,
     part: _Pass,
     reach: tuple[int | None, int | None],
-    softcap: float | None,
+    of_scores: Scores,
 ) -> Tensor:
     """Softmax of query tiles [tiles, kv_heads, rows, d] over their segments: [tiles, kv_heads, rows, 2 + d]."""
     num_tiles, num_heads, num_rows, head_dim = queries.shape
@@ -136,7 +145,7 @@ def _attend(
             torch.zeros(active, dtype=torch.int64),
             part.last_positions[going_on:active],
             reach,
-            softcap,
+            of_scores,
             found,
         )
     both = torch.cat((found.highest, found.total, found.out[..., :head_dim]), dim=-1)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, KVCache, LatentCache
-from pagoda.backend.reference.attention import AttentionMetadata, attention, rotated, write_kv
+from pagoda.backend.reference.attention import AttentionMetadata, attention
 from pagoda.backend.reference.context import context_attention
+from pagoda.backend.reference.kept import write_kv
 from pagoda.backend.reference.linear import Linear, linear
-from pagoda.backend.reference.rows import rms_norm
+from pagoda.backend.reference.rows import rms_norm, rotated
 from pagoda.parallel.collectives import Collectives
 
 

@@ -43,8 +43,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    doubled = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1 + torch.exp(-doubled)) * up
+    return gelu_tanh(gate) * up
+
+
+def gelu_erf_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate) * up
 
 
 def swiglu_oai(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
@@ -54,6 +58,62 @@ def swiglu_oai(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     return x * 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    doubled = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return x / (1 + torch.exp(-doubled))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def relu(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+def xielu(x: Tensor, *, positive: float, negative: float, beta: float, eps: float) -> Tensor:
+    below = negative * (torch.exp(x.clamp(max=eps)) - 1 - x)
+    return torch.where(x > 0, positive * x * x, below) + beta * x
+
+
+def clip(x: Tensor, *, limit: float) -> Tensor:
+    return x.clamp(-limit, limit)
+
+
+def layer_norm_heads(
+    x: Tensor, weight: Tensor, bias: Tensor, *, elements: int, head_dim: int, eps: float
+) -> Tensor:
+    heads = x[:, :elements].reshape(len(x), -1, head_dim)
+    weights = weight.view(-1, head_dim), bias.view(-1, head_dim)
+    normed = layer_norm(heads, *weights, eps=eps).flatten(1)
+    return torch.cat((normed, x[:, elements:]), dim=1)
+
+
+def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the pairs (i, i + r/2) of the first r elements of every head of x [n, heads, d]."""
+    cos, sin = (part[:, None, :] for part in table)
+    half = cos.shape[-1]
+    left, right, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
+
+
+def rotate_heads(
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    elements: int,
+    head_dim: int,
+    width: int,  # noqa: ARG001 - the table says it
+) -> Tensor:
+    heads = x[:, :elements].reshape(len(x), -1, head_dim)
+    return torch.cat((rotated(heads, (cosines, sines)).flatten(1), x[:, elements:]), dim=1)
+
+
+def columns(x: Tensor, *, first: int, count: int) -> Tensor:
+    return x[:, first : first + count]
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -101,8 +161,17 @@ OPERATIONS: Mapping[str, Callable[..., Tensor | None]] = {
         layer_norm,
         silu_and_mul,
         gelu_and_mul,
+        gelu_erf_and_mul,
         swiglu_oai,
         gelu,
+        gelu_tanh,
+        silu,
+        relu,
+        columns,
+        xielu,
+        clip,
+        layer_norm_heads,
+        rotate_heads,
         sigmoid,
         mul,
         scale_rows,

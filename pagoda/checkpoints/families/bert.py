@@ -8,26 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.shared import score_head, with_layer_norm
+from pagoda.checkpoints.families.shared import dense_mlp, with_head, with_layer_norm
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
-from pagoda.checkpoints.pooling_spec import EncoderSpec
+from pagoda.checkpoints.layer_spec import LayerSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec
 from pagoda.checkpoints.rope import RotarySpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 
-def _encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
+def encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
+    """The model as an encoder, whose positions begin with a row of their table."""
     fields.require("position_embedding_type", "absolute")
-    for name in ("is_decoder", "add_cross_attention"):
+    for name in ("is_decoder", "add_cross_attention", "use_task_id"):
         fields.require(name, False)
     num_positions = spec.max_position_embeddings
     if num_positions <= first_position:
         fields.refuse("max_position_embeddings", f"must be above {first_position}")
-    mlp = MlpSpec(fields.positive("intermediate_size"), bias=True, activation="gelu")
 
     def change(_: int, layer: LayerSpec) -> LayerSpec:
         attention = replace(layer.attention, causal=False, qkv_bias=True, output_bias=True)
+        mlp = replace(dense_mlp(layer), bias=True, gated=False)
         return LayerSpec(attention, mlp, pre_norm=False, post_norm=True, norms_sums=True)
 
     return replace(
@@ -35,28 +37,32 @@ def _encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
         rotary={"default": RotarySpec(dim=0, theta=1.0)},
         max_position_embeddings=num_positions - first_position,
         tie_word_embeddings=True,
-        encoder=EncoderSpec(num_positions, first_position, fields.positive("type_vocab_size")),
+        encoder=EncoderSpec(num_positions, first_position, fields.count("type_vocab_size")),
     )
 
 
 def _bert(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    return _encoder(spec, fields, 0)
+    return encoder(spec, fields, 0)
 
 
 def _bert_ranker(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    return score_head(_bert(spec, fields), fields, "classifier", "pooler.dense")
+    return with_head(_bert(spec, fields), fields, ClassifierSpec(dense="pooler.dense"))
 
 
 def _roberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
     """Positions begin behind the number of the token that pads."""
-    return _encoder(spec, fields, fields.count("pad_token_id") + 1)
+    return encoder(spec, fields, fields.count("pad_token_id") + 1)
 
 
 def _roberta_ranker(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    return score_head(_roberta(spec, fields), fields, "classifier.out_proj", "classifier.dense")
+    return with_head(_roberta(spec, fields), fields, TWO_LAYERS)
 
 
-_NAMES = TensorNames(
+TWO_LAYERS = ClassifierSpec("classifier.out_proj", "classifier.dense")
+"""Head that looks at the first token, as most have it."""
+OF_TOKENS = {"ForTokenClassification": lambda _: ClassifierSpec(pooling="all")}
+"""Head that looks at each token."""
+NAMES = TensorNames(
     embedding="embeddings.word_embeddings",
     layers="encoder.layer",
     query="attention.self.query",
@@ -68,7 +74,7 @@ _NAMES = TensorNames(
     down="output.dense",
     mlp_post_norm="output.LayerNorm",
 )
-_GGUF = GgufFormat(
+GGUF = GgufFormat(
     "bert",
     names=replace(
         GGUF_NAMES,
@@ -86,35 +92,49 @@ _GGUF = GgufFormat(
 _BERT_DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
 BERT = Family(
     "BertModel",
-    "BGE, E5, GTE and all-MiniLM (vectors)",
+    "BGE, E5, GTE and all-MiniLM (vectors), ERNIE",
     _bert,
-    names=_NAMES,
-    gguf=_GGUF,
+    names=NAMES,
+    gguf=GGUF,
     defaults=_BERT_DEFAULTS,
     activation="gelu",
-    aliases=frozenset({"BertForMaskedLM"}),
+    other_activations=frozenset({"gelu_tanh", "relu", "silu"}),
+    aliases=frozenset(
+        {"BertForMaskedLM", "HF_ColBERT", "ErnieModel", "ErnieForMaskedLM"}
+        | {"BertSpladeSparseEmbeddingModel"}
+    ),
+    heads=OF_TOKENS,
+    masked_head=(
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.bias",
+    ),
 )
 BERT_RANKER = replace(
     BERT,
     architecture="BertForSequenceClassification",
     models="ms-marco-MiniLM (scores of pairs)",
     adapt=_bert_ranker,
-    gguf=replace(_GGUF, tensor="cls.output.weight"),
-    aliases=frozenset(),
+    gguf=replace(GGUF, tensor="cls.output.weight"),
+    aliases=frozenset({"ErnieForSequenceClassification"}),
 )
 XLM_ROBERTA = replace(
     BERT,
     architecture="XLMRobertaModel",
-    models="multilingual E5, BGE-M3, all-distilroberta (vectors)",
+    models="multilingual E5, BGE-M3, all-distilroberta, CamemBERT (vectors)",
     adapt=_roberta,
     gguf=None,
     defaults={**_BERT_DEFAULTS, "pad_token_id": 1},
-    aliases=frozenset({"RobertaModel", "RobertaForMaskedLM", "XLMRobertaForMaskedLM"}),
+    masked_head=("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    aliases=frozenset(
+        {"RobertaModel", "RobertaForMaskedLM", "XLMRobertaForMaskedLM"}
+        | {"CamembertModel", "CamembertForMaskedLM", "BgeM3EmbeddingModel"}
+    ),
 )
 XLM_ROBERTA_RANKER = replace(
     XLM_ROBERTA,
     architecture="XLMRobertaForSequenceClassification",
     models="bge-reranker, bge-reranker-v2-m3, stsb-roberta (scores of pairs)",
     adapt=_roberta_ranker,
-    aliases=frozenset({"RobertaForSequenceClassification"}),
+    aliases=frozenset({"RobertaForSequenceClassification", "CamembertForSequenceClassification"}),
 )

@@ -22,7 +22,8 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.latent_attention import LatentSpec
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import YarnScaling
 from pagoda.checkpoints.tensor_names import GGUF_LATENTS, TensorNames
 

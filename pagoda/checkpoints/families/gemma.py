@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2 and 3."""
+"""Gemma 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
     WINDOW_PATTERN,
+    both_ways,
     every_nth_full,
     gguf_windows,
     text_sizes,
@@ -17,8 +18,39 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ModelSpec, Multipliers
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
+
+# ---- Gemma: Llama with scaled embeddings, GELU, and weights of norms less one (Gemma Team 2024)
+
+
+def _adapt_gemma(spec: ModelSpec, _: Fields) -> ModelSpec:
+    return replace(spec, multipliers=Multipliers(embedding=math.sqrt(spec.hidden_size)))
+
+
+def _gemma_values(fields: Fields) -> Mapping[str, object]:
+    """The activation, which files of its makers call by a name of another."""
+    usual = fields.values.get("hidden_act") in (None, "gelu")
+    return {"hidden_act": "gelu_pytorch_tanh"} if usual else {}
+
+
+GEMMA = Family(
+    "GemmaForCausalLM",
+    "Gemma, CodeGemma, text of PaliGemma",
+    _adapt_gemma,
+    names=TensorNames(norm_offset=1.0),
+    gguf=GgufFormat("gemma"),
+    defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    values=_gemma_values,
+    activation="gelu_tanh",
+    model_types={
+        "gemma": {
+            **text_sizes(256_000, 3072, 24_576, 28, 16, 16, 8192),
+            "tie_word_embeddings": True,
+        }
+    },
+)
 
 # ---- Gemma 2: norms before and behind, scaled embeddings, capped scores and logits (Gemma Team 2024)
 # All but some layers have a window. Gemma 3 has most of it in common.
@@ -108,10 +140,14 @@ GEMMA2 = Family(
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    is_encoder = fields.flag("use_bidirectional_attention", False)
+    if is_encoder and fields.values.get("sliding_window") is not None:
+        fields = fields.updated({"sliding_window": fields.positive("sliding_window") // 2 + 1})
     spec = adapt(spec, fields, every=6, caps=(None, None), qk_norm="head")
     spec = with_local_rotary(spec, fields, fields.number("rope_local_base_freq", 10_000.0))
     # The length includes what the scaling of the other layers adds.
-    return replace(spec, max_position_embeddings=fields.positive("max_position_embeddings"))
+    spec = replace(spec, max_position_embeddings=fields.positive("max_position_embeddings"))
+    return both_ways(spec) if is_encoder else spec
 
 
 GEMMA3 = Family(
@@ -133,5 +169,22 @@ GEMMA3 = Family(
     },
     activation="gelu_tanh",
     model_types={"gemma3_text": text_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)},
-    own_keys=KNOWN,
+    own_keys=KNOWN | {"use_bidirectional_attention"},
+)
+EMBEDDING_GEMMA = replace(
+    GEMMA3,
+    architecture="Gemma3TextModel",
+    models="EmbeddingGemma (vectors)",
+    gguf=GgufFormat(
+        "gemma-embedding",
+        keys={"attention.sliding_window": "sliding_window"}
+        | {"rope.freq_base_swa": "rope_local_base_freq"},
+        values=lambda fields: {**gguf_values(fields, 62), "use_bidirectional_attention": True},
+        read=frozenset(
+            {WINDOW_PATTERN, "dense_2_feat_in", "dense_2_feat_out"}
+            | {"dense_3_feat_in", "dense_3_feat_out"}
+        ),
+        causal=False,
+    ),
+    model_types={},
 )

@@ -12,6 +12,7 @@ from pagoda.checkpoints.families.shared import (
     gguf_layers,
     layers_behind_dense,
     sigmoid_experts,
+    sparse_by_kind,
     with_attention,
     with_experts,
     with_next_token,
@@ -112,24 +113,14 @@ _SIZES_GLM4_MOE_LITE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1536,
 }
-_KINDS = "mlp_layer_types"
 
 
 def _adapt_glm4_moe_lite(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("rope_interleave", True)
     experts = sigmoid_experts(fields, _SIZES_GLM4_MOE_LITE, scale=1.8)
     spec = with_latents(spec, fields, usual_query_rank=768)
-    spec = with_experts(spec, experts, _sparse_layers(fields, spec.num_layers))
+    spec = with_experts(spec, experts, sparse_by_kind(fields, spec.num_layers))
     return with_next_token(spec, fields)
-
-
-def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:
-    if fields.values.get(_KINDS) is None:
-        return layers_behind_dense(fields, num_layers, 1)
-    kinds = fields.texts(_KINDS)
-    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
-        fields.refuse(_KINDS, f"must be a list of {num_layers} of dense, sparse")
-    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
 
 
 GLM4_MOE_LITE = replace(

@@ -16,7 +16,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ClampedGate, ExpertsSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ClampedGate, ExpertsSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 

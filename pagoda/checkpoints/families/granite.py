@@ -9,13 +9,16 @@ from dataclasses import replace
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     expert_counts,
+    text_sizes,
     with_attention,
     with_experts,
     without_rotation,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec, Multipliers
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- Granite 3: Llama with four multipliers
@@ -62,12 +65,13 @@ GGUF_STATES = frozenset(
 """Metadata of Mamba layers, which files of Granite 4 have even where the model has no such layer."""
 GRANITE = Family(
     "GraniteForCausalLM",
-    "Granite 3",
+    "Granite 3, text of Granite Speech and Vision",
     adapt_granite,
     gguf=GgufFormat(
         "granite", names=GGUF_NEIGHBOURS, keys=GGUF_KEYS, values=gguf_positions, read=GGUF_STATES
     ),
     own_keys=MULTIPLIERS | {"mlp_bias"},
+    model_types={"granite": text_sizes(32_000, 4096, 11_008, 32, 32, None, 2048)},
 )
 
 

@@ -11,13 +11,15 @@ from pagoda.checkpoints.families.shared import (
     conv_width,
     expert_counts,
     layer_kinds,
+    text_sizes,
     with_attention,
     with_experts,
     with_state,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
@@ -95,7 +97,7 @@ DEFAULTS = {
 }
 LFM2 = Family(
     "Lfm2ForCausalLM",
-    "LFM2 350M, 700M, 1.2B and 2.6B",
+    "LFM2 350M, 700M, 1.2B and 2.6B, text of LFM2-VL",
     adapt_lfm2,
     names=NAMES,
     gguf=GgufFormat(
@@ -108,6 +110,12 @@ LFM2 = Family(
     renamed={"block_ff_dim": "intermediate_size", **RENAMED},
     defaults=DEFAULTS,
     own_keys=frozenset({"full_attn_idxs"}),
+    model_types={
+        "lfm2": {
+            **text_sizes(65_536, 2560, 12_288, 32, 32, 8, 128_000),
+            "tie_word_embeddings": True,
+        }
+    },
 )
 
 

@@ -11,6 +11,7 @@ from pagoda.checkpoints.families.shared import (
     every_nth_full,
     gguf_windows,
     text_sizes,
+    typed_windows,
     unrotated_layers,
     with_attention,
     with_given_window,
@@ -19,7 +20,8 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.layer_spec import MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, GGUF_NEIGHBOURS, TensorNames
 
 # ---- Llama 2 and 3, and models of the same shape: Yi, SmolLM2, TinyLlama, DeepSeek-R1 distillations
@@ -36,6 +38,43 @@ LLAMA = Family(
     _adapt_llama,
     gguf=GgufFormat("llama", names=GGUF_NEIGHBOURS),
     model_types={"llama": text_sizes(32_000, 4096, 11_008, 32, 32, None, 2048)},
+    partial_rotary=1.0,
+    own_keys=frozenset({"mlp_bias"}),
+    aliases=frozenset(
+        {"AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM"}
+    ),
+)
+
+
+# ---- CWM: Llama with windows in three of four layers (FAIR CodeGen 2025)
+
+
+def _adapt_cwm(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    usual = [
+        "sliding_attention" if layer % 4 else "full_attention" for layer in range(spec.num_layers)
+    ]
+    windows = typed_windows(fields, spec.num_layers, usual, 8192)
+    return with_attention(_adapt_llama(spec, fields), windows)
+
+
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CWM = Family(
+    "CwmForCausalLM",
+    "CWM 32B",
+    _adapt_cwm,
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "rope_parameters": _CWM_ROPE,
+    },
     own_keys=frozenset({"mlp_bias"}),
 )
 
@@ -102,14 +141,21 @@ PHI3 = Family(
 
 
 def _adapt_stablelm(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    spec = with_attention(spec, qkv_bias=fields.flag("use_qkv_bias", False), output_bias=False)
+    norm = "layer" if fields.flag("qk_layernorm", False) else None
+    bias = fields.flag("use_qkv_bias", False)
+    spec = with_attention(spec, qkv_bias=bias, output_bias=False, qk_norm=norm)
+    if fields.flag("use_parallel_residual", False):
+        spec = spec.with_layers(lambda _, layer: replace(layer, parallel=True))
     return with_layer_norm(spec, fields, bias=True)
 
 
 STABLELM = Family(
     "StableLmForCausalLM",
-    "StableLM 2 1.6B, StableLM 3B",
+    "StableLM 2 1.6B and 12B, StableLM 3B",
     _adapt_stablelm,
+    names=TensorNames(
+        query_norm="self_attn.q_layernorm", key_norm="self_attn.k_layernorm", head_norms="listed"
+    ),
     gguf=GgufFormat(
         "stablelm",
         keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
@@ -117,7 +163,8 @@ STABLELM = Family(
         read=frozenset({"use_parallel_residual"}),
     ),
     partial_rotary=0.25,
-    own_keys=frozenset({"use_qkv_bias"}),
+    own_keys=frozenset({"qk_layernorm", "use_parallel_residual", "use_qkv_bias"}),
+    aliases=frozenset({"StableLMEpochForCausalLM"}),
     defaults={"num_key_value_heads": 32},
 )
 
@@ -141,7 +188,7 @@ def _gguf_values(fields: Fields) -> Mapping[str, object]:
 
 EXAONE4 = Family(
     "Exaone4ForCausalLM",
-    "EXAONE 4.0",
+    "EXAONE 4.0, text of EXAONE 4.5",
     _adapt_exaone4,
     names=TensorNames(attention_post_norm="post_attention_layernorm"),
     gguf=GgufFormat(
@@ -151,4 +198,5 @@ EXAONE4 = Family(
         read=frozenset({WINDOW_PATTERN}),
     ),
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
+    model_types={"exaone4": text_sizes(102_400, 4096, 16_384, 32, 32, 32, 2048)},
 )

@@ -17,13 +17,9 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import (
-    ExpertsSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    TemperatureSpec,
-)
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.rope import TemperatureSpec
 from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 _KINDS = ("full_attention", "chunked_attention")

@@ -16,8 +16,9 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec, TemperatureSpec
-from pagoda.checkpoints.rope import rope_table
+from pagoda.checkpoints.layer_spec import ExpertsSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.rope import TemperatureSpec, rope_table
 from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- Mistral 7B and Nemo: Llama with a sliding window
@@ -34,7 +35,7 @@ def _adapt_mistral(spec: ModelSpec, fields: Fields) -> ModelSpec:
 _WINDOW = "attention.sliding_window"
 MISTRAL = Family(
     "MistralForCausalLM",
-    "Mistral 7B, Nemo, Small 3; text of Idefics2",
+    "Mistral 7B, Nemo, Small 3, GritLM 7B; text of Idefics2",
     _adapt_mistral,
     gguf=GgufFormat(
         "llama",
@@ -44,6 +45,7 @@ MISTRAL = Family(
     ),
     model_types={"mistral": text_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)},
     defaults={"num_key_value_heads": 8},
+    aliases=frozenset({"GritLM"}),
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OLMo 2 and 3, and OLMoE."""
+"""OLMo 1, 2 and 3, OLMoE and FlexOlmo."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.layer_spec import ExpertsSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- OLMo 2 and 3: norms behind instead of before, and one norm for the queries of all heads (OLMo Team 2024)
 # OLMo 3 has windows in three of four layers, whose rotary table is not scaled.
@@ -58,6 +59,47 @@ OLMO3 = Family(
         read=frozenset({WINDOW_PATTERN}),
     ),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+)
+
+
+# ---- OLMo: Llama with norms that have no weights (Groeneveld et al. 2024)
+
+
+def _adapt_olmo(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    norm = NormSpec(1e-5, "layer", bias=False, weight=False)
+    return replace(with_attention(spec, clip=fields.optional_number("clip_qkv")), norm=norm)
+
+
+OLMO = Family(
+    "OlmoForCausalLM",
+    "OLMo 1B and 7B",
+    _adapt_olmo,
+    gguf=GgufFormat(
+        "olmo",
+        names=GGUF_NEIGHBOURS,
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps", "attention.clamp_kqv": "clip_qkv"},
+    ),
+    own_keys=frozenset({"clip_qkv"}),
+)
+
+
+# ---- FlexOlmo: OLMo 2 with experts (Shi et al. 2025)
+
+
+def _adapt_flex(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    counts = expert_counts(fields, "num_experts", (7, 5))
+    routing = ExpertRouting(*counts, fields.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing, fields.positive("intermediate_size"))
+    return with_experts(_adapt_second(spec, fields), experts, range(spec.num_layers))
+
+
+FLEX_OLMO = Family(
+    "FlexOlmoForCausalLM",
+    "FlexOlmo",
+    _adapt_flex,
+    names=_NAMES,
+    defaults={"rope_theta": 500_000.0},
+    own_keys=frozenset({"num_experts"}),
 )
 
 

@@ -19,8 +19,10 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.layer_spec import ExpertsSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import ClassifierSpec
+from pagoda.checkpoints.tensor_names import TensorNames, with_joined_experts
 
 # ---- Qwen2 and Qwen2.5: Llama with biases of queries, keys and values
 
@@ -36,6 +38,8 @@ _QWEN2_VL = {
     "rope_theta": 1e6,
 }
 
+_REWARD = ClassifierSpec("score.2", "score.0", activation="relu", pooling="all")
+"""Head of reward models, which scores each token."""
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     "Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
@@ -48,6 +52,7 @@ QWEN2 = Family(
     },
     aliases=frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}),
     defaults={"num_key_value_heads": 32},
+    heads={it: lambda _: _REWARD for it in ("ForRewardModel", "ForProcessRewardModel")},
 )
 
 
@@ -187,7 +192,7 @@ def _adapt_qwen3_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
-    "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, text of InternVL3.5 with experts",
     _adapt_qwen3_moe,
     gguf=GgufFormat(
         "qwen3moe",
@@ -201,4 +206,34 @@ QWEN3_MOE = Family(
     ),
     own_keys=frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
     defaults={"num_key_value_heads": 4},
+    model_types={"qwen3_moe": text_sizes(151_936, 2048, 6144, 24, 32, 4, 32_768)},
+)
+
+
+# ---- Qwen3-VL with experts: weights are of inputs by outputs, and all experts of a layer are in two tensors
+
+
+def _adapt_qwen3_vl_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    usual = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    if fields.values.get("num_local_experts") is not None:
+        del usual["num_experts"]
+    silent = {name: size for name, size in usual.items() if fields.values.get(name) is None}
+    # The class of transformers has no field for it, and renormalizes.
+    return _adapt_qwen3_moe(spec, fields.updated({**silent, "norm_topk_prob": True}))
+
+
+QWEN3_VL_MOE = Family(
+    "Qwen3VLMoeForConditionalGeneration",
+    "text of Qwen3-VL with experts: 30B-A3B, 235B-A22B",
+    _adapt_qwen3_vl_moe,
+    names=replace(with_joined_experts(TensorNames()), expert_layout="transposed"),
+    own_keys=QWEN3_MOE.own_keys,
+    model_types={
+        "qwen3_vl_moe_text": {
+            **text_sizes(151_936, 2048, 5632, 24, 16, 16, 128_000),
+            "head_dim": 128,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+        }
+    },
 )

@@ -10,13 +10,17 @@ from typing import Any
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import (
-    ExpertsSpec,
-    LayerSpec,
-    ModelSpec,
-    NormSpec,
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import (
+    ClassifierSpec,
+    EncoderSpec,
+    HeadPooling,
+    PositionTable,
+    ScoreKind,
+    VectorActivation,
+    VectorMap,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 from pagoda.checkpoints.state_layers import StateSpec
 
@@ -56,6 +60,12 @@ def with_attention(
             layer, attention=replace(layer.attention, window=windows[index], **changes)
         )
     )
+
+
+def with_attention_of(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The model with other values of all its `AttentionSpec`s, whose windows stay."""
+    windows = [layer.attention.window for layer in spec.layers]
+    return with_attention(spec, windows, **changes)
 
 
 def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -149,6 +159,19 @@ def layers_behind_dense(fields: Fields, num_layers: int, usual: int) -> list[int
     first = fields.count("first_k_dense_replace", usual)
     every = fields.positive("moe_layer_freq", 1)
     return [layer for layer in range(first, num_layers) if layer % every == 0]
+
+
+_MLP_KINDS = "mlp_layer_types"
+
+
+def sparse_by_kind(fields: Fields, num_layers: int) -> list[int]:
+    """Layers that `mlp_layer_types` call sparse; those behind the first one where the file is silent."""
+    if fields.values.get(_MLP_KINDS) is None:
+        return layers_behind_dense(fields, num_layers, 1)
+    kinds = fields.texts(_MLP_KINDS)
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        fields.refuse(_MLP_KINDS, f"must be a list of {num_layers} of dense, sparse")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
 
 
 def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
@@ -264,32 +287,132 @@ def with_layer_norm(spec: ModelSpec, fields: Fields, *, bias: bool) -> ModelSpec
     return replace(spec, norm=norm)
 
 
-def score_head(spec: ModelSpec, fields: Fields, out: str, dense: str | None = None) -> ModelSpec:
-    """The model with a head that scores texts; sentence-transformers says whether scores become shares of one.
+def both_ways(spec: ModelSpec) -> ModelSpec:
+    """A decoder whose tokens see all of their text: it gives vectors."""
+    encoder = EncoderSpec(norms_embeddings=False, norms_output=True)
+    return replace(with_attention_of(spec, causal=False), tie_word_embeddings=True, encoder=encoder)
 
-    An encoder's head looks at the first token and has biases, that of a decoder at the last, and has none.
-    """
-    labels = fields.values.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else fields.positive("num_labels", 2)
-    if count != 1:
-        name = "id2label" if isinstance(labels, dict) else "num_labels"
-        fields.refuse(
-            name, f"says that the head has {count} labels; Pagoda runs heads that give one score"
+
+def with_biases(
+    spec: ModelSpec, *, qkv: bool = True, out: bool = True, mlp: bool = True
+) -> ModelSpec:
+    """The model with biases of queries, keys and values, of the map behind attention, and of dense MLPs."""
+
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
+        attention = replace(layer.attention, qkv_bias=qkv, output_bias=out)
+        dense = isinstance(layer.mlp, MlpSpec)
+        return replace(
+            layer,
+            attention=attention,
+            mlp=replace(layer.mlp, bias=mlp) if dense else layer.mlp,
         )
-    said = fields.table("sentence_transformers")
-    name = said.text("activation_fn", "") if said is not None else ""
-    name = name or fields.text("sbert_ce_default_activation_function", "Sigmoid")
-    kind = name.rpartition(".")[2]
-    if kind not in ("Sigmoid", "Identity"):
-        fields.refuse("sentence_transformers", "must name the activation Sigmoid or Identity")
-    encodes = spec.encoder is not None
-    return replace(
-        spec,
-        tie_word_embeddings=True,
-        classifier=ClassifierSpec(
-            out, dense, bias=encodes, first_token=encodes, sigmoid=kind == "Sigmoid"
-        ),
-    )
+
+    return spec.with_layers(change)
+
+
+def with_position_table(spec: ModelSpec, first: int = 0) -> ModelSpec:
+    """The model with learned positions in place of rotary ones; `first` is the row of the first position."""
+    spec = without_rotation(spec, [True] * spec.num_layers)
+    return replace(spec, position_table=PositionTable(spec.max_position_embeddings + first, first))
+
+
+def with_alibi(spec: ModelSpec) -> ModelSpec:
+    """The model whose scores depend on distances, and that knows no other positions."""
+    spec = without_rotation(spec, [True] * spec.num_layers)
+    return with_attention(spec, alibi=True)
+
+
+def own_heads(fields: Fields) -> Mapping[str, object]:
+    """Sizes of models whose heads of queries all have keys and values, and of whose size files are silent."""
+    heads = fields.positive("num_attention_heads")
+    return {"num_key_value_heads": heads, "head_dim": None}
+
+
+def following_sizes(
+    fields: Fields, inner_name: str = "", usual: int | None = None
+) -> Mapping[str, object]:
+    """The same with inner channels of MLPs: those in the field `inner_name`, the usual ones, or four times as many
+    as there are hidden ones."""
+    usual = usual or 4 * fields.positive("hidden_size")
+    return {**own_heads(fields), "intermediate_size": fields.positive(inner_name, usual)}
+
+
+def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpec:
+    """The model with a head that scores texts or tokens, with a score for each label.
+
+    Of one score, sentence-transformers says whether it becomes a share of one; of several, `problem_type`.
+    """
+    labels = _labels(fields)
+    if len(labels) == 1 and head.pooling != "all":
+        said = fields.table("sentence_transformers")
+        name = said.text("activation_fn", "") if said is not None else ""
+        name = name or fields.text("sbert_ce_default_activation_function", "Sigmoid")
+        kind = name.rpartition(".")[2]
+        if kind not in ("Sigmoid", "Identity"):
+            fields.refuse("sentence_transformers", "must name the activation Sigmoid or Identity")
+        head = replace(head, scores="sigmoid" if kind == "Sigmoid" else "identity")
+    else:
+        kinds: Mapping[str, ScoreKind]
+        kinds = {"regression": "identity", "multi_label_classification": "sigmoid"}
+        head = replace(head, scores=kinds.get(fields.text("problem_type", ""), "softmax"))
+    return replace(spec, tie_word_embeddings=True, classifier=replace(head, labels=labels))
+
+
+def dense_mlp(layer: LayerSpec) -> MlpSpec:
+    """The MLP of a layer of an encoder, which has no experts."""
+    if not isinstance(layer.mlp, MlpSpec):
+        raise TypeError("Encoders have dense layers.")
+    return layer.mlp
+
+
+def with_masked_head(spec: ModelSpec) -> ModelSpec | None:
+    """The model with its head of masked language modelling, which weighs the vocabulary; None without one."""
+    known: Mapping[str, VectorActivation] = {
+        "gelu": "gelu",
+        "gelu_tanh": "gelu_tanh",
+        "relu": "relu",
+        "silu": "silu",
+    }
+    if spec.family.masked_head is None:
+        return None
+    dense, norm, bias = spec.family.masked_head
+    activation = known[dense_mlp(spec.layers[0]).activation]
+    layer = VectorMap(dense, spec.hidden_size, spec.embedding_size, True, activation, norm)
+    maps = {**spec.vector_maps, "masked": (layer,)}
+    return replace(spec, vector_maps=maps, logit_bias=bias)
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    """Names of a head's labels, in the order of its outputs."""
+    names = fields.values.get("id2label")
+    count = len(names) if isinstance(names, dict) else fields.positive("num_labels", 2)
+    if not isinstance(names, dict):
+        return tuple(f"LABEL_{i}" for i in range(count))
+    by_number = {str(number): name for number, name in names.items()}
+    found = [by_number.get(str(i)) for i in range(count)]
+    labels = tuple(name for name in found if isinstance(name, str))
+    if not labels or len(labels) != count:
+        fields.refuse("id2label", "must be an object with a name for each number from 0 on")
+    return labels
+
+
+def decoder_head(spec: ModelSpec, fields: Fields) -> ClassifierSpec:
+    """Head of a decoder that scores texts by their last tokens, or as `pooling` says of one that sees all."""
+    if spec.encoder is None:
+        return ClassifierSpec("score", bias=False, pooling="last")
+    known: Mapping[str, HeadPooling] = {"avg": "mean", "cls": "first", "last": "last"}
+    pooling = head_pooling(fields, "pooling", "last", known)
+    return ClassifierSpec("score", bias=False, pooling=pooling)
+
+
+def head_pooling(
+    fields: Fields, name: str, usual: str, known: Mapping[str, HeadPooling]
+) -> HeadPooling:
+    """Pooling of a head by the field `name`."""
+    said = fields.text(name, usual)
+    if said not in known:
+        fields.refuse(name, f"must be one of {', '.join(known)}")
+    return known[said]
 
 
 def unrotated_layers(fields: Fields, num_layers: int) -> list[bool]:

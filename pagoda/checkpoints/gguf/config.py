@@ -14,10 +14,12 @@ from pagoda.checkpoints.contents import unread_tensors
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
-from pagoda.checkpoints.fields import Fields, nearest
+from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
+from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.pooling_spec import VectorMap
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
@@ -55,6 +57,8 @@ BLOCKS = {
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 _JOINED = "attn_qkv"
 _LAYER_NORM = "attention.layer_norm_epsilon"
+_DENSE_MAPS = ("dense_2", "dense_3")
+"""Layers behind pooling, of EmbeddingGemma."""
 SCORE = "cls.output"
 """Layer that gives the score of a text; behind `cls`."""
 _COUNTED = {"type_vocab_size": "token_types.weight", "num_labels": f"{SCORE}.weight"}
@@ -116,8 +120,16 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
         within, norm = "nextn.", "shared_head_norm"
         behind = head_behind(names, config.num_layers, within=within, norm=norm)
         head = replace(behind, passes_normed=head.passes_normed)
+    dense = tuple(
+        VectorMap(
+            name, file.tensors[f"{name}.weight"].shape[1], file.tensors[f"{name}.weight"].shape[0]
+        )
+        for name in _DENSE_MAPS
+        if f"{name}.weight" in file.tensors
+    )
     spec = replace(
         config.with_layers(with_biases),
+        vector_maps={**config.vector_maps, **({"vectors": dense} if dense else {})},
         names=names,
         next_token=head,
         classifier=None if classifier is None else replace(classifier, out=SCORE, dense="cls"),
@@ -148,7 +160,8 @@ def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
     """Raises ConfigError: a tensor is in no model that Pagoda runs."""
     others = {FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS}
     others |= {linear.stored.weight for linear in spec.outer_linears}
-    others |= {linear.stored.bias for linear in spec.classifier_linears}
+    others |= {name for name, _ in spec.map_vectors}
+    others |= {f"{spec.names.head}.bias"} if spec.head_bias else set()
     others |= {name for name, _ in spec.last_norm_tensors + spec.embedding_norm_tensors}
     num_blocks = _fields(file).positive("block_count")
 
@@ -333,9 +346,9 @@ def _fields(file: GgufFile) -> Fields:
     architecture = file.metadata.text("general.architecture")
     families = gguf_families()
     if architecture not in families:
-        near = nearest(architecture, {it: it for it in families})
-        known = ", ".join(families)
-        file.metadata.refuse("general.architecture", f"must be one of {known}{near}")
+        near = three_nearest(architecture, {it: it for it in families})
+        rule = f"is none that Pagoda runs, the nearest of which are {near}"
+        file.metadata.refuse("general.architecture", rule)
     return file.metadata.below(f"{architecture}.")
 
 

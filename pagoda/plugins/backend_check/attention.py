@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
+from pagoda.backend.decoder_operations import alibi_attention
 from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.relative_attention import (
+    columns,
+    disentangled_attention,
+    relative_attention,
+)
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.plugins.backend_check.subject import (
@@ -33,6 +39,10 @@ LENGTHS = (150, 1, 70)
 """Tokens of the sequences."""
 LONG = 1100
 """Tokens of a long context, which backends may read in parts."""
+REACH, NUM_BUCKETS = 160, 7
+"""Largest distance of tokens, and buckets of distances."""
+BUCKETS = [min(NUM_BUCKETS - 1, abs(i - 10) // 9) for i in range(-REACH, REACH + 1)]
+"""Bucket of each distance."""
 SPARE_BLOCKS = 3
 TOLERANCE = dict.fromkeys(KV_FORMATS, 3e-2) | {"float32": 5e-5, "float16": 5e-3}
 DTYPES: dict[str, torch.dtype] = {
@@ -66,6 +76,10 @@ class Kind:
     """`heads`, or `all` of them together."""
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
+    slopes: tuple[float, ...] = ()
+    """Slopes of scores by distance (ALiBi); such attention has nothing else of its own."""
+    by_distance: Literal["", "numbers", "buckets"] = ""
+    """Scores of encoders by numbers of distances, or of queries and keys in the buckets of these."""
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
@@ -93,6 +107,11 @@ class Kind:
         rows = random_tensor(self.lengths[sequence], self.width, seed=sequence)
         return rows.fill_(torch.nan) if sequence == self.broken else rows
 
+    def numbers(self, sequence: int) -> Tensor:
+        """Numbers of queries, and of keys, in each bucket."""
+        width = 2 * self.heads * NUM_BUCKETS
+        return random_tensor(self.lengths[sequence], width, seed=sequence + 5)
+
 
 KINDS = {
     "as many keys as queries": Kind(kv_heads=4),
@@ -107,6 +126,7 @@ KINDS = {
     "chunks": Kind(chunk=20),
     "sinks": Kind(sinks=(-3.0, 0.5, 4.0, 90.0)),
     "both ways": Kind(causal=False),
+    "a window both ways": Kind(causal=False, window=20),
     "sinks and soft cap in a window": Kind(sinks=(1.0, 0.0, 2.0, 3.0), softcap=30.0, window=33),
 }
 
@@ -162,19 +182,37 @@ def attend(
         norms = HeadNorms(weights[0], weights[1], 1e-6)
     sinks = torch.tensor(kind.sinks).to(backend.device) if kind.sinks else None
 
-    def record(ops: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
+    def record(
+        ops: GraphBuilder,
+        qkv: Value,
+        positions: Value,
+        metadata: Value,
+        numbers: Value | None = None,
+    ) -> Value:
         table = None
         if kind.rotated:
             frequencies = torch.logspace(0, -3, kind.rotated // 2).to(backend.device)
             table = ops.rotary_table(positions, frequencies, 1.0)
         heads = {"num_heads": kind.heads, "head_dim": kind.head_dim}
         queries = ops.rotate_and_cache(qkv, metadata, table, cache, norms, **heads)
+        sizes: dict[str, Any] = {"head_dim": kind.head_dim, "scale": 0.3}
+        if kind.by_distance == "numbers":
+            distances = random_tensor(kind.heads, 2 * REACH + 1, seed=3).to(backend.device)
+            return relative_attention(ops, queries, metadata, cache, distances, **sizes)
+        if numbers is not None:
+            width = kind.heads * NUM_BUCKETS
+            first, second = (columns(ops, numbers, it, width) for it in (0, width))
+            return disentangled_attention(
+                ops, queries, metadata, first, second, cache, BUCKETS, **sizes
+            )
+        if kind.slopes:
+            slopes = torch.tensor(kind.slopes).to(backend.device)
+            return alibi_attention(ops, queries, metadata, cache, slopes, **sizes)
         return ops.attention(
             queries,
             metadata,
             cache,
-            head_dim=kind.head_dim,
-            scale=0.3,
+            **sizes,
             window=kind.window,
             softcap=kind.softcap,
             sinks=sinks,
@@ -184,6 +222,8 @@ def attend(
 
     qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in shares])
     tensors = {"qkv": qkv, "positions": batch.positions}
+    if kind.by_distance == "buckets":
+        tensors["numbers"] = torch.cat([kind.numbers(i)[done : done + n] for i, done, n in shares])
     (out,) = outputs(backend, record, tensors, metadata)
     return list(torch.split(out, [n for _, _, n in shares]))
 
@@ -218,6 +258,21 @@ def _kinds(subject: Subject) -> str:
     for what, kind in KINDS.items():
         _check_kind(subject, fitted(subject, kind), what)
     return ", ".join(KINDS)
+
+
+def _slopes(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "alibi_attention")
+    for rotated in (0, 32):
+        kind = Kind(rotated=rotated, slopes=(0.25, 0.0625, 0.015625, 0.00390625))
+        _check_kind(subject, fitted(subject, kind), f"slopes, {rotated} elements rotated")
+    return "slopes of heads"
+
+
+def _distances(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "relative_attention", "disentangled_attention", "columns")
+    _check_kind(subject, fitted(subject, Kind(causal=False, by_distance="numbers")), "numbers")
+    _check_kind(subject, fitted(subject, Kind(causal=False, by_distance="buckets")), "buckets")
+    return "numbers of distances, numbers of their buckets"
 
 
 def fitted(subject: Subject, kind: Kind) -> Kind:
@@ -397,7 +452,14 @@ def _ahead(subject: Subject) -> str:
 
 
 _KINDS = Check("rotate_and_cache, attention", _kinds)
-EXPLICIT = {"rotate_and_cache": _KINDS, "attention": _KINDS}
+_BY_DISTANCE = Check("relative_attention, disentangled_attention", _distances)
+EXPLICIT = {
+    "rotate_and_cache": _KINDS,
+    "attention": _KINDS,
+    "relative_attention": _BY_DISTANCE,
+    "disentangled_attention": _BY_DISTANCE,
+    "alibi_attention": Check("alibi_attention", _slopes),
+}
 """Checks of operations on the KV cache."""
 FURTHER = (
     Check("KV formats and block sizes", _caches),

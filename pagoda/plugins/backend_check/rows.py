@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of operations on every row by itself.
 
-Most are made from the method of `GraphBuilder` that records the operation: its values become random rows, its
-vectors random vectors, its numbers those of `_NUMBERS`. So a new operation of this kind is checked at once.
+Most are made from the method of `GraphBuilder`, or the function of `decoder_operations`, that records the
+operation: its values become random rows, its vectors random vectors, its numbers those of `_NUMBERS`. So a new
+operation of this kind is checked at once.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagoda.backend import decoder_operations
 from pagoda.backend.base import Backend, HeadNorms
+from pagoda.backend.decoder_operations import layer_norm_heads, rotate_heads
 from pagoda.backend.graph import Value
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.relative_attention import columns
 from pagoda.plugins.backend_check.subject import (
     ROWS,
     Check,
@@ -31,6 +36,7 @@ from pagoda.plugins.backend_check.subject import (
 
 WIDTHS = (2, 30, 64, 130, 1026)
 _NUMBERS = {"eps": 1e-5, "alpha": 1.702, "limit": 4.0, "cap": 2.0, "period": 16.0, "offset": 1.0}
+_NUMBERS |= {"positive": 0.8, "negative": 0.7, "beta": 0.5}
 """Numbers of operations by name; others are 0.3."""
 _ONE_COLUMN = {"factors"}
 """Names of values that have one element a row."""
@@ -40,14 +46,11 @@ _ENDS = (-1e12, -200.0, -20.0, -9.0, -1e-30, 0.0, 1e-30, 9.0, 20.0, 200.0, 1e12)
 
 def row_check(operation: str) -> Check | None:
     """Check of an operation whose arguments are rows, vectors and numbers; None of any other."""
-    method = getattr(GraphBuilder, operation, None)
+    method = getattr(GraphBuilder, operation, None) or vars(decoder_operations).get(operation)
     if method is None:
         return None
-    kinds = {
-        name: parameter.annotation
-        for name, parameter in inspect.signature(method).parameters.items()
-        if name != "self"
-    }
+    parameters = list(inspect.signature(method).parameters.items())[1:]
+    kinds = {name: parameter.annotation for name, parameter in parameters}
     if not set(kinds.values()) <= {"Value", "Sized", "float"} or "Value" not in kinds.values():
         return None
 
@@ -86,7 +89,8 @@ def _recorder(
                 options[name] = _NUMBERS.get(name, 0.3)
 
         def record(ops: GraphBuilder, **values: Value) -> Any:
-            return getattr(ops, operation)(**values, **options)
+            method = getattr(GraphBuilder, operation, None) or vars(decoder_operations)[operation]
+            return method(ops, **values, **options)
 
         return record
 
@@ -161,12 +165,12 @@ def _norms_over_ranks(subject: Subject) -> str:
             vectors = [random_tensor(n, seed=n).to(backend.device) for n in (queries, keys)]
 
             def record(ops: GraphBuilder, x: Value) -> list[Value]:
-                squares = ops.sum_of_squares(x, queries=queries, keys=keys)
+                squares = sum_of_squares(ops, x, queries=queries, keys=keys)
                 whole = {"all_queries": 2 * queries, "all_keys": 2 * keys}
                 return [
                     squares,
-                    ops.norm_by_squares(
-                        x, squares, HeadNorms(vectors[0], vectors[1], 1e-5), **whole
+                    norm_by_squares(
+                        ops, x, squares, HeadNorms(vectors[0], vectors[1], 1e-5), **whole
                     ),
                 ]
 
@@ -174,6 +178,48 @@ def _norms_over_ranks(subject: Subject) -> str:
 
         check_rows(subject, for_backend, rows, 2e-5, f"norms of {queries} and {keys} elements")
     return "sums of squares, and norms of queries and keys by them"
+
+
+def _heads(subject: Subject) -> str:
+    subject.needs("layer_norm_heads", "rotate_heads", "rotary_table")
+    positions = torch.arange(ROWS) * 13
+    for head_dim, rotated in ((2, 2), (24, 8), (64, 64)):
+        count = 5 * head_dim
+        tensors = {"x": random_tensor(ROWS, 7 * head_dim, seed=head_dim), "positions": positions}
+
+        def for_backend(
+            backend: Backend[Any, Any],
+            head_dim: int = head_dim,
+            rotated: int = rotated,
+            count: int = count,
+        ) -> Record:
+            vectors = [random_tensor(count, seed=i).to(backend.device) for i in (1, 2)]
+            frequencies = torch.logspace(0, -2, rotated // 2).to(backend.device)
+
+            def record(ops: GraphBuilder, x: Value, positions: Value) -> list[Value]:
+                sizes = {"elements": count, "head_dim": head_dim}
+                table = ops.rotary_table(positions, frequencies, 1.0)
+                return [
+                    layer_norm_heads(ops, x, *vectors, head_dim=head_dim, eps=1e-5),
+                    rotate_heads(ops, x, table, **sizes),
+                ]
+
+            return record
+
+        check_rows(subject, for_backend, tensors, 1e-4, f"heads of {head_dim} elements")
+    return "layer norms and rotation of the first heads of rows"
+
+
+def _columns(subject: Subject) -> str:
+    subject.needs("columns")
+    tensors = {"x": random_tensor(ROWS, 130)}
+    for first, count in ((0, 130), (3, 1), (65, 64)):
+
+        def for_backend(_: Backend[Any, Any], first: int = first, count: int = count) -> Record:
+            return lambda ops, x: columns(ops, x, first, count)
+
+        check_rows(subject, for_backend, tensors, 0.0, f"{count} columns from {first} on")
+    return "some columns of rows"
 
 
 def _rotary_table(subject: Subject) -> str:
@@ -196,6 +242,9 @@ EXPLICIT = {
     "select_rows": Check("select_rows", _select_rows),
     "sum_of_squares": Check("sum_of_squares, norm_by_squares", _norms_over_ranks),
     "norm_by_squares": Check("sum_of_squares, norm_by_squares", _norms_over_ranks),
+    "columns": Check("columns", _columns),
     "rotary_table": Check("rotary_table", _rotary_table),
+    "layer_norm_heads": Check("layer_norm_heads, rotate_heads", _heads),
+    "rotate_heads": Check("layer_norm_heads, rotate_heads", _heads),
 }
 """Checks of operations whose arguments are no rows, vectors and numbers."""

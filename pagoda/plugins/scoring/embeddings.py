@@ -75,6 +75,12 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
     embed_dtype: Annotated[Any, ("float32", "auto")] = None
     endianness: Annotated[Any, ("native", "little")] = None
 
+    @property
+    def vector_options(self) -> EmbeddingOptions:
+        return self.options(
+            normalize=self.normalize, dimensions=self.dimensions, prompt_name=self.prompt_name
+        )
+
 
 async def embeddings(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(EmbeddingRequest)
@@ -84,33 +90,30 @@ async def embeddings(context: RequestContext) -> web.StreamResponse:
 async def answer_embeddings(caller: Caller, body: EmbeddingRequest) -> dict[str, Any]:
     """The vectors of a body, in OpenAI's form.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
-    return await _answer(caller, body, kind="embedding", key="embedding", id_prefix="embd")
-
-
-async def pooling(context: RequestContext) -> web.StreamResponse:
-    body = await context.parse(EmbeddingRequest)
-    return context.json(
-        await _answer(context.caller, body, kind="pooling", key="data", id_prefix="pool")
-    )
-
-
-async def _answer(
-    caller: Caller, body: EmbeddingRequest, *, kind: str, key: str, id_prefix: str
-) -> dict[str, Any]:
     generator = caller.service.admit(body.model, caller.client_request)
+    options = body.vector_options
+    return await vectors(caller, generator, body, options, kind="embedding", key="embedding")
+
+
+async def vectors(
+    caller: Caller,
+    generator: TextGenerator,
+    body: EmbeddingRequest,
+    options: EmbeddingOptions,
+    *,
+    kind: str,
+    key: str,
+) -> dict[str, Any]:
+    """The vectors of a body's texts as `options` ask for them, each an object of a `kind` that has it as `key`.
+    Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     found = await embed(
-        generator,
-        inputs_of(body.input),
-        body.options(
-            normalize=body.normalize, dimensions=body.dimensions, prompt_name=body.prompt_name
-        ),
-        client_request=caller.client_request,
+        generator, inputs_of(body.input), options, client_request=caller.client_request
     )
     encode = _base64 if body.encoding_format == "base64" else _floats
     encoded = await encoded_vectors(found, encode)
     data = [{"object": kind, "index": index, key: one} for index, one in enumerate(encoded)]
     return {
-        **envelope(caller.service, generator, id_prefix),
+        **envelope(caller.service, generator, "embd" if kind == "embedding" else "pool"),
         "object": "list",
         "data": data,
         "usage": usage(found),

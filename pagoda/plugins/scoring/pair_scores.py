@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from pagoda.concurrency.async_utils import gather_all
-from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest
 from pagoda.text.draft import Draft
@@ -57,12 +56,12 @@ async def score_pairs(
             param=pair.document_param,
             priority=options.priority,
             cache_salt=options.cache_salt,
-            pooling=Pooling.SCORE,
+            pooling=generator.text.pooling.head,
             second_text_at=tokens.second,
             client_request=client_request,
         )
         requests += await generator.prepare(tokens.ids, sampling, draft)
-    sigmoid = generator.text.pooling.sigmoid and not raw
+    sigmoid = generator.text.pooling.scores == "sigmoid" and not raw
     return await gather_all([_score(generator, one, sigmoid=sigmoid) for one in requests])
 
 
@@ -127,7 +126,9 @@ async def _score(generator: TextGenerator, request: TextRequest, *, sigmoid: boo
             if delta.error is not None:
                 raise EmbeddingError(f"{request.request.request_id}: {delta.error}")
             if delta.embedding is not None:
-                [value] = array("f", delta.embedding)
+                value, *others = array("f", delta.embedding)
+                if others:
+                    raise EmbeddingError(f"{request.request.request_id}: it has several scores.")
                 num_tokens = len(request.request.prompt_token_ids)
                 shown = _sigmoid(value) if sigmoid else value
                 return PairScore(shown, num_tokens, delta.num_cached_tokens)

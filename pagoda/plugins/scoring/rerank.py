@@ -81,7 +81,7 @@ async def score(context: RequestContext) -> web.StreamResponse:
         if len(ones) == 1:
             ones = ones * len(others)
         pairs = zip(ones, others, strict=True)
-        scores = await products((one.vector, other.vector) for one, other in pairs)
+        scores = await products(generator, pairs)
     data = [
         {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
@@ -140,7 +140,7 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
     else:
         found = embedded = await _embed(context, generator, body, [body.query, *texts], names)
         query, *documents = embedded
-        scores = await products((query.vector, document.vector) for document in documents)
+        scores = await products(generator, ((query, document) for document in documents))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     best = order[: body.top_n or None]
     if body.texts is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from pagoda.api.openai.answers import Embeddings, Scores
 from pagoda.api.route import ANSWER, Route
-from pagoda.plugins.scoring.embeddings import EmbeddingRequest, embeddings, pooling
+from pagoda.plugins.scoring.classify import ClassifyRequest, PoolingRequest, classify, pooling
+from pagoda.plugins.scoring.embeddings import EmbeddingRequest, embeddings
 from pagoda.plugins.scoring.generative import GenerativeScoringRequest, generative_scoring
 from pagoda.plugins.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
 
@@ -22,7 +23,16 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/embeddings": {"POST": _embeddings},
     "/pooling": {
         "POST": Route(
-            pooling, "Vectors of texts, as vLLM has it.", ANSWER, EmbeddingRequest, is_queued=True
+            pooling,
+            "Vectors of texts or tokens, or scores of labels, as vLLM has it.",
+            ANSWER,
+            PoolingRequest,
+            is_queued=True,
+        )
+    },
+    "/classify": {
+        "POST": Route(
+            classify, "Scores of labels of texts.", ANSWER, ClassifyRequest, is_queued=True
         )
     },
     "/generative_scoring": {

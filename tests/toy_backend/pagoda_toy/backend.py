@@ -269,7 +269,8 @@ def attention(
     for row, position in enumerate(metadata.positions.tolist()):
         first = 0 if window is None else max(0, position - window + 1)
         first = first if chunk is None else max(first, position // chunk * chunk)
-        seen = np.arange(first, position + 1 if causal else metadata.ends[row])
+        end = position + 1 if causal else min(metadata.ends[row], position + (window or 2**31))
+        seen = np.arange(first, end)
         places = metadata.tables[row, seen // block_size], slice(None), seen % block_size
         k, v = (np.ascontiguousarray(part[places].swapaxes(0, 1)) for part in (keys, values))
         q = queries[row].reshape(kv_heads, -1, head_dim) * np.float32(scale)

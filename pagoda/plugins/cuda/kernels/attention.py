@@ -288,7 +288,11 @@ def _tile(
         queries = (tl.load(queries_ptr + places, loaded, 0.0) * factor).to(products)
 
         positions = tl.load(positions_ptr + token, there, 0)
-        last = positions if causal else positions * 0 + tl.load(lens_ptr + sequence) - 1
+        last = positions
+        if not causal:
+            last = positions * 0 + tl.load(lens_ptr + sequence) - 1
+            if window > 0:
+                last = tl.minimum(last, positions + (window - 1))
         last = tl.where(there, last, -1)
         first = first_seen(positions, window, chunk)
         tile_last = tl.max(last)

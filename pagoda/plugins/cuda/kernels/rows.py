@@ -17,11 +17,13 @@ from pagoda.plugins.cuda.kernels.numbers import (
     hyperbolic_tangent,
     is_finite,
     power_of_two,
-    silu,
     warps_of,
 )
 from pagoda.plugins.cuda.kernels.numbers import (
     sigmoid as sigmoid_of,
+)
+from pagoda.plugins.cuda.kernels.numbers import (
+    silu as silu_of,
 )
 
 _BLOCK = 1024
@@ -29,6 +31,16 @@ _BLOCK = 1024
 
 
 # ---- element by element
+
+
+@triton.jit
+def _gelu(x):
+    return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_tanh(x):
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
@@ -40,7 +52,13 @@ def _one(x_ptr, out_ptr, count, number, op: tl.constexpr, block: tl.constexpr):
     elif op == "softcap":
         out = number * hyperbolic_tangent(x / number)
     elif op == "gelu":
-        out = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        out = _gelu(x)
+    elif op == "gelu_tanh":
+        out = _gelu_tanh(x)
+    elif op == "silu":
+        out = silu_of(x)
+    elif op == "relu":
+        out = tl.where(x < 0.0, 0.0, x)
     else:
         out = sigmoid_of(x)
     tl.store(out_ptr + places, out, places < count)
@@ -69,10 +87,11 @@ def _gated(x_ptr, out_ptr, count, width, alpha, limit, op: tl.constexpr, block: 
         gate = tl.load(x_ptr + row * 2 * width + column, there, 0.0)
         up = tl.load(x_ptr + row * 2 * width + width + column, there, 0.0)
         if op == "silu_and_mul":
-            out = silu(gate) * up
+            out = silu_of(gate) * up
+        elif op == "gelu_erf_and_mul":
+            out = _gelu(gate) * up
         else:
-            doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            out = gate / (1.0 + tl.exp(-doubled)) * up
+            out = _gelu_tanh(gate) * up
     tl.store(out_ptr + places, out, there)
 
 
@@ -126,6 +145,21 @@ def gelu(x: Tensor, out: Tensor) -> None:
     _launch_one("gelu", x, out)
 
 
+def gelu_tanh(x: Tensor, out: Tensor) -> None:
+    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    _launch_one("gelu_tanh", x, out)
+
+
+def silu(x: Tensor, out: Tensor) -> None:
+    """x / (1 + e^-x)."""
+    _launch_one("silu", x, out)
+
+
+def relu(x: Tensor, out: Tensor) -> None:
+    """x where it is above 0, else 0."""
+    _launch_one("relu", x, out)
+
+
 def sigmoid(x: Tensor, out: Tensor) -> None:
     """1 / (1 + e^-x)."""
     _launch_one("sigmoid", x, out)
@@ -139,6 +173,11 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
 def gelu_and_mul(gate_up: Tensor, out: Tensor) -> None:
     """gelu(left half), by the hyperbolic tangent, times right half of [n, 2 d]."""
     _launch_gated("gelu_and_mul", gate_up, out)
+
+
+def gelu_erf_and_mul(gate_up: Tensor, out: Tensor) -> None:
+    """gelu(left half), by the error function, times right half of [n, 2 d]."""
+    _launch_gated("gelu_erf_and_mul", gate_up, out)
 
 
 def swiglu_oai(gate_up: Tensor, out: Tensor, *, alpha: float, limit: float) -> None:
@@ -194,7 +233,7 @@ def _gated_head_norm(
     gate = tl.load(gate_ptr + places, there, 0.0)
     factors = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
     weight = tl.load(weight_ptr + columns, columns < width, 0.0)[None, :]
-    tl.store(out_ptr + places, x * factors * weight * silu(gate), there)
+    tl.store(out_ptr + places, x * factors * weight * silu_of(gate), there)
 
 
 @triton.jit
@@ -434,8 +473,12 @@ OPERATIONS: Mapping[str, Callable[..., None]] = {
         rms_norm,
         silu_and_mul,
         gelu_and_mul,
+        gelu_erf_and_mul,
         swiglu_oai,
         gelu,
+        gelu_tanh,
+        silu,
+        relu,
         sigmoid,
         mul,
         scale,
@@ -450,5 +493,7 @@ OPERATIONS: Mapping[str, Callable[..., None]] = {
     )
 }
 """Operations of a graph by name: functions of inputs, weights, outputs and those attributes that they name."""
-WRITES_ANY = frozenset({"rms_norm", "silu_and_mul", "gelu_and_mul", "swiglu_oai"})
+WRITES_ANY = frozenset(
+    {"rms_norm", "silu_and_mul", "gelu_and_mul", "gelu_erf_and_mul", "swiglu_oai"}
+)
 """Operations whose output is written in any number format."""

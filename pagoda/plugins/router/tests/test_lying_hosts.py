@@ -258,7 +258,11 @@ def test_a_chunk_that_cannot_be_of_the_answer_is_refused(
 
 def test_a_vector_is_whole() -> None:
     sampling = SamplingParams(seed=1, max_tokens=0)
-    for pooling, good, bad in ((Pooling.LAST, 8, (0, 7)), (Pooling.SCORE, 4, (0, 8))):
+    for pooling, good, bad in (
+        (Pooling.LAST, 8, (0, 7)),
+        (Pooling.SCORE, 12, (0, 5)),
+        (Pooling.ALL, 24, (0, 8)),
+    ):
         asked = GenerateRequest(
             request_id="r", prompt_token_ids=PROMPT, work=Work(sampling, pooling=pooling)
         )

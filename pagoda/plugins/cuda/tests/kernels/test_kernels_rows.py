@@ -25,8 +25,12 @@ ALIKE: dict[str, dict[str, Any]] = {
     "gelu_and_mul": {},
     "swiglu_oai": {"alpha": 1.702, "limit": 4.0},
     "gelu": {},
+    "gelu_tanh": {},
+    "silu": {},
+    "relu": {},
+    "gelu_erf_and_mul": {},
 }
-HALVED = ("silu_and_mul", "gelu_and_mul", "swiglu_oai")
+HALVED = ("silu_and_mul", "gelu_and_mul", "gelu_erf_and_mul", "swiglu_oai")
 
 
 def out_of(op: str, x: Tensor) -> Tensor:

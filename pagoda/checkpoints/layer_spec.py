@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specification of a layer: attention, MLP or experts, and norms; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
+from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.rope import (
+    TemperatureSpec,
+)
+from pagoda.checkpoints.state_layers import StateSpec
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+"""Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
+
+
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""Names of the numbers of xIELU (Huang and Schlag 2024)."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer."""
+
+    scale: float
+    """Factor of products of queries and keys."""
+    window: int | None = None
+    """A token sees itself and `window - 1` tokens before it; None sees all."""
+    rotary: str = "default"
+    """Name of the rotary table in `ModelSpec.rotary`."""
+    qk_norm: Literal["head", "all", "unit", "layer"] | None = None
+    """Queries and keys are normed before the rotary embedding, every head by itself or all of a token together.
+
+    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4). Those
+    of `layer` are layer norms of every head, others root mean squares."""
+    norms_rotated: bool = False
+    """Norms of queries and keys come behind the rotary embedding (Hunyuan)."""
+    clip: float | None = None
+    """Queries, keys and values are brought between this number's negative and itself (OLMo, MPT)."""
+    alibi: bool = False
+    """Scores are less by the distance of tokens times a slope of each head (ALiBi, Press et al. 2021)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the projection behind attention."""
+    chunk: int | None = None
+    """A token sees tokens from the last multiple of this on (Llama 4); None sees all."""
+    sinks: bool = False
+    """Each head has one more score, whose value is zero (gpt-oss)."""
+    temperature: TemperatureSpec | None = None
+    """Queries are scaled by their positions."""
+    softcap: float | None = None
+    """Scores s become c tanh(s / c) (Gemma 2)."""
+    output_gate: bool = False
+    """Outputs are times a sigmoid of a map of hidden states, whose rows lie behind each head's queries."""
+    causal: bool = True
+    """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
+    latent: LatentSpec | None = None
+    """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
+    distances: DistanceBuckets | Disentangled | None = None
+    """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
+
+    @property
+    def kind(self) -> Literal["full", "latent", "window", "chunk", "step"]:
+        if self.latent is not None:
+            return "latent"
+        if not self.causal:
+            return "step"
+        if self.chunk is not None:
+            return "chunk"
+        return "full" if self.window is None else "window"
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a window or of a chunk; 0 where all are kept, as encoders keep them for a step."""
+        return (self.window or self.chunk or 0) if self.causal else 0
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A gated MLP, `down(activation(gate(x)) * up(x))` (Shazeer 2020), or a plain `down(activation(up(x)))`."""
+
+    intermediate_size: int
+    """Inner channels."""
+    bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    down_bias: bool | None = None
+    """Bias of the map back to hidden states, where it is not as `bias`."""
+
+    @property
+    def has_down_bias(self) -> bool:
+        return self.bias if self.down_bias is None else self.down_bias
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Gates of experts: (up + 1) gate sigmoid(alpha gate), both clamped (gpt-oss)."""
+
+    alpha: float
+    limit: float
+    """Gates are at most this; ups are from its negative to it."""
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Several MLPs, of which every token goes through a few (Shazeer et al. 2017)."""
+
+    routing: ExpertRouting
+    intermediate_size: int
+    """Inner channels of each expert."""
+    correction: bool = False
+    """A number of each expert is added to its score for the choice (Wang et al. 2024)."""
+    shared_size: int = 0
+    """Inner channels of the MLP that every token goes through besides (Dai et al. 2024); 0 for none."""
+    scores_shared: bool = False
+    """The output of the shared MLP is times a sigmoid of a score of its own."""
+    bias: bool = False
+    """Biases of the router and of all linear layers of experts."""
+    clamp: ClampedGate | None = None
+    """Gates of experts where they are not plain SiLU."""
+
+
+LayerKind = LatentSpec | StateSpec
+"""Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    pre_norm: bool = True
+    """Norms in front of attention and of the MLP."""
+    bare_attention: bool = False
+    """No norm is in front of attention all the same (ModernBERT's first layer)."""
+    post_norm: bool = False
+    """Norms behind attention and behind the MLP, before their outputs are added."""
+    norms_sums: bool = False
+    """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
+    state: StateSpec | None = None
+    """Kind of a layer that keeps a state, in place of attention."""
+    parallel: bool = False
+    """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
+    parallel_norms: bool = False
+    """The MLP beside attention has a norm of its own of that input (GPT-NeoX)."""
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """True if there is a norm in front of the MLP alone."""
+        return self.pre_norm and (not self.parallel or self.parallel_norms)
+
+    @property
+    def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:
+        """Kind of the layer by what it keeps of a sequence."""
+        return self.attention.kind if self.state is None else "state"
+
+    @property
+    def kind(self) -> LayerKind | None:
+        """Sizes of that which is in the place of plain attention; None of plain attention."""
+        return self.attention.latent if self.state is None else self.state
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Norms of hidden states."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    """Root mean square (Zhang and Sennrich 2019), or mean and variance (Ba et al. 2016)."""
+    bias: bool = False
+    weight: bool = True
+    """False of norms without weights (OLMo)."""

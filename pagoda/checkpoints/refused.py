@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures that Pagoda knows and refuses, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Reason why an architecture is not served."""
+
+    reason: str
+    """End of a sentence that says what the architecture does."""
+    nearest: str
+    """The family that is most like it."""
+
+
+_INDEXED = "attends to tokens that an indexer chooses (index_topk)"
+_MAMBA = "has layers with a state space (Mamba)"
+_BETWEEN = "attends to what an encoder gives"
+REFUSED: Mapping[str, Refusal] = {
+    "DeepseekV32ForCausalLM": Refusal(_INDEXED, "DeepseekV3ForCausalLM"),
+    "GlmMoeDsaForCausalLM": Refusal(_INDEXED, "Glm4MoeForCausalLM"),
+    "MambaForCausalLM": Refusal(_MAMBA, "Lfm2ForCausalLM"),
+    "Mamba2ForCausalLM": Refusal(_MAMBA, "Lfm2ForCausalLM"),
+    "FalconMambaForCausalLM": Refusal(_MAMBA, "FalconForCausalLM"),
+    "FalconH1ForCausalLM": Refusal(_MAMBA, "FalconForCausalLM"),
+    "BambaForCausalLM": Refusal(_MAMBA, "GraniteForCausalLM"),
+    "JambaForCausalLM": Refusal(_MAMBA, "MixtralForCausalLM"),
+    "NemotronHForCausalLM": Refusal(_MAMBA, "NemotronForCausalLM"),
+    "Plamo2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
+    "Zamba2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
+    "KimiLinearForCausalLM": Refusal(
+        "has layers of Kimi's delta attention", "Qwen3NextForCausalLM"
+    ),
+    "MiniMaxText01ForCausalLM": Refusal(
+        "has layers of lightning attention", "MiniMaxM2ForCausalLM"
+    ),
+    "MiniMaxM1ForCausalLM": Refusal("has layers of lightning attention", "MiniMaxM2ForCausalLM"),
+    "Gemma3nForCausalLM": Refusal(
+        "has embeddings in every layer and several streams of hidden states (AltUp)",
+        "Gemma3ForCausalLM",
+    ),
+    "Gemma4ForCausalLM": Refusal("shares keys and values between layers", "Gemma3ForCausalLM"),
+    "LongcatFlashForCausalLM": Refusal(
+        "has two attentions in every layer, and experts that give their input back",
+        "DeepseekV3ForCausalLM",
+    ),
+    "PhimoeForCausalLM": Refusal("chooses experts by sparse mixing", "MixtralForCausalLM"),
+    "PhiMoEForCausalLM": Refusal("chooses experts by sparse mixing", "MixtralForCausalLM"),
+    "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
+    "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
+    "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
+    "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
+    "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
+    "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
+    "WhisperForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
+}
+"""Refusals by the names of architectures."""
