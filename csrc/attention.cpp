@@ -176,7 +176,7 @@ struct Attention {
     SharedMemory shared;
     const int32_t* cold_blocks = nullptr;  // of the cold segments that this is the attention over; `cache` has them
     const Softmax* found = nullptr;        // of rows by their places, where what is found is not the end of it
-    int64_t first_key = 0;                 // position of the cold segment's first token
+    int64_t first_key = 0;                 // position of the first token of the cold segments
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
@@ -474,7 +474,8 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, cons
 #pragma omp barrier
         const StagedRun staged = metadata.staged;
         const AttentionPlan& plan = metadata.cold_plan(metadata.cold[i]);
-        first_key = i > 0 && metadata.cold[i] == metadata.cold[i - 1] ? first_key + plan.parts.segment : 0;
+        const bool follows = i > 0 && metadata.cold[i].sequence == metadata.cold[i - 1].sequence;
+        first_key = follows ? first_key + metadata.cold[i - 1].count * plan.parts.segment : 0;
         const Attention over{table, metadata, plan, *staged.cache, queries, options, out, memory, shared, staged.blocks,
                              nullptr, first_key};
         over.run_all();
