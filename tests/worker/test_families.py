@@ -41,6 +41,7 @@ IN_GGUF = [
             "next-dense",
             "-ntk",
             "-12b",
+            "-plus",
         )
     )
 ]
