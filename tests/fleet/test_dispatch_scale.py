@@ -12,13 +12,13 @@ import pytest
 from operations import assert_constant, assert_linear
 
 from benchmarks.dispatch_scale import StaticPeer, begin, fleet, place_one, request
-from benchmarks.simulation.event_loop import VirtualTimeLoop
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.fleet.prefix_index import CacheUnion, PrefixIndex
+from pagoda.plugins.simulate.event_loop import VirtualTimeLoop
 
 
 @pytest.fixture

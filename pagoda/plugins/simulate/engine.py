@@ -7,7 +7,6 @@ import asyncio
 
 import msgspec
 
-from benchmarks.simulation.network import SimNetwork
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
@@ -32,6 +31,7 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.sim.executor import SimExecutor
+from pagoda.plugins.simulate.network import SimNetwork
 from pagoda.telemetry.tracer import Tracer
 
 
