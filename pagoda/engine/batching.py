@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagoda.engine.candidates import Candidates
-from pagoda.engine.drafting.speculator import Speculator, StepSize
+from pagoda.engine.drafting.planner import DraftPlanner, StepSize
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.in_flight_prefixes import InFlightPrefixes
@@ -143,7 +143,7 @@ class Batcher:
         self._queue = queue
         self._running = queue.running
         self._quarantine = quarantine
-        self.speculator: Speculator | None = None
+        self.speculator: DraftPlanner | None = None
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
         self._slow_masks_s = 0.0
@@ -163,7 +163,7 @@ class Batcher:
             plan, _ = self._next_plan(in_turn=False)
         return plan
 
-    def _is_held_back(self, speculator: Speculator) -> bool:
+    def _is_held_back(self, speculator: DraftPlanner) -> bool:
         """True if the next step awaits the end of the one before, because drafts pay or are under way."""
         room, num_stages = self._draft_room(), self._limits.num_stages
         # Several stages have a part of the requests each.

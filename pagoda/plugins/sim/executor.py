@@ -172,6 +172,12 @@ class SimExecutor:
         self._plans.append((done, plan, cost))
         self._execute()
 
+    def submit_done(self, plan: StepPlan, cost_s: float) -> None:
+        """Takes a step that has just ended; no other is under way."""
+        self._forget_executed_steps()
+        self._steps.append((self._clock.now(), plan.step))
+        self._foresee(self._clock.now(), self.worker.execute(plan, cost_s))
+
     def _count_cold(self, plan: StepPlan) -> int:
         """Cold blocks that the plan reads."""
         for slot in plan.freed_slots:

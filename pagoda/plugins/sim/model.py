@@ -26,9 +26,14 @@ def seed_of_length(length: int, number: int) -> int:
     return (number % _NUM_ANSWERS) << 32 | length
 
 
+def length_of_seed(seed: int) -> int:
+    """The tokens of the answer that `seed_of_length` stands for."""
+    return seed & 0xFFFFFFFF
+
+
 def token_by_seed(seed: int, position: int) -> int:
     """The token at a position of the answer that `seed_of_length` stands for."""
-    return 0 if position + 1 >= seed & 0xFFFFFFFF else 1 + (seed >> 32)
+    return 0 if position + 1 >= length_of_seed(seed) else 1 + (seed >> 32)
 
 
 def sim_logprob(previous_token_id: int, token_id: int) -> float:

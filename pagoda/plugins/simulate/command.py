@@ -60,6 +60,7 @@ def simulated(topology: Topology, options: WorkloadOptions) -> tuple[Report, flo
             workload,
             options.seed,
             known_lengths=options.known_lengths,
+            leap=options.leap,
             on_done=advance,
         )
     took_s = time.perf_counter() - began

@@ -34,6 +34,7 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.sim.executor import SimExecutor
+from pagoda.plugins.simulate.leaps import Leaper, LeapExecutor
 from pagoda.plugins.simulate.network import SimNetwork
 from pagoda.plugins.simulate.sockets import Channel, Process
 from pagoda.telemetry.tracer import Tracer
@@ -54,18 +55,21 @@ class SimEngine:
         address: str = "",
         name: str = "",
         latency_s: float = 0.0,
+        leap: int = 1,
     ) -> None:
         """`check_kv` makes the simulated worker refuse to read KV that is not the sequence's own.
 
         An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
         event loop, and where it has `address`, `tcp://HOST:PORT`. `name` is that of the replica; messages from and
-        to it take `latency_s`.
+        to it take `latency_s`. Steps that only decode are computed `leap` at a time as long as nothing else happens
+        (`pagoda.plugins.simulate.leaps`), of a model that answers by seed.
         """
         self.on_request: Callable[[GenerateRequest], None] = lambda _: None
         """Listener for requests that reach the engine."""
         self.on_ready: Callable[[], None] = lambda: None
         """Listener for each start of the engine."""
         self._latency_s = latency_s
+        self._leap = leap
         self._ways: tuple[Channel[FrontendMessage], Channel[EngineMessage]] | None = None
         """Wires from and to the replica, while there is an engine and they take time."""
         self.config = config
@@ -74,7 +78,7 @@ class SimEngine:
         self._num_starts = 0
         self._check_kv = check_kv
         self._core: EngineCore | None = None
-        self._executor: SimExecutor | None = None
+        self._executor: SimExecutor | LeapExecutor | None = None
         self._links: HandoffLinks | None = None
         self._running: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
@@ -105,6 +109,11 @@ class SimEngine:
     def _handle(self, message: FrontendMessage) -> None:
         if self._core is None:
             return
+        if isinstance(self._executor, LeapExecutor) and isinstance(
+            message, GenerateRequest | AbortRequests
+        ):
+            self._executor.cut()
+            self._news.set()
         match message:
             case GenerateRequest():
                 self.on_request(message)
@@ -239,13 +248,19 @@ class SimEngine:
             engine_id, role = f"{self._address}-{self._num_starts}", self.config.handoff.role
             self._links = self.network.links(engine_id, role, self._address, self._wake_at)
             neighbours = self.network.neighbours
-        executor = self._executor = SimExecutor(
+        simulated = SimExecutor(
             self.config.sim, clock=clock, check_kv=self._check_kv, neighbours=neighbours
         )
+        executor: SimExecutor | LeapExecutor = simulated
+        if self._leap > 1:
+            executor = LeapExecutor(simulated, self.config.sim, clock)
+        self._executor = executor
         core = self._core = EngineCore(self.config, executor, clock, handoff=self._links)
         core.step()
         if core.ready is None:
             raise RuntimeError("The simulated engine is not ready after its first step.")
+        if core.scheduler is not None and self._leap > 1:
+            core.scheduler.batcher.speculator = Leaper(core.scheduler, self._leap)
         self._running = asyncio.create_task(self._run(core))
         if self._latency_s:
             there = Process(self._address, lambda: self._latency_s)

@@ -35,6 +35,7 @@ def explain(
             requests,
             workload.seed,
             known_lengths=workload.known_lengths,
+            leap=workload.leap,
             watched=name,
             on_done=advance,
         )

@@ -79,8 +79,9 @@ class SimHost:
         network: SimNetwork,
         observers: Observers,
         above: tuple[str, ...],
+        leap: int,
     ) -> None:
-        """`above` are the kinds of the routers in front of it, and its own."""
+        """`above` are the kinds of the routers in front of it, and its own; `leap` is as in `SimEngine`."""
         self.path = path
         self.kind = kind
         self.spec = spec
@@ -93,6 +94,7 @@ class SimHost:
             address=f"tcp://{path}:1",
             name=path,
             latency_s=spec.round_trip_ms / 2000,
+            leap=leap,
         )
         self.engine.on_request = lambda request: observers.on_placed(request.request_id, self)
         self.engine.on_ready = self._join
@@ -240,7 +242,9 @@ class SimRouter:
 class SimFleet:
     """All hosts and routers of a topology; belongs to one event loop."""
 
-    def __init__(self, topology: Topology, observers: Observers) -> None:
+    def __init__(self, topology: Topology, observers: Observers, leap: int) -> None:
+        """`leap` is as in `SimEngine`."""
+        self._leap = leap
         self.hosts: list[SimHost] = []
         self.routers: list[SimRouter] = []
         self._topology = topology
@@ -275,6 +279,7 @@ class SimFleet:
             self._wires,
             self._observers,
             above,
+            self._leap,
         )
         self.hosts.append(host)
         return host

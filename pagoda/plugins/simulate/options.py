@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 from pagoda.cli.options import Count
 from pagoda.errors import ConfigError
 from pagoda.plugins.simulate.records import Slo
+from pagoda.plugins.simulate.simulation import DEFAULT_LEAP
 from pagoda.plugins.simulate.workload import Workload, read_workload
 
 
@@ -31,6 +32,8 @@ class WorkloadOptions:
     """Seed of all that is drawn; the same seed gives the same bytes."""
     known_lengths: bool = False
     """Tell routers how long answers will be; by default they know max_tokens alone, as of most clients."""
+    leap: Count = DEFAULT_LEAP
+    """Steps that only decode are simulated so many at a time, as long as nothing else happens; 1: each on its own."""
     slo: str = ""
     """Limits in ms of a good answer, such as ttft:500,tpot:60."""
 

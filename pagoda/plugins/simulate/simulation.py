@@ -18,6 +18,7 @@ from pagoda.plugins.simulate.records import NUM_INTERVALS, Records, Sample
 from pagoda.plugins.simulate.topology import Topology
 from pagoda.plugins.simulate.workload import Workload
 
+DEFAULT_LEAP = 64
 OnDone = Callable[[], None]
 
 
@@ -40,10 +41,12 @@ def simulate(
     seed: int,
     *,
     known_lengths: bool = False,
+    leap: int = DEFAULT_LEAP,
     watched: str = "",
     on_done: OnDone = lambda: None,
 ) -> Outcome:
-    """Runs a workload, whose sessions can be read once. `watched` names a request of which all events are kept.
+    """Runs a workload, whose sessions can be read once. `watched` names a request of which all events are kept;
+    `leap` is as in `SimEngine`.
 
     The same arguments give the same outcome.
     """
@@ -53,7 +56,7 @@ def simulate(
     gc.disable()
     try:
         return run_in_virtual_time(
-            _Run(topology, workload, seed, known_lengths, watched, on_done).run()
+            _Run(topology, workload, seed, known_lengths, leap, watched, on_done).run()
         )
     finally:
         logger.setLevel(level)
@@ -70,6 +73,7 @@ class _Run:
         workload: Workload,
         seed: int,
         known_lengths: bool,
+        leap: int,
         watched: str,
         on_done: OnDone,
     ) -> None:
@@ -80,7 +84,7 @@ class _Run:
         self.records = Records()
         self.events: list[tuple[float, str]] = []
         on_choice = self._on_choice if watched else None
-        self.fleet = SimFleet(topology, Observers(self._on_placed, on_choice))
+        self.fleet = SimFleet(topology, Observers(self._on_placed, on_choice), leap)
         self.clients = Clients(
             workload,
             self.fleet.generate,
