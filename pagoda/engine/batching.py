@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -102,6 +103,11 @@ class Counters:
     """Tokens of drafts that were right."""
     accepted_per_position: list[int] = field(default_factory=list)
     """The same by their places in drafts."""
+
+    def figures(self) -> dict[str, Any]:
+        """The sums by name, as they are now."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"accepted_per_position": list(self.accepted_per_position)}
 
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
         self.num_drafts += 1

@@ -59,9 +59,9 @@ class Clients:
                 await asyncio.sleep(turn.pause_s)
             if loop.time() > self._workload.duration_s:
                 return  # users would go on for ever
-            if turn.fresh:
-                tokens = []
-            tokens = tokens + [token for piece in turn.pieces for token in token_ids(piece)]
+            tokens = [] if turn.fresh else tokens.copy()  # the turn before may still be read
+            for piece in turn.pieces:
+                tokens += token_ids(piece)
             seed = seed_of_length(turn.output_tokens, len(self._records.requests))
             await self._ask(turn, tokens, seed, session.name)
             length = turn.output_tokens
