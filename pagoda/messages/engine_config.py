@@ -52,7 +52,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     per_context_token_s: float = 0.0
     """Seconds for each token in front of those that a step computes, of all its requests."""
     per_pair_s: float = 0.0
-    """Seconds for each token in front of each token that a step computes, of requests with several tokens in it."""
+    """Seconds for each pair of a token that a step computes and one in front of it, of requests with several."""
     per_transferred_block_s: float = 0.0
     shares_link: bool = False
     """True if transfers follow one another on one link; else each is as fast as if it were alone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the batcher asks before it makes a plan: which requests get drafts, and whether a plan has to wait for them."""
+"""The planner of drafts: whom the batcher asks which requests get drafts, and whether a plan waits for them."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
 from pagoda.engine.drafting.acceptance import MatchRates, OwnRate
 from pagoda.engine.drafting.drafter import NOTHING, Drafter, Proposal
 from pagoda.engine.drafting.planner import StepSize

@@ -77,7 +77,8 @@ class Clients:
             return
         room = self._max_model_len - len(tokens)
         most = length if self._known_lengths else min(room, max(length, USUAL_MAX_TOKENS))
-        sampling = SamplingParams(seed=seed, max_tokens=most, stop_token_ids=(0,))
+        ends = () if self._known_lengths else (0,)
+        sampling = SamplingParams(seed=seed, max_tokens=most, stop_token_ids=ends)
         request = GenerateRequest(
             request_id=turn.name,
             prompt_token_ids=tokens,

@@ -61,8 +61,8 @@ class SimEngine:
 
         An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
         event loop, and where it has `address`, `tcp://HOST:PORT`. `name` is that of the replica; messages from and
-        to it take `latency_s`. Steps that only decode are computed `leap` at a time as long as nothing else happens
-        (`pagoda.plugins.simulate.leaps`), of a model that answers by seed.
+        to it take `latency_s`. Of a model that answers by seed, steps that only decode are computed `leap` at a
+        time as long as nothing else happens (`pagoda.plugins.simulate.leaps`).
         """
         self.on_request: Callable[[GenerateRequest], None] = lambda _: None
         """Listener for requests that reach the engine."""

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.policies import POLICIES, Candidate, Policy, RoutingRequest
 from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.event_socket import SILENCE_S
@@ -79,9 +80,12 @@ class SimHost:
         network: SimNetwork,
         observers: Observers,
         above: tuple[str, ...],
+        *,
+        latency_s: float,
         leap: int,
     ) -> None:
-        """`above` are the kinds of the routers in front of it, and its own; `leap` is as in `SimEngine`."""
+        """`above` are the kinds of the routers in front of it, and its own; `latency_s` and `leap` are as in
+        `SimEngine`."""
         self.path = path
         self.kind = kind
         self.spec = spec
@@ -93,7 +97,7 @@ class SimHost:
             network=network,
             address=f"tcp://{path}:1",
             name=path,
-            latency_s=spec.round_trip_ms / 2000,
+            latency_s=latency_s,
             leap=leap,
         )
         self.engine.on_request = lambda request: observers.on_placed(request.request_id, self)
@@ -195,13 +199,7 @@ class SimRouter:
             process.kill()
         if self.above is not None:
             self.above.name_router(f"tcp://{self.path}:1", None)
-        if self._door is not None:
-            await self._door.close()
-        for host in self.hosts:
-            self.members.remove(host.engine.replica)
-        if self._registry is not None:
-            await self._registry.close()
-        await self.members.close()
+        await self._shut(ends_hosts=False)
         await asyncio.sleep(for_s)
         await self.start()
         self._restart = None
@@ -219,11 +217,20 @@ class SimRouter:
 
     async def close(self) -> None:
         if self._restart is not None:
-            self._restart.cancel()
-        if self._door is not None:
-            await self._door.close()
-        if self._registry is not None:
-            await self._registry.close()
+            await cancel_all([self._restart])
+        await self._shut(ends_hosts=True)
+
+    async def _shut(self, *, ends_hosts: bool) -> None:
+        """Closes the door, then what is behind it. May be called twice."""
+        door, self._door = self._door, None
+        registry, self._registry = self._registry, None
+        if door is not None:
+            await door.close()
+        if not ends_hosts:
+            for host in self.hosts:
+                self.members.remove(host.engine.replica)
+        if registry is not None:
+            await registry.close()
         await self.members.close()
 
     def _policy(self) -> Policy:
@@ -279,7 +286,8 @@ class SimFleet:
             self._wires,
             self._observers,
             above,
-            self._leap,
+            latency_s=self._topology.latency_s(kind),
+            leap=self._leap,
         )
         self.hosts.append(host)
         return host

@@ -3,8 +3,8 @@
 
 The scheduler is not told: to it these are steps of speculation whose drafts are right, since the simulated model's
 answers are known. The executor gives such a step the time of as many steps, one after the other. Whatever comes
-meanwhile, a request or the end of one, cuts the leap where the scheduler would have planned for it: behind the step
-that it has planned ahead. The drafts beyond count as wrong.
+meanwhile, a request or the end of one, cuts the leap where the scheduler would have planned for it: behind the
+step that it has planned ahead. The drafts beyond count as wrong.
 """
 
 from __future__ import annotations
@@ -75,14 +75,18 @@ class Leaper:
 
     def ask(self, scheduled: Sequence[Scheduled]) -> dict[int, int]:
         """Notes who was left waiting: nothing is proposed."""
-        num_waiting, num_running = len(self._scheduler.waiting), len(self._scheduler.running)
-        self._stuck = (num_waiting, num_running) if len(scheduled) == num_running else None
+        running = self._scheduler.running
+        # While prompts are computed, somebody may wait for a prefix that is coming.
+        if len(scheduled) == len(running) and all(it.num_output_tokens for it in running):
+            self._stuck = len(self._scheduler.waiting), len(running)
+        else:
+            self._stuck = None
         return {}
 
     def observe(self, step: InFlightStep, result: StepResult) -> None:
         """Costs are known, and all drafts are right."""
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request) -> None:  # noqa: ARG002
         """Nothing is kept of requests; there is room for those that wait."""
         self._stuck = None
 

@@ -33,7 +33,7 @@ class WorkloadOptions:
     known_lengths: bool = False
     """Tell routers how long answers will be; by default they know max_tokens alone, as of most clients."""
     leap: Count = DEFAULT_LEAP
-    """Steps that only decode are simulated so many at a time, as long as nothing else happens; 1: each on its own."""
+    """Steps that only decode are simulated so many at a time while nothing else happens; 1: each on its own."""
     slo: str = ""
     """Limits in ms of a good answer, such as ttft:500,tpot:60."""
 

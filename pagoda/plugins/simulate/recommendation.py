@@ -55,7 +55,7 @@ def recommend(
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
-    """Try numbers of hosts, policies, and hosts that compute prompts alone, and tell the cheapest fleet that keeps --slo.
+    """Try numbers of hosts, policies, and hosts for prompts alone, and tell the cheapest fleet that keeps --slo.
 
     Args:
         topology: A YAML file with one router over hosts of one kind.
@@ -156,7 +156,7 @@ def _num_prefill(num_hosts: int, part: float) -> int:
 
 
 def with_hosts(topology: Topology, num_hosts: int, num_prefill: int) -> Topology:
-    """The topology, of one router and one kind of host, with so many hosts, some of which compute prompts alone."""
+    """The topology, of one router and one kind of host, with so many hosts, some of them for prompts alone."""
     [(kind, host)] = topology.hosts.items()
     roles = {kind: Role.BOTH if num_hosts > 1 else Role.NONE}
     counts = {kind: num_hosts}

@@ -181,9 +181,8 @@ class _Run:
             cached = (
                 f"{record.num_cached_tokens} of {record.num_prompt_tokens} prompt tokens cached"
             )
-            self.events.append(
-                (record.arrived, f"it arrives with {record.num_prompt_tokens} tokens")
-            )
+            arrival = f"it arrives with {record.num_prompt_tokens} tokens"
+            self.events.insert(0, (record.arrived, arrival))
             if record.first is not None:
                 self.events.append((record.first, f"the first token comes, {cached}"))
             if record.ended is not None:

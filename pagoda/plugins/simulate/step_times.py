@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times of devices: fitted to measurements, or a roofline of a model's shape and a device's speeds.
 
-The roofline is that of Williams, Waterman and Patterson (2009): a step takes the longer of reading all weights once
-and computing its tokens, and besides reads K and V in front of its tokens.
+The roofline is that of Williams, Waterman and Patterson (2009): a step takes the longer of reading all weights
+once and computing its tokens, and besides reads K and V in front of its tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import msgspec
@@ -74,6 +75,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Median relative error of the steps that it was fitted to; None for a roofline, whose error is not known."""
     error_p95: float | None = None
     num_samples: int = 0
+    round_trip_s: NotNegative = 0.0
+    """Seconds from a request to its first token besides steps, of a fit."""
     num_blocks: int = 0
     """Blocks of the KV cache there; 0 if not known."""
     block_size: int = 16
@@ -100,6 +103,8 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
     pairs: NotNegative = 0.0
     """Pairs of a token of a prompt's chunk and one in front of it."""
     time_s: Positive
+    round_trip_s: NotNegative = 0.0
+    """Seconds besides from a request to its first token, where that was measured."""
 
     def features(self) -> tuple[float, ...]:
         """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`."""
@@ -137,7 +142,7 @@ def model_shape(name: str) -> ModelShape | None:
 
 
 def roofline(model: ModelShape, device: Device, count: int, block_size: int) -> StepTimes:
-    """Step times of a model on `count` devices that share its layers evenly. Raises ConfigError: no room for it."""
+    """Step times of a model on `count` devices that share each layer. Raises ConfigError: no room for KV."""
     flops = count * device.tflops * 1e12 * device.compute_share
     rate = count * device.tb_per_s * 1e12 * device.memory_share
     weights = model.parameters * model.bytes_per_parameter
@@ -200,4 +205,5 @@ def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
         error_p50=errors[len(errors) // 2],
         error_p95=errors[int(0.95 * (len(errors) - 1))],
         num_samples=len(samples),
+        round_trip_s=median([it.round_trip_s for it in samples if it.round_trip_s] or [0.0]),
     )

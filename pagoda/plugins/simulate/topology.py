@@ -53,8 +53,8 @@ class HostKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds from a start to the first request."""
     price_per_hour: NotNegative | None = None
     """Price of a host; by default that of its devices."""
-    round_trip_ms: NotNegative = 0.2
-    """Milliseconds to its router and back."""
+    round_trip_ms: NotNegative | None = None
+    """Milliseconds to its router and back; by default as measured with the step times, or 0.2."""
 
 
 class RouterKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,8 +77,8 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     what: str
     """Kind of hosts or routers."""
     kind: Literal["fail", "cut", "router"] = "fail"
-    """fail: hosts, and all that is behind a router, lose their power; cut: nothing passes between a router and that
-    above it; router: a router's process ends, and its hosts go on."""
+    """fail: hosts, and all that is behind a router, lose their power; cut: nothing passes between a router and
+    that above it; router: a router's process ends, and its hosts go on."""
     every_s: Positive | None = None
     """Mean seconds between two faults of one host or router (exponential)."""
     at_s: NotNegative | None = None
@@ -106,9 +106,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     block_s: dict[str, float]
     """Seconds to receive a block of KV from another host, by kind of host."""
 
-    def num_of(self, kind: str) -> int:
-        """How many hosts or routers of a kind there are in all."""
-        return sum(name == kind for _, name in self.instances())
+    def latency_s(self, kind: str) -> float:
+        """Seconds from a host's router to the host."""
+        given = self.hosts[kind].round_trip_ms
+        measured = self.steps[kind].round_trip_s or 0.0002
+        return (measured if given is None else given / 1000) / 2
 
     def instances(self) -> Iterator[tuple[str, str]]:
         """Paths and kinds of all routers and hosts, each behind what is in front of it."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a simulation: traces, which servers recorded, or drawn sessions. Texts are made up; what they share is not.
+"""Requests of a simulation: traces, which servers recorded, or drawn sessions. Texts are made up.
 
-A trace has a line of JSON for each request: `timestamp` in milliseconds, `input_length` and `output_length` in tokens,
-and `hash_ids`, one for each 512 tokens of the prompt; equal ids at the beginning are a shared prefix. That is the
-format published with Mooncake (Qin et al., FAST 2025).
+A trace has a line of JSON for each request: `timestamp` in milliseconds, `input_length` and `output_length` in
+tokens, and `hash_ids`, one for each 512 tokens of the prompt; equal ids at the beginning are a shared prefix. That
+is the format published with Mooncake (Qin et al., FAST 2025).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLAG = "--workload"
 TRACE_BLOCK = 512
 """Tokens that an id of a trace stands for."""
 COMMON_SHARE = 0.01
-"""An id that this share of a trace's requests has is a text that further users have, too, when a trace is scaled."""
+"""A text that this share of a trace's requests has is one that further users have, too, when it is scaled."""
 _DIGITS = 8
 _BASE = 199
 """Pieces of text begin with their ids in this base; small integers are the same objects everywhere."""
@@ -100,7 +100,7 @@ class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PrefixLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A level of a tree of texts with which prompts begin: each text of the level above goes on in `count` ways."""
+    """A level of a tree of texts with which prompts begin: each text above it goes on in `count` ways."""
 
     count: Whole
     tokens: Whole
@@ -188,8 +188,8 @@ def _traced_sessions(
     trace: Sequence[TracedRequest], rng: random.Random, scale: float
 ) -> list[Session]:
     """`scale` users for each of the trace: whoever is added has texts of its own, but for those that many have."""
-    uses = Counter(id for traced in trace for id in traced.hash_ids)
-    common = {id for id, count in uses.items() if count >= COMMON_SHARE * len(trace)}
+    uses = Counter(key for traced in trace for key in traced.hash_ids)
+    common = {key for key, count in uses.items() if count >= COMMON_SHARE * len(trace)}
     stride = 1 + max(uses, default=0)
     duration_s = max(it.timestamp for it in trace) / 1000
     first = min(it.timestamp for it in trace) / 1000
@@ -210,10 +210,10 @@ def _traced_sessions(
 
 def _pieces(traced: TracedRequest, offset: int, common: set[int]) -> tuple[Piece, ...]:
     left, pieces = traced.input_length, []
-    for id in traced.hash_ids:
+    for key in traced.hash_ids:
         if left <= 0:
             break
-        pieces.append(Piece(id if id in common else id + offset, min(TRACE_BLOCK, left)))
+        pieces.append(Piece(key if key in common else key + offset, min(TRACE_BLOCK, left)))
         left -= TRACE_BLOCK
     return tuple(pieces)
 
