@@ -39,25 +39,29 @@ class Clients:
         self._known_lengths = known_lengths
         self._max_model_len = max_model_len
         self._on_done = on_done
+        self._began = 0.0
         self.by_name: dict[str, RequestRecord] = {}
         """Requests under way."""
 
     async def run(self) -> None:
         """Returns when the last answer is complete."""
-        loop = asyncio.get_running_loop()
+        self._began = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             for session in self._workload.sessions:
-                if session.at > loop.time():
-                    await asyncio.sleep(session.at - loop.time())
+                if session.at > self.now():
+                    await asyncio.sleep(session.at - self.now())
                 tasks.create_task(self._live(session))
 
+    def now(self) -> float:
+        """Seconds since the first client could come."""
+        return asyncio.get_running_loop().time() - self._began
+
     async def _live(self, session: Session) -> None:
-        loop = asyncio.get_running_loop()
         tokens: list[int] = []
         for turn in session.turns:
             if turn.pause_s:
                 await asyncio.sleep(turn.pause_s)
-            if loop.time() > self._workload.duration_s:
+            if self.now() > self._workload.duration_s:
                 return  # users would go on for ever
             tokens = [] if turn.fresh else tokens.copy()  # the turn before may still be read
             for piece in turn.pieces:
@@ -68,8 +72,8 @@ class Clients:
             tokens += [token_by_seed(seed, 0)] * (length - 1) + [0]
 
     async def _ask(self, turn: Turn, tokens: list[int], seed: int, session: str) -> None:
-        loop, length = asyncio.get_running_loop(), turn.output_tokens
-        record = RequestRecord(turn.name, loop.time(), len(tokens))
+        length = turn.output_tokens
+        record = RequestRecord(turn.name, self.now(), len(tokens))
         self._records.requests.append(record)
         if len(tokens) + length > self._max_model_len:
             record.is_too_long = True
@@ -96,15 +100,14 @@ class Clients:
             except PagodaError as error:
                 record.error = str(error)
                 break
-        record.ended = loop.time()
+        record.ended = self.now()
         del self.by_name[turn.name]
         self._on_done()
 
     async def _follow(self, request: GenerateRequest, record: RequestRecord) -> None:
-        loop = asyncio.get_running_loop()
         before = 0.0
         async for chunk in self._generate(request):
-            count, now = len(chunk.token_ids), loop.time()
+            count, now = len(chunk.token_ids), self.now()
             if count:
                 if record.first is None:
                     record.first = now

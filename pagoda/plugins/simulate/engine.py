@@ -70,6 +70,9 @@ class SimEngine:
         """Listener for each start of the engine."""
         self._latency_s = latency_s
         self._leap = leap
+        self._leaper: Leaper | None = None
+        self._late: list[GenerateRequest] = []
+        """Requests that came during a leap, which the engine is told of when it has ended."""
         self._ways: tuple[Channel[FrontendMessage], Channel[EngineMessage]] | None = None
         """Wires from and to the replica, while there is an engine and they take time."""
         self.config = config
@@ -109,26 +112,20 @@ class SimEngine:
     def _handle(self, message: FrontendMessage) -> None:
         if self._core is None:
             return
-        if isinstance(self._executor, LeapExecutor) and isinstance(
-            message, GenerateRequest | AbortRequests
-        ):
-            self._executor.cut()
-            self._news.set()
         match message:
             case GenerateRequest():
                 self.on_request(message)
-                # The engine knows requests by their wire ids.
-                answer = self._core.add(
-                    msgspec.structs.replace(message, request_id=message.wire_id)
-                )
-                if isinstance(answer, RequestRefused):
-                    self._tell(answer)
-                    return
-                self.deliver(answer)
-                self._news.set()
+                if self._leaper is not None and self._cut_leap():
+                    self._leaper.is_ahead = True
+                    self._late.append(message)
+                else:
+                    self._add(self._core, message)
             case LoadQuery(query_id):
                 self._tell(self._report(self._core, query_id))
             case AbortRequests():
+                self._cut_leap()
+                aborted = set(message.request_ids)
+                self._late = [it for it in self._late if it.wire_id not in aborted]
                 for wire_id in message.request_ids:
                     self._core.abort(wire_id)
             case SubscribeCache():
@@ -140,6 +137,22 @@ class SimEngine:
                 self._core.steps.follow()
             case UnsubscribeSteps():
                 self._core.steps.unfollow()
+
+    def _add(self, core: EngineCore, request: GenerateRequest) -> None:
+        # The engine knows requests by their wire ids.
+        answer = core.add(msgspec.structs.replace(request, request_id=request.wire_id))
+        if isinstance(answer, RequestRefused):
+            self._tell(answer)
+            return
+        self.deliver(answer)
+        self._news.set()
+
+    def _cut_leap(self) -> bool:
+        """Ends a leap as soon as may be; False without one."""
+        is_cut = isinstance(self._executor, LeapExecutor) and self._executor.cut()
+        if is_cut:
+            self._news.set()
+        return is_cut
 
     def deliver(self, chunks: list[TokenChunk]) -> None:
         self._tell(TokenChunks(chunks))
@@ -260,7 +273,8 @@ class SimEngine:
         if core.ready is None:
             raise RuntimeError("The simulated engine is not ready after its first step.")
         if core.scheduler is not None and self._leap > 1:
-            core.scheduler.batcher.speculator = Leaper(core.scheduler, self._leap)
+            self._leaper = Leaper(core.scheduler, self._leap)
+            core.scheduler.batcher.speculator = self._leaper
         self._running = asyncio.create_task(self._run(core))
         if self._latency_s:
             there = Process(self._address, lambda: self._latency_s)
@@ -278,6 +292,8 @@ class SimEngine:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self.deliver(core.step())
+            if self._late and not self._is_leaping:
+                self._add_late(core)
             for refusal in core.drain_refusals():
                 self._tell(refusal)
             for update in core.drain_updates():
@@ -289,6 +305,20 @@ class SimEngine:
             await self._news.wait()
             if timer is not None:
                 timer.cancel()
+
+    @property
+    def _is_leaping(self) -> bool:
+        return isinstance(self._executor, LeapExecutor) and self._executor.is_leaping
+
+    def _add_late(self, core: EngineCore) -> None:
+        """Adds requests that came during a leap, now that the step is planned that would have been planned before
+        they came."""
+        late, self._late = self._late, []
+        for request in late:
+            self._add(core, request)
+        if self._leaper is not None:
+            self._leaper.is_ahead = False
+        self.deliver(core.step())
 
     def _end(self) -> None:
         if self._running is not None:
@@ -302,6 +332,8 @@ class SimEngine:
         for way in self._ways or ():
             way.close()
         self._ways = None
+        self._late = []
+        self._leaper = None
         self._core = self._running = self._restart = self._executor = self._links = None
 
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:

@@ -3,8 +3,8 @@
 
 The scheduler is not told: to it these are steps of speculation whose drafts are right, since the simulated model's
 answers are known. The executor gives such a step the time of as many steps, one after the other. Whatever comes
-meanwhile, a request or the end of one, cuts the leap where the scheduler would have planned for it: behind the
-step that it has planned ahead. The drafts beyond count as wrong.
+meanwhile, a request or the end of one, cuts the leap behind the step that is computed; the drafts beyond count as
+wrong. The scheduler plans a step ahead, so a request that comes is told to it behind the plan of the next step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class Leaper:
         self.size = StepSize(1, 1)
         self._scheduler = scheduler
         self._most = most
+        self.is_ahead = False
+        """The next plan is one that the scheduler would have made before, of a single step."""
         self._stuck: tuple[int, int] | None = None
         """Numbers of requests that wait and run since a plan admitted none of those."""
 
     def holds_back(self, running: Sequence[Request], room: int) -> bool:
-        return self._num_tokens(running, room, num_unknown=1) > 1
+        return self.is_ahead or self._num_tokens(running, room, num_unknown=1) > 1
 
     def draft(self, running: Sequence[Request], room: int) -> None:
         count = self._num_tokens(running, room, num_unknown=0) - 1
@@ -59,7 +61,7 @@ class Leaper:
     def _num_tokens(self, running: Sequence[Request], room: int, num_unknown: int) -> int:
         """Tokens that every running request gets before anything else happens; 1 without a leap. Each has at most
         `num_unknown` samples under way."""
-        if not running or not all(request.is_decoding for request in running):
+        if not running or self.is_ahead or not all(request.is_decoding for request in running):
             return 1
         num_waiting = len(self._scheduler.waiting)
         if num_waiting and self._stuck != (num_waiting, len(running)):
@@ -153,11 +155,16 @@ class LeapExecutor:
             1 + min(lengths.values()),
         )
 
-    def cut(self) -> None:
-        """Ends a leap behind the step that would have been planned ahead by now."""
-        if self._leap is not None:
-            begun = self._leap.num_begun(self._clock.now())
-            self._leap.num_steps = min(self._leap.num_steps, begun + 1)
+    def cut(self) -> bool:
+        """Ends a leap behind the step that is being computed; False without one."""
+        if self._leap is None:
+            return False
+        self._leap.num_steps = self._leap.num_begun(self._clock.now())
+        return True
+
+    @property
+    def is_leaping(self) -> bool:
+        return self._leap is not None
 
     def submit_masks(self, masks: TokenMasks) -> None:
         self._inner.submit_masks(masks)

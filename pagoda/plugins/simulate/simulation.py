@@ -102,10 +102,11 @@ class _Run:
         await self.fleet.start()
         gc.freeze()
         faults = Faults(self._topology.faults, self.fleet, self.records, self._seed)
+        running = asyncio.create_task(self.clients.run())
+        await asyncio.sleep(0)
         sampling = asyncio.create_task(self._sample())
-        await self.clients.run()
-        loop = asyncio.get_running_loop()
-        self.records.ended_at = loop.time()
+        await running
+        self.records.ended_at = self.clients.now()
         sampling.cancel()
         await faults.close()
         self._take_samples()
@@ -127,7 +128,7 @@ class _Run:
             await asyncio.sleep(interval_s)
 
     def _take_samples(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self.clients.now()
         sums: dict[str, Sample] = {}
         for host in self.fleet.hosts:
             scheduler = host.engine.scheduler
@@ -172,7 +173,7 @@ class _Run:
         self._note(f"{router} chooses the first of {seen}{more}")
 
     def _note(self, text: str) -> None:
-        self.events.append((asyncio.get_running_loop().time(), text))
+        self.events.append((self.clients.now(), text))
 
     def _tell_end(self) -> None:
         for record in self.records.requests:
