@@ -31,7 +31,7 @@ class Clients:
         max_model_len: int,
         on_done: Callable[[], None],
     ) -> None:
-        """With `known_lengths` routers are told how long answers will be. A request of more than `max_model_len`
+        """Routers are told how long answers will be with `known_lengths`. A request of more than `max_model_len`
         tokens is turned down before it is sent."""
         self._workload = workload
         self._generate = generate

@@ -25,7 +25,7 @@ class WorkloadOptions:
     workload: Path
     """A trace (.jsonl, in Mooncake's format) or drawn sessions (.yaml)."""
     scale: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
-    """How many users come for each of the workload."""
+    """Users who come for each of the workload."""
     requests: Count | None = None
     """Take so many lines of a trace; by default all."""
     seed: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the requests of a simulation, and figures of it over time and by kind of router and host."""
+"""Records of the requests of a simulation, and figures of them over time and by kind of router and host."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class RequestRecord:
     host: int = -1
     """Number of the host that answered last; -1 if none did."""
     is_too_long: bool = False
-    """It was not sent: its tokens are more than the hosts take."""
+    """The request was not sent: its tokens are more than the hosts take."""
     error: str = ""
-    """Why it got no whole answer; empty if it did."""
+    """The reason for which it got no whole answer; empty if it did."""
 
     @property
     def ttft(self) -> float | None:
@@ -103,7 +103,7 @@ class Records:
     requests: list[RequestRecord] = field(default_factory=list)
     itl: Histogram = field(default_factory=Histogram)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    """By kind of host."""
+    """Samples by kind of host."""
     num_faults: int = 0
     num_hosts_lost: int = 0
     """Losses of a host by faults."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation showed, as an object of JSON and as tables."""
+"""Reports of simulations, as objects of JSON and as tables."""
 
 from __future__ import annotations
 

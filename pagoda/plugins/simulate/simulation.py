@@ -24,7 +24,7 @@ OnDone = Callable[[], None]
 
 @dataclass
 class Outcome:
-    """What a simulation shows."""
+    """Result of a simulation."""
 
     records: Records
     above: dict[int, tuple[str, ...]]
@@ -32,7 +32,7 @@ class Outcome:
     paths: list[str]
     """Paths of hosts by their numbers."""
     events: list[tuple[float, str]] = field(default_factory=list)
-    """What happened to the request that is watched."""
+    """Events of the request that is watched."""
 
 
 def simulate(

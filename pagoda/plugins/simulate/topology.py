@@ -84,9 +84,9 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     at_s: NotNegative | None = None
     """Instead: when the fault comes."""
     count: Whole = 1
-    """How many are hit at `at_s`, the first of their kind first."""
+    """Number of those hit at `at_s`, the first of their kind first."""
     group: Whole = 1
-    """How many neighbours a fault takes at once: the hosts of a rack."""
+    """Neighbours that a fault takes at once: the hosts of a rack."""
     for_s: Positive = 60.0
     """Seconds until repair, of random faults on average (exponential)."""
 
@@ -129,7 +129,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.prices.get(kind, 0.0) for _, kind in self.instances())
 
     def errors(self) -> list[str]:
-        """What is known about the error of step times, of each kind of host."""
+        """Words about the error of step times, of each kind of host."""
         return [f"{name}: {self.steps[name].error()}" for name in self.hosts]
 
 

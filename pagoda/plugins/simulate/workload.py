@@ -69,7 +69,7 @@ class Workload:
     name: str
     sessions: list[Session]
     num_requests: int
-    """How many there will be, or about so many."""
+    """Number of requests, or about so many."""
     duration_s: float
     """Seconds in which sessions begin; turns of users end then."""
 
