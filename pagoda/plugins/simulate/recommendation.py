@@ -110,6 +110,7 @@ class _Search:
         self._workload = workload
         self._share = share
         self._most = most
+        self._start = 1
         self.tried: dict[tuple[str, int, int], Report] = {}
 
     def of_policy(self, policy: str, *, splits: bool) -> Iterator[Candidate]:
@@ -127,19 +128,30 @@ class _Search:
         return "–"
 
     def _least(self, policy: str, part: float) -> Candidate | None:
-        """Fewest hosts that keep the SLO, by doubling and halving; None if `most` do not."""
+        """Fewest hosts that keep the SLO; None if `most` do not. The search begins at the number found last, in
+        steps that double."""
         least = 2 if part else 1
-        low, high = least - 1, least
-        while not self._keeps(policy, high, part):
-            low, high = high, min(self._most, 2 * high)
-            if low == high:
-                return None
+        high = max(least, min(self._start, self._most))
+        step = 1
+        if self._keeps(policy, high, part):
+            low = high - 1
+            while low >= least and self._keeps(policy, low, part):
+                step *= 2
+                low, high = max(least - 1, low - step), low
+        else:
+            low = high
+            while high == low or not self._keeps(policy, high, part):
+                if high >= self._most:
+                    return None
+                low, high = high, min(self._most, high + step)
+                step *= 2
         while high - low > 1:
             middle = (low + high) // 2
             if self._keeps(policy, middle, part):
                 high = middle
             else:
                 low = middle
+        self._start = high
         num_prefill = _num_prefill(high, part)
         return Candidate(policy, high, num_prefill, self.tried[policy, high, num_prefill])
 

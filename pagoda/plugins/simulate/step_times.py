@@ -165,7 +165,7 @@ def roofline(model: ModelShape, device: Device, count: int, block_size: int) -> 
 
 
 def read_step_times(path: Path, flag: str) -> StepTimes:
-    """Step times that `pagoda simulate fit` has written. Raises ConfigError: the file is not there or is another one."""
+    """Step times that `pagoda simulate fit` has written. Raises ConfigError: the file is none of these."""
     try:
         return msgspec.json.decode(read_file(path, flag), type=StepTimes)
     except msgspec.DecodeError as error:
