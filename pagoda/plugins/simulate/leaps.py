@@ -138,8 +138,9 @@ class LeapExecutor:
         self._inner.start(num_blocks)
 
     def submit(self, plan: StepPlan) -> None:
-        if not plan.drafts:
-            self._inner.submit(plan)
+        # Room that nobody foresaw may have let somebody in: then this is one step, and no draft is right.
+        if not plan.drafts or plan.starts:
+            self._inner.submit(_with_wrong(plan, 0) if plan.drafts else plan)
             return
         config, slots, count = self._config, self._inner.worker.slots, len(plan.slots)
         context = sum(slots[slot].num_computed_tokens for slot in plan.slots)
@@ -192,7 +193,8 @@ class LeapExecutor:
         leap = self._leap
         if leap is not None and self._clock.now() >= leap.end(leap.num_steps):
             self._leap = None
-            self._inner.submit_done(_kept(leap), leap.end(leap.num_steps) - leap.begin)
+            kept = _with_wrong(leap.plan, leap.num_steps - 1)
+            self._inner.submit_done(kept, leap.end(leap.num_steps) - leap.begin)
             messages, self._transfers = self._transfers, []
             for message in messages:
                 self._inner.submit_transfers(message)
@@ -216,11 +218,10 @@ class LeapExecutor:
         self._inner.close()
 
 
-def _kept(leap: _Leap) -> StepPlan:
-    """The plan of a leap with drafts that are wrong from where it ended."""
-    place = leap.num_steps - 1
+def _with_wrong(plan: StepPlan, place: int) -> StepPlan:
+    """The plan with drafts of which only those before a place are right."""
     drafts = [
         (slot, [*draft[:place], _WRONG, *draft[place + 1 :]] if place < len(draft) else draft)
-        for slot, draft in leap.plan.drafts
+        for slot, draft in plan.drafts
     ]
-    return msgspec.structs.replace(leap.plan, drafts=drafts)
+    return msgspec.structs.replace(plan, drafts=drafts)
