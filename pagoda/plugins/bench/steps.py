@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
@@ -26,7 +26,7 @@ from pagoda.concurrency import event_loop
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.fleet import Fleet
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.messages.frontend import GenerateRequest, Work
+from pagoda.messages.frontend import EngineReady, GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 
 _WARM_STEPS = 4
@@ -65,6 +65,7 @@ def steps(
     contexts: Annotated[tuple[Count, ...], Parameter(consume_multiple=True)] = (32, 256, 1024),
     prompts: Annotated[tuple[Count, ...], Parameter(consume_multiple=True)] = (16, 64, 256, 1024),
     num_steps: Count = 48,
+    rounds: Count = 3,
     engine: EngineOptions = EngineOptions(),
     executor: ExecutorOptions = ExecutorOptions(),
     general: GeneralOptions = GeneralOptions(),
@@ -77,32 +78,29 @@ def steps(
         output_file: Write the measured steps to this file.
         batches: Numbers of requests that decode at once.
         contexts: Lengths of their contexts in tokens.
-        prompts: Lengths of prompts that are computed beside one that decodes.
+        prompts: Lengths of prompts that are computed beside one request that decodes, and beside many.
         num_steps: Steps of each kind.
+        rounds: Measure all kinds so many times, and take the median of each.
     """
     general.apply()
     files = executor.resolve(engine, model, ParallelOptions())
     config = executor.engine_config(engine, files.model)
-    longest = max(prompts)
-    kinds = [*itertools.product(batches, contexts), *((0, length) for length in prompts)]
+    kinds = [_Kind(batch, context) for batch in batches for context in contexts]
+    kinds += [_Kind(batch, 16, length) for batch in (1, max(batches) // 2) for length in prompts]
 
     async def measure() -> list[StepSample]:
         fleet = Fleet.of_engines(config, "round-robin")
         try:
             await fleet.start()
             limits = fleet.dispatcher.limits
-            room = limits.num_blocks * limits.block_size
+            fitting = [it for it in kinds if it.has_room(limits, num_steps)]
             bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps)
-            samples = []
-            with progress("kinds of steps", len(kinds)) as advance:
-                for batch, length in kinds:
-                    needed = max(1, batch) * (length + num_steps + 64)
-                    if needed <= room and length + num_steps + 64 <= limits.max_model_len:
-                        samples.append(
-                            await (bench.decode(batch, length) if batch else bench.prompt(length))
-                        )
+            found: dict[_Kind, list[StepSample]] = {kind: [] for kind in fitting}
+            with progress("kinds of steps", rounds * len(fitting)) as advance:
+                for kind in fitting * rounds:
+                    found[kind].append(await bench.measure(kind))
                     advance()
-            return samples
+            return [sorted(it, key=lambda it: it.time_s)[rounds // 2] for it in found.values()]
         finally:
             await fleet.close()
 
@@ -113,9 +111,30 @@ def steps(
         (str(it.num_seqs), str(it.num_tokens), str(it.context_tokens), f"{1000 * it.time_s:.3f} ms")
         for it in samples
     ]
-    title = f"Steps of {files.served_name}, prompts up to {longest} tokens"
+    title = f"Steps of {files.served_name}"
     output.stdout().print(output.table(title, columns, rows))
     return 0
+
+
+class _Kind(NamedTuple):
+    """A kind of steps."""
+
+    batch: int
+    """Requests that decode."""
+    context: int
+    """Tokens in front of each."""
+    prompt: int = 0
+    """Tokens of a prompt in the same step."""
+
+    def has_room(self, limits: EngineReady, num_steps: int) -> bool:
+        """True if the replica's KV cache has room for such steps."""
+        longest = max(self.context, self.prompt) + 2 * num_steps + 64
+        blocks = (self.batch + 1) * -(-longest // limits.block_size)
+        return longest <= limits.max_model_len and blocks <= limits.num_blocks
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 class _Bench:
@@ -128,47 +147,46 @@ class _Bench:
         self._rng = random.Random(0)
         self._names: Iterator[int] = itertools.count()
 
-    async def decode(self, batch: int, context: int) -> StepSample:
-        """A step of `batch` requests that each have `context` tokens and more."""
-        streams = [_Stream(self._ask(context)) for _ in range(batch)]
+    async def measure(self, kind: _Kind) -> StepSample:
+        """A step of this kind."""
+        streams = [_Stream(self._ask(kind.context)) for _ in range(kind.batch)]
         try:
             await asyncio.gather(*(it.first.wait() for it in streams))
-            begin = len(streams[0].times) + _WARM_STEPS
-            await streams[0].have(begin + self._num_steps)
-            times = streams[0].times[begin : begin + self._num_steps]
-            context_tokens = batch * (context + begin + self._num_steps // 2)
+            await streams[0].have(len(streams[0].times) + _WARM_STEPS)
+            if kind.prompt:
+                return await self._with_prompt(kind, streams[0])
+            return await self._decode(kind, streams[0])
         finally:
             await asyncio.gather(*(it.close() for it in streams))
-        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    async def _decode(self, kind: _Kind, stream: _Stream) -> StepSample:
+        begin = len(stream.times)
+        await stream.have(begin + self._num_steps)
         return StepSample(
-            num_tokens=batch,
-            num_seqs=batch,
-            context_tokens=context_tokens,
-            time_s=sum(gaps) / len(gaps),
+            num_tokens=kind.batch,
+            num_seqs=kind.batch,
+            context_tokens=kind.batch * (kind.context + begin + self._num_steps // 2),
+            time_s=median(_gaps(stream.times[begin:])),
         )
 
-    async def prompt(self, length: int) -> StepSample:
-        """A step that computes a prompt beside a token of another request; the prompt has room in one step."""
+    async def _with_prompt(self, kind: _Kind, other: _Stream) -> StepSample:
+        """The longest gap between tokens of others is the step with the prompt, which has room in one step."""
         times, trips = [], []
-        for _ in range(max(3, self._num_steps // 8)):
-            other = _Stream(self._ask(16))
-            try:
-                await other.have(_WARM_STEPS)
-                asked = time.perf_counter()
-                stream = _Stream(self._ask(length))
-                await stream.first.wait()
-                await other.have(len(other.times) + 2)
-                await stream.close()
-            finally:
-                await other.close()
-            gaps = [b - a for a, b in itertools.pairwise(other.times) if b > asked]
+        for _ in range(3):
+            begin, asked = len(other.times) - 1, time.perf_counter()
+            stream = _Stream(self._ask(kind.prompt))
+            await stream.first.wait()
+            await other.have(len(other.times) + 2)
+            await stream.close()
+            gaps = _gaps(other.times[begin:])
             times.append(max(gaps))
+            # It comes in the middle of a step, and the next one is planned.
             trips.append(stream.times[0] - asked - max(gaps) - 1.5 * min(gaps))
         return StepSample(
-            num_tokens=length + 1,
-            num_seqs=2,
-            context_tokens=16 + _WARM_STEPS,
-            pairs=length * length / 2,
+            num_tokens=kind.prompt + kind.batch,
+            num_seqs=1 + kind.batch,
+            context_tokens=kind.batch * (kind.context + len(other.times)),
+            pairs=kind.prompt**2 / 2,
             time_s=median(times),
             round_trip_s=max(0.0, median(trips)),
         )
@@ -178,7 +196,9 @@ class _Bench:
         tokens = [self._rng.randrange(self._vocab_size) for _ in range(num_prompt_tokens)]
         name = f"steps{next(self._names)}"
         work = Work(SamplingParams(seed=1, max_tokens=_LONG, temperature=0.0))
-        request = GenerateRequest(request_id=name, prompt_token_ids=tokens, work=work)
+        request = GenerateRequest(
+            request_id=name, prompt_token_ids=tokens, work=work, speculates=False
+        )
         async for chunk in self._dispatcher.generate(request):
             for _ in chunk.token_ids:
                 yield time.perf_counter()

@@ -88,6 +88,7 @@ class Clients:
             prompt_token_ids=tokens,
             work=Work(sampling),
             session=session or None,
+            speculates=False,
         )
         self.by_name[turn.name] = record
         while True:
