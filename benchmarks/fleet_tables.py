@@ -156,7 +156,10 @@ def main() -> None:
         columns = ("device", "prompt / answer", "1 prefill, 2 decode", "3 both", "apart")
     with tempfile.TemporaryDirectory() as folder:
         tables = _Tables(Path(folder), chosen.trace, chosen.requests, chosen.scale)
-        rows = list(getattr(tables, chosen.name)())
+        rows = []
+        for row in getattr(tables, chosen.name)():
+            rows.append(row)
+            output.stderr().print("  ".join(row))
     output.stdout().print(output.table(f"{chosen.name}", columns, rows))
 
 
