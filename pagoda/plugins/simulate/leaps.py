@@ -94,7 +94,7 @@ class Leaper:
 
 
 @dataclass
-class _Leap:
+class Leap:
     """A step with drafts under way."""
 
     plan: StepPlan
@@ -129,7 +129,7 @@ class LeapExecutor:
         self._inner = inner
         self._config = config
         self._clock = clock
-        self._leap: _Leap | None = None
+        self._leap: Leap | None = None
         self._transfers: list[Transfers] = []
         """Transfers that wait until a leap has ended."""
         self.max_in_flight = inner.max_in_flight
@@ -148,7 +148,7 @@ class LeapExecutor:
         first_s = config.base_s + tokens_s + config.per_sequence_s * count
         # A request that was given fewer drafts, for want of blocks, ends the leap of all.
         lengths = dict.fromkeys(plan.slots, 0) | {slot: len(draft) for slot, draft in plan.drafts}
-        self._leap = _Leap(
+        self._leap = Leap(
             plan,
             self._clock.now(),
             first_s + config.per_context_token_s * context,
