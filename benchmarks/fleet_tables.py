@@ -37,7 +37,7 @@ _HOSTS = """
 model: llama-3.1-8b
 root: pool
 routers: {pool: {children: {h100: 64}}}
-hosts: {h100: {device: h100, block_size: 512, num_blocks: 250, max_num_batched_tokens: 8192}}
+hosts: {h100: {device: h100, block_size: 512, num_blocks: 6000, max_num_batched_tokens: 8192}}
 """
 _WHOLE = """
 model: llama-3.1-8b

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Histogram:
         for bucket in sorted(self._counts):
             left -= self._counts[bucket]
             if left <= 0:
-                return _BOUNDS[min(bucket, len(_BOUNDS) - 1)] / _RATIO**0.5
+                return _BOUNDS[min(bucket, len(_BOUNDS) - 1)] / math.sqrt(_RATIO)
         return None
 
 
