@@ -23,11 +23,11 @@ from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.engine_config import SimConfig
-from pagoda.messages.tracing import TraceSession
 from pagoda.messages.transfers import Transfers
 from pagoda.messages.worker import StepPlan, StepResult, TokenMasks
 from pagoda.plugins.sim.executor import SimExecutor
 from pagoda.plugins.sim.model import length_of_seed, token_by_seed
+from pagoda.telemetry.tracer import TraceSession
 
 _WRONG = -1
 """No token: a draft that is not right."""

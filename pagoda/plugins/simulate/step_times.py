@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import yaml
@@ -81,7 +81,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Blocks of the KV cache there; 0 if not known."""
     block_size: int = 16
 
-    def costs(self) -> dict[str, float]:
+    def costs(self) -> dict[str, Any]:
+        """The costs under their names in `SimConfig`, in seconds."""
         names = ("base_s", "per_token_s", "floor_s")
         more = ("per_sequence_s", "per_context_token_s", "per_pair_s")
         return {name: getattr(self, name) for name in (*names, *more)}
