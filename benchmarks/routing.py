@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.figure import Figure
-from benchmarks.simulation.engine import SimEngine
-from benchmarks.simulation.event_loop import run
 from pagoda.cli import output
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES, PolicyName
@@ -29,6 +27,8 @@ from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.sim.model import sim_token
+from pagoda.plugins.simulate.engine import SimEngine
+from pagoda.plugins.simulate.event_loop import run
 
 REPLICAS = (2, 4, 8, 16, 32, 64)
 SEEDS = (1, 2, 3)

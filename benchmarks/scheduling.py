@@ -97,7 +97,7 @@ def _measure_drafting() -> str:
         max_model_len=room, num_blocks=_RUNNING * _blocks(room), max_num_seqs=2 * _RUNNING
     )
     speculator = build_speculator(SpeculativeConfig(), 0)
-    steps.scheduler.batcher.speculator = timed = _Timed(speculator)  # type: ignore[assignment]
+    steps.scheduler.batcher.speculator = timed = _Timed(speculator)
     for index in range(_RUNNING):
         steps.scheduler.add(_request(index, _DRAFTING - index % _BLOCK_SIZE))
     steps.begin()

@@ -17,15 +17,15 @@ from statistics import fmean
 
 from benchmarks.figure import Figure
 from benchmarks.routing import LOAD, SEEDS, Outcome, Timed, capacity, heavy_tailed, poisson, replica
-from benchmarks.simulation.engine import SimEngine
-from benchmarks.simulation.event_loop import run
-from benchmarks.simulation.seeds.sockets import Network, Process, SimSockets
 from pagoda.cli import output
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.plugins.router.host_client import HostClient, Identity
 from pagoda.plugins.router.host_server import HostServer
+from pagoda.plugins.simulate.engine import SimEngine
+from pagoda.plugins.simulate.event_loop import run
+from pagoda.plugins.simulate.sockets import Network, Process, SimSockets
 
 _HOSTS = 8
 _POLICY: PolicyName = "least-pending-tokens"

@@ -15,7 +15,7 @@ class Command:
     """One sentence."""
     target: str = ""
     """Module and function, as in `pagoda_x.command:run`, imported when the command is called or asked for its
-    help. A group has none."""
+    help. That of a group, if it has one, is what its name alone does."""
     details: str = ""
     """Help behind the summary."""
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group, Parameter
 from cyclopts.config import Dict, Env
@@ -94,14 +95,18 @@ def build_app(first: str = "") -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for words, command in _commands(first).items():
+    commands = _commands(first)
+    for words, command in commands.items():
         group, _, name = words.rpartition(" ")
         parent = app[group] if group else app
-        if command.target:
-            text = "\n\n".join(filter(None, (command.summary, command.details)))
-            parent.command(command.target, name=name, help=text)
+        text = "\n\n".join(filter(None, (command.summary, command.details)))
+        if any(other.startswith(f"{words} ") for other in commands):
+            members = App(name=name, help=text)
+            if command.target and words == first:
+                members.default(resolve_name(command.target))
+            parent.command(members)
         else:
-            parent.command(App(name=name, help=command.summary))
+            parent.command(command.target, name=name, help=text)
     return app
 
 

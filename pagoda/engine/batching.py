@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from pagoda.engine.candidates import Candidates
-from pagoda.engine.drafting.speculator import Speculator, StepSize
+from pagoda.engine.drafting.planner import DraftPlanner, StepSize
 from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.grammar_turns import GrammarTurns
 from pagoda.engine.in_flight_prefixes import InFlightPrefixes
@@ -103,6 +104,11 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
     """The same by their places in drafts."""
 
+    def figures(self) -> dict[str, Any]:
+        """The sums by name, as they are now."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"accepted_per_position": list(self.accepted_per_position)}
+
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
         self.num_drafts += 1
         self.num_draft_tokens += num_tokens
@@ -143,7 +149,7 @@ class Batcher:
         self._queue = queue
         self._running = queue.running
         self._quarantine = quarantine
-        self.speculator: Speculator | None = None
+        self.speculator: DraftPlanner | None = None
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
         self._slow_masks_s = 0.0
@@ -163,7 +169,7 @@ class Batcher:
             plan, _ = self._next_plan(in_turn=False)
         return plan
 
-    def _is_held_back(self, speculator: Speculator) -> bool:
+    def _is_held_back(self, speculator: DraftPlanner) -> bool:
         """True if the next step awaits the end of the one before, because drafts pay or are under way."""
         room, num_stages = self._draft_room(), self._limits.num_stages
         # Several stages have a part of the requests each.

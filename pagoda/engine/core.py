@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from pagoda.admission.waiting_room import Bounds, Newcomer, WaitingRoom
@@ -537,7 +536,7 @@ class EngineCore:
         speculator = scheduler.batcher.speculator
         return LoadReport(
             draft_index_bytes=0 if speculator is None else speculator.num_bytes,
-            **dataclasses.asdict(scheduler.counters),
+            **scheduler.counters.figures(),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + self.parts.grammars.num_compiling,
             num_pending_tokens=scheduler.queue.num_pending_tokens,

@@ -40,14 +40,25 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost model: a step takes `base_s + per_token_s * tokens` s, a transfer `per_transferred_block_s * blocks` s.
+    """Cost model: a step takes `base_s + max(floor_s, per_token_s * tokens)` s and what its
+    requests add, a transfer `per_transferred_block_s * blocks` s.
 
     Steps and transfers do not slow each other down.
     """
 
     base_s: float = 0.0
     per_token_s: float = 0.0
+    floor_s: float = 0.0
+    """The least that the tokens of a step take together: the time to read all weights."""
+    per_sequence_s: float = 0.0
+    """Seconds for each request in a step."""
+    per_context_token_s: float = 0.0
+    """Seconds for each token in front of those that a step computes, of all its requests."""
+    per_pair_s: float = 0.0
+    """Seconds for each pair of a token that a step computes and one in front of it, of requests with several."""
     per_transferred_block_s: float = 0.0
+    shares_link: bool = False
+    """True if transfers follow one another on one link; else each is as fast as if it were alone."""
     per_cold_block_s: float = 0.0
     """Seconds by which a block that a step reads below the device makes it longer."""
     segment_tokens: int = 0
@@ -63,6 +74,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens that its drafter proposes, of which each is right with probability `proposal_share`."""
     proposal_share: float = 0.8
     kv_places: tuple[TierPlace, ...] = ()
+    answers_by_seed: bool = False
+    """True if the seed of a request is the length of its answer, of equal tokens; the last one is 0."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,6 @@ from benchmarks.dispatch_scale import (
     place_one,
     request,
 )
-from benchmarks.simulation.event_loop import VirtualTimeLoop
 from pagoda.api.catalogue import Catalogue
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError
@@ -28,6 +27,7 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.fleet.prefix_index import CacheUnion, PrefixIndex
+from pagoda.plugins.simulate.event_loop import VirtualTimeLoop
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from contextlib import aclosing
 import pytest
 from virtual_fleet import ask, engine_config, request, start_fleet, virtual
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.errors import OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
+from pagoda.plugins.simulate.engine import SimEngine
 
 
 async def _fleet() -> Dispatcher:

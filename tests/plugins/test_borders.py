@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pagoda"
 PLUGINS = {path.parent.name for path in (PACKAGE / "plugins").glob("*/__init__.py")}
 IMPORT = re.compile(r"^\s*(?:from|import)\s+pagoda\.plugins\.(\w+)", re.MULTILINE)
-SUBJECTS = {"sim", "backend_check"}
-"""Simulated workers and cases for backends, with which tests of many plugins compute."""
+SUBJECTS = {"sim", "simulate", "backend_check"}
+"""Simulated workers and engines, and cases for backends, with which tests of many plugins compute."""
+RUN_BY = {"simulate": {"disaggregation", "router", "sim"}}
+"""Plugins that another one runs as they are, in virtual time."""
 OTHERS_IN_TESTS = {"router": {"disaggregation", "trace"}, "epp": {"router"}}
 """Plugins that tests of a plugin run together with it."""
 
@@ -28,9 +30,10 @@ def _imports() -> Iterator[tuple[Path, str]]:
 def _is_allowed(path: Path, plugin: str) -> bool:
     match path.parts:
         case "plugins", owner, "tests", *_:
-            return plugin in {owner, *SUBJECTS, *OTHERS_IN_TESTS.get(owner, ())}
+            others = OTHERS_IN_TESTS.get(owner, set()) | RUN_BY.get(owner, set())
+            return plugin in {owner, *SUBJECTS, *others}
         case "plugins", owner, *_:
-            return plugin == owner
+            return plugin in {owner, *RUN_BY.get(owner, ())}
     return False
 
 

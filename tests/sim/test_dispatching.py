@@ -31,7 +31,6 @@ from virtual_fleet import (
     virtual,
 )
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.engine.reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
@@ -43,6 +42,7 @@ from pagoda.messages.frontend import FinishReason
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.load import LoadReport, TierLoad
 from pagoda.messages.spans import embedded_span
+from pagoda.plugins.simulate.engine import SimEngine
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50

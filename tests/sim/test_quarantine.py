@@ -21,9 +21,9 @@ from virtual_fleet import (
     worker_breaking,
 )
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.fleet.placement import LONE_CRASHES
 from pagoda.messages.frontend import FinishReason
+from pagoda.plugins.simulate.engine import SimEngine
 
 
 @virtual

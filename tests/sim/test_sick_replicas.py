@@ -11,12 +11,12 @@ from functools import partial
 import pytest
 from virtual_fleet import ask, engine_config, request, start, start_fleet, virtual
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.fleet import outliers
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import PolicyName
 from pagoda.fleet.token_stream import TokenStream
 from pagoda.messages.frontend import GenerateRequest
+from pagoda.plugins.simulate.engine import SimEngine
 
 Generate = Callable[[GenerateRequest], TokenStream]
 

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.simulation.event_loop import run
+from pagoda.plugins.simulate.event_loop import run
 
 
 def test_a_year_passes_at_once_and_in_order() -> None:

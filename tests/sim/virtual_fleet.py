@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
-from benchmarks.simulation.engine import SimEngine
-from benchmarks.simulation.event_loop import run
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.placement import ReplicaSlot
@@ -29,6 +27,8 @@ from pagoda.messages.frontend import (
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.sim.model import sim_token
+from pagoda.plugins.simulate.engine import SimEngine
+from pagoda.plugins.simulate.event_loop import run
 
 VOCAB_SIZE = 100
 POISON = VOCAB_SIZE + 1

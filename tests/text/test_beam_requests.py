@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from virtual_fleet import engine_config, start_fleet, virtual
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.errors import DeadlineError, InvalidRequestError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.simulate.engine import SimEngine
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.beam_search import BeamSearchParams, beam_search
 from pagoda.text.draft import Draft

@@ -17,7 +17,6 @@ from aiohttp import web
 from benchmarks.chaos.fuzz.forms import JSON, MSGPACK
 from benchmarks.chaos.fuzz.sockets import GOOD, fuzzed_config, has_ended
 from benchmarks.chaos.fuzz.target import Feed, Form, Target
-from benchmarks.simulation.engine import SimEngine
 from benchmarks.simulation.workers import NobodyLaunched
 from pagoda.errors import PagodaError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
@@ -42,6 +41,7 @@ from pagoda.plugins.router.host_client import HostClient, Identity
 from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.host_sockets import OnDisconnect, OnMessage
 from pagoda.plugins.router.messages import HostJoin, HostMessage, JoinAnswer, RouterMessage
+from pagoda.plugins.simulate.engine import SimEngine
 
 UNIONS: tuple[Any, ...] = (
     *(FrontendMessage, EngineMessage, WorkerOrder, WorkerMessage, Transfers, TransferMessage),

@@ -17,8 +17,6 @@ from aiohttp import web
 
 from benchmarks.chaos.fuzz.forms import JSON, MSGPACK
 from benchmarks.chaos.fuzz.target import Feed, Target
-from benchmarks.simulation.engine import SimEngine
-from benchmarks.simulation.network import SimNetwork
 from pagoda.api.http.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.engine.main import EngineProcess
@@ -45,6 +43,8 @@ from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.plugins.disaggregation.exporter import KVExporter
 from pagoda.plugins.disaggregation.messages import DecodeMessage
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
+from pagoda.plugins.simulate.engine import SimEngine
+from pagoda.plugins.simulate.network import SimNetwork
 from pagoda.text.model_text import synthetic_model_text
 from pagoda.text.text_generator import TextGenerator
 

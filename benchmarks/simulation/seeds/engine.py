@@ -13,10 +13,8 @@ import msgspec
 
 from benchmarks.simulation.books import check_books, require
 from benchmarks.simulation.disk import SimDisk
-from benchmarks.simulation.network import SimNetwork
 from benchmarks.simulation.seeds.draw import ENGINE_POISON, ENGINE_TIMEOUT_S
 from benchmarks.simulation.seeds.executor import FaultyExecutor
-from benchmarks.simulation.seeds.sockets import Channel, Process
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_transfers import KVTransferHooks, TiersBuilder
@@ -48,6 +46,8 @@ from pagoda.messages.frontend import (
 from pagoda.messages.transfers import Transfer
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.sim.executor import SimExecutor, TransferFate
+from pagoda.plugins.simulate.network import SimNetwork
+from pagoda.plugins.simulate.sockets import Channel, Process
 from pagoda.telemetry.tracer import Tracer
 
 _FRONTEND = b"frontend"

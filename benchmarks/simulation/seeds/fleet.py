@@ -19,7 +19,6 @@ from benchmarks.simulation.seeds.draw import (
     Plan,
 )
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine, OffsetClock
-from benchmarks.simulation.seeds.sockets import Latency, Network, Process, SimSockets
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES
@@ -35,6 +34,7 @@ from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.messages import HostRecord
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.plugins.router.registry import Registry
+from pagoda.plugins.simulate.sockets import Latency, Network, Process, SimSockets
 from pagoda.telemetry.tracer import Tracer
 
 _KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key="")

@@ -14,13 +14,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.simulation.books import BrokenInvariantError, check_nothing_left, require
-from benchmarks.simulation.event_loop import VirtualTimeLoop
-from benchmarks.simulation.network import SimNetwork
 from benchmarks.simulation.seeds.client import Answer, ask, check_answers, expected_tokens
 from benchmarks.simulation.seeds.draw import ENGINE_POISON, LEASE_S, Ask, Fault, Kind, Plan
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine
 from benchmarks.simulation.seeds.fleet import Host, Router, Surroundings
-from benchmarks.simulation.seeds.sockets import Network
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.ipc.clock import LoopClock
@@ -31,6 +28,9 @@ from pagoda.messages.transfers import Transfer
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 from pagoda.plugins.router.host_client import HANG_TIMEOUT_S
 from pagoda.plugins.sim.executor import TransferFate
+from pagoda.plugins.simulate.event_loop import VirtualTimeLoop
+from pagoda.plugins.simulate.network import SimNetwork
+from pagoda.plugins.simulate.sockets import Network
 
 _MOST_S = 2000.0
 """Virtual seconds after which a life is stuck: no fault and no time-out lasts so long."""

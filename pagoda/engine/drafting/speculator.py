@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pagoda.engine.drafting.acceptance import MatchRates, OwnRate
 from pagoda.engine.drafting.drafter import NOTHING, Drafter, Proposal
+from pagoda.engine.drafting.planner import StepSize
 from pagoda.engine.drafting.step_costs import StepCosts
 from pagoda.engine.grammar_turns import SLOW_MASK_S
 from pagoda.engine.plans import InFlightStep, Scheduled
@@ -42,13 +42,6 @@ class _Course:
     """Leading drafts of it that are known to be right."""
     num_unasked: int = 0
     """Steps since the worker was asked to propose."""
-
-
-class StepSize(NamedTuple):
-    """Size of a step."""
-
-    num_tokens: int
-    num_requests: int
 
 
 class Speculator:

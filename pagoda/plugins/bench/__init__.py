@@ -17,6 +17,9 @@ COMMANDS = CommandPlugin(
             "Measure the throughput of the engine without HTTP.",
             "pagoda.plugins.bench.offline:offline",
         ),
+        "bench steps": Command(
+            "Measure the time of steps, by what is in them.", "pagoda.plugins.bench.steps:steps"
+        ),
         "bench accuracy": Command(
             "Ask held-out questions and count the right answers.",
             "pagoda.plugins.bench.accuracy:accuracy",

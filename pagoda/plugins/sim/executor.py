@@ -52,6 +52,7 @@ from pagoda.messages.worker import (
     TokenMasks,
     WorkerReady,
 )
+from pagoda.plugins.sim.costs import step_time_s
 from pagoda.plugins.sim.drafting import num_unkept, propose, say
 from pagoda.plugins.sim.model import sim_embedding, token_logprobs
 from pagoda.plugins.sim.slots import Place, SimSlot
@@ -110,6 +111,8 @@ class SimExecutor:
         """Cold blocks by slot."""
         self._executed_step = -1
         self._busy_until = [0.0] * num_stages
+        self._link_free_at = 0.0
+        """Instant at which the last transfer so far will have ended."""
         self._disk = {} if disk is None else disk
         self._disk_hangs = disk_hangs
         self._neighbours = neighbours
@@ -167,7 +170,7 @@ class SimExecutor:
         self._foresee(self._clock.now(), ready)
 
     def submit(self, plan: StepPlan) -> None:
-        cost = self._config.base_s + self._config.per_token_s * sum(plan.num_tokens)
+        cost = step_time_s(self._config, plan, self.worker.slots)
         cost += self._config.per_cold_block_s * self._count_cold(plan)
         done = self._clock.now()
         for stage, busy_until in enumerate(self._busy_until):
@@ -177,6 +180,12 @@ class SimExecutor:
         self._steps.append((done, plan.step))
         self._plans.append((done, plan, cost))
         self._execute()
+
+    def submit_done(self, plan: StepPlan, cost_s: float) -> None:
+        """Takes a step that has just ended; no other is under way."""
+        self._forget_executed_steps()
+        self._steps.append((self._clock.now(), plan.step))
+        self._foresee(self._clock.now(), self.worker.execute(plan, cost_s))
 
     def _count_cold(self, plan: StepPlan) -> int:
         """Cold blocks that the plan reads."""
@@ -207,8 +216,11 @@ class SimExecutor:
             num_blocks = self.worker.begin(transfer)
             begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
-            cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
-            self._foresee(begins + cost, (transfer, fate))
+            if self._config.shares_link:
+                begins = max(begins, self._link_free_at)
+            ends = begins + self._config.per_transferred_block_s * num_blocks + fate.delay_s
+            self._link_free_at = ends
+            self._foresee(ends, (transfer, fate))
         for peer_id in message.removed_peers:
             del self._peers[peer_id]
 
@@ -341,7 +353,7 @@ class SimWorker:
         for start in plan.starts:
             if start.slot in self.slots:
                 raise ValueError(f"Slot {start.slot} is started while it is in use.")
-            self.slots[start.slot] = SimSlot(start)
+            self.slots[start.slot] = SimSlot(start, by_seed=self._config.answers_by_seed)
         for new in plan.new_blocks:
             self.slots[new.slot].block_ids[new.group].extend(new.block_ids)
         for part in (*chain.from_iterable(start.cold for start in plan.starts), *plan.cold):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pagoda.messages.frontend import TokenLogprobs
 
 _MASK = 2**64 - 1
+_NUM_ANSWERS = 250
 
 
 def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int) -> int:
@@ -18,6 +19,21 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return (x ^ (x >> 31)) % vocab_size
+
+
+def seed_of_length(length: int, number: int) -> int:
+    """The seed of a request whose answer has so many tokens, 0 at its end; `number` tells answers apart."""
+    return (number % _NUM_ANSWERS) << 32 | length
+
+
+def length_of_seed(seed: int) -> int:
+    """The tokens of the answer that `seed_of_length` stands for."""
+    return seed & 0xFFFFFFFF
+
+
+def token_by_seed(seed: int, position: int) -> int:
+    """The token at a position of the answer that `seed_of_length` stands for."""
+    return 0 if position + 1 >= length_of_seed(seed) else 1 + (seed >> 32)
 
 
 def sim_logprob(previous_token_id: int, token_id: int) -> float:

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from pagoda.messages.frontend import Pooling, PromptLogprobs
 from pagoda.messages.worker import LostSegments, SlotStart
-from pagoda.plugins.sim.model import sim_logprob, sim_token
+from pagoda.plugins.sim.model import sim_logprob, sim_token, token_by_seed
 
 Place = tuple[str, int | bytes]
 """A kind of memory, and the number or key of a block in it."""
@@ -17,7 +17,9 @@ Place = tuple[str, int | bytes]
 class SimSlot:
     """A request, as a worker keeps it."""
 
-    def __init__(self, start: SlotStart) -> None:
+    def __init__(self, start: SlotStart, *, by_seed: bool = False) -> None:
+        """`by_seed` is `SimConfig.answers_by_seed`."""
+        self._by_seed = by_seed
         self.token_ids = list(start.token_ids)
         self.slot = start.slot
         self.block_ids = [list(block_ids) for block_ids in start.block_ids]
@@ -80,6 +82,8 @@ class SimSlot:
     def choose(self, vocab_size: int, mask: bytes | None) -> int:
         """The next token; `mask` says which may be chosen."""
         position = len(self.token_ids) - self.num_prompt_tokens
+        if self._by_seed:
+            return token_by_seed(self.sampling.seed or 0, position)
         previous = self.token_ids[-1]
         token_id = sim_token(self.sampling.seed or 0, position, previous, vocab_size)
         if mask is not None:

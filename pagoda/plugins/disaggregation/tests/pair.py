@@ -12,7 +12,6 @@ import msgspec
 from harness import Harness, assert_complete, make_request, reworked
 
 from benchmarks.simulation.books import check_books, in_state
-from benchmarks.simulation.network import SimListener, SimNetwork, SimPeers
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
@@ -25,6 +24,7 @@ from pagoda.plugins.disaggregation.exporter import KVExporter
 from pagoda.plugins.disaggregation.hooks import HandoffHooks
 from pagoda.plugins.disaggregation.messages import DecodeMessage, PrefillMessage
 from pagoda.plugins.disaggregation.transfer_tokens import TransferTokens
+from pagoda.plugins.simulate.network import SimListener, SimNetwork, SimPeers
 
 LEASE_S = 30.0
 NO_KEYS = CurveKeys("", "", "", "")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.server_process import ServerProcess, server_process
@@ -26,6 +25,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.plugins.router.discovery.choice import registering
 from pagoda.plugins.router.door import JoinConfig
 from pagoda.plugins.sim.model import sim_token
+from pagoda.plugins.simulate.engine import SimEngine
 from pagoda.telemetry.request_tracker import RequestTracker
 
 VOCAB_SIZE = 512

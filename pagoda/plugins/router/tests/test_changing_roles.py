@@ -12,8 +12,6 @@ import pytest
 from test_prefill_decode import KEYS, LEASE_S, LONG, MIN_TOKENS, SHORT, assert_nothing_left
 from virtual_fleet import ask, engine_config, request, run_seeds, virtual
 
-from benchmarks.simulation.engine import SimEngine
-from benchmarks.simulation.network import SimNetwork
 from pagoda.errors import InvalidRequestError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.policies import POLICIES
@@ -21,6 +19,8 @@ from pagoda.ipc.clock import LoopClock
 from pagoda.messages.engine_config import HandoffConfig
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
+from pagoda.plugins.simulate.engine import SimEngine
+from pagoda.plugins.simulate.network import SimNetwork
 
 P, D, BOTH, STANDBY = Role.PREFILL, Role.DECODE, Role.BOTH, Role.STANDBY
 

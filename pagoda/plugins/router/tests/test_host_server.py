@@ -15,7 +15,6 @@ from linked_hosts import KEYS, Host, until
 from scripted_endpoint import ScriptedEndpoint
 from virtual_fleet import engine_config, request
 
-from benchmarks.simulation.engine import SimEngine
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import SharedEndpoint
 from pagoda.fleet.policies import POLICIES
@@ -34,6 +33,7 @@ from pagoda.messages.frontend import (
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.spans import embedded_span
 from pagoda.plugins.router.messages import HostMessage
+from pagoda.plugins.simulate.engine import SimEngine
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 

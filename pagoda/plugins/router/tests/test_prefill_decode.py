@@ -20,8 +20,6 @@ from virtual_fleet import (
     virtual,
 )
 
-from benchmarks.simulation.engine import SimEngine
-from benchmarks.simulation.network import SimNetwork
 from pagoda.errors import OverloadedError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
@@ -42,6 +40,8 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.plugins.disaggregation.offload import PATIENCE_S, is_better_here
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
+from pagoda.plugins.simulate.engine import SimEngine
+from pagoda.plugins.simulate.network import SimNetwork
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
 LONG, SHORT = list(range(40)), list(range(10))

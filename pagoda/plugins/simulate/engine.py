@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
-from benchmarks.simulation.network import SimNetwork
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.engine.core import EngineCore
+from pagoda.engine.scheduler import Scheduler
 from pagoda.errors import EngineDeadError
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.prefix_index import short_keys
@@ -18,6 +19,7 @@ from pagoda.ipc.clock import LoopClock
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import (
     AbortRequests,
+    EngineMessage,
     FrontendMessage,
     GenerateRequest,
     LoadQuery,
@@ -32,6 +34,9 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport
 from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.sim.executor import SimExecutor
+from pagoda.plugins.simulate.leaps import Leaper, LeapExecutor
+from pagoda.plugins.simulate.network import SimNetwork
+from pagoda.plugins.simulate.sockets import Channel, Process
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -48,26 +53,43 @@ class SimEngine:
         check_kv: bool = False,
         network: SimNetwork | None = None,
         address: str = "",
+        name: str = "",
+        latency_s: float = 0.0,
+        leap: int = 1,
     ) -> None:
         """`check_kv` makes the simulated worker refuse to read KV that is not the sequence's own.
 
         An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
-        event loop, and where it has `address`, `tcp://HOST:PORT`.
+        event loop, and where it has `address`, `tcp://HOST:PORT`. `name` is that of the replica; messages from and
+        to it take `latency_s`. Of a model that answers by seed, steps that only decode are computed `leap` at a
+        time as long as nothing else happens (`pagoda.plugins.simulate.leaps`).
         """
-        self._config = config
+        self.on_request: Callable[[GenerateRequest], None] = lambda _: None
+        """Listener for requests that reach the engine."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Listener for each start of the engine."""
+        self._latency_s = latency_s
+        self._leap = leap
+        self._leaper: Leaper | None = None
+        self._late: list[GenerateRequest] = []
+        """Requests that came during a leap, which the engine is told of when it has ended."""
+        self._ways: tuple[Channel[FrontendMessage], Channel[EngineMessage]] | None = None
+        """Wires from and to the replica, while there is an engine and they take time."""
+        self.config = config
         self.network = network
         self._address = address
         self._num_starts = 0
         self._check_kv = check_kv
         self._core: EngineCore | None = None
-        self._executor: SimExecutor | None = None
+        self._executor: SimExecutor | LeapExecutor | None = None
         self._links: HandoffLinks | None = None
         self._running: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self._hangs_until = 0.0
         self._is_worker_ready = True
-        self.replica = Replica(self, "the engine", Tracer("frontend", clock_ns=_now_ns))
+        tracer = Tracer("frontend", clock_ns=_now_ns)
+        self.replica = Replica(self, "the engine", tracer, name=name)
 
     async def start(self) -> None:
         self._begin()
@@ -81,23 +103,29 @@ class SimEngine:
             await cancel_all([running])
 
     def send(self, message: FrontendMessage) -> None:
-        """Handles a message as an engine process would; drops messages to an engine that is gone."""
+        """Takes a message as an engine process would; drops messages to an engine that is gone."""
+        if self._ways is None:
+            self._handle(message)
+        else:
+            self._ways[0].put(message)
+
+    def _handle(self, message: FrontendMessage) -> None:
         if self._core is None:
             return
         match message:
             case GenerateRequest():
-                # The engine knows requests by their wire ids.
-                answer = self._core.add(
-                    msgspec.structs.replace(message, request_id=message.wire_id)
-                )
-                if isinstance(answer, RequestRefused):
-                    self.replica.receive(answer)
-                    return
-                self.deliver(answer)
-                self._news.set()
+                self.on_request(message)
+                if self._leaper is not None and self._cut_leap():
+                    self._leaper.is_ahead = True
+                    self._late.append(message)
+                else:
+                    self._add(self._core, message)
             case LoadQuery(query_id):
-                self.replica.receive(self._report(self._core, query_id))
+                self._tell(self._report(self._core, query_id))
             case AbortRequests():
+                self._cut_leap()
+                aborted = set(message.request_ids)
+                self._late = [it for it in self._late if it.wire_id not in aborted]
                 for wire_id in message.request_ids:
                     self._core.abort(wire_id)
             case SubscribeCache():
@@ -110,18 +138,51 @@ class SimEngine:
             case UnsubscribeSteps():
                 self._core.steps.unfollow()
 
+    def _add(self, core: EngineCore, request: GenerateRequest) -> None:
+        # The engine knows requests by their wire ids.
+        answer = core.add(msgspec.structs.replace(request, request_id=request.wire_id))
+        if isinstance(answer, RequestRefused):
+            self._tell(answer)
+            return
+        self.deliver(answer)
+        self._news.set()
+
+    def _cut_leap(self) -> bool:
+        """Ends a leap as soon as may be; False without one."""
+        is_cut = isinstance(self._executor, LeapExecutor) and self._executor.cut()
+        if is_cut:
+            self._news.set()
+        return is_cut
+
     def deliver(self, chunks: list[TokenChunk]) -> None:
-        self.replica.receive(TokenChunks(chunks))
+        self._tell(TokenChunks(chunks))
+
+    def _tell(self, message: EngineMessage) -> None:
+        if self._ways is None:
+            self.replica.receive(message)
+        else:
+            self._ways[1].put(message)
 
     # ---- faults
 
-    def kill(self, *, restart_s: float, blames_requests: bool = True) -> None:
+    def kill(
+        self, *, restart_s: float, blames_requests: bool = True, notice_s: float = 0.0
+    ) -> None:
         """Ends the engine with all that is in it; another is ready `restart_s` later. `blames_requests` is as in
-        `Replica.lose`."""
-        if self.replica.state is not ReplicaState.FAILED:
-            self._end()
+        `Replica.lose`. Nobody hears of the end before `notice_s` have passed; `restart_s` is longer."""
+        if self.replica.state is ReplicaState.FAILED:
+            return
+        self._end()
+        loop = asyncio.get_running_loop()
+        if notice_s:
+            loop.call_later(notice_s, self._lose, blames_requests)
+        else:
+            self._lose(blames_requests)
+        self._restart = loop.call_later(restart_s, self._begin)
+
+    def _lose(self, blames_requests: bool) -> None:
+        if self._core is None and self.replica.state is not ReplicaState.FAILED:
             self.replica.lose("The engine ended.", blames_requests=blames_requests)
-            self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
 
     def hang(self, for_s: float) -> None:
         """Lets the engine compute nothing for `for_s` seconds; it still takes requests."""
@@ -131,7 +192,7 @@ class SimEngine:
         """Lets the engine report that its worker computes, or that it does not; it computes all the same."""
         self._is_worker_ready = is_ready
         if self._core is not None:
-            self.replica.receive(self._report(self._core, None))
+            self._tell(self._report(self._core, None))
 
     def lose_worker(self, *, restart_s: float) -> None:
         """The worker ends; the engine takes requests, and computes nothing until another is ready `restart_s`
@@ -160,7 +221,7 @@ class SimEngine:
         """
         if self.replica.num_streams:
             raise RuntimeError(f"{self.replica.num_streams} requests have a stream.")
-        scheduler = None if self._core is None else self._core.scheduler
+        scheduler = self.scheduler
         if scheduler is None:
             return
         if scheduler.requests:
@@ -172,14 +233,19 @@ class SimEngine:
 
     def running_tokens(self) -> list[list[int]]:
         """The tokens of the requests that the engine has, prompts first."""
-        scheduler = None if self._core is None else self._core.scheduler
+        scheduler = self.scheduler
         requests = () if scheduler is None else scheduler.requests.values()
         return [list(request.token_ids) for request in requests]
 
     def cached_keys(self) -> set[int]:
         """Short keys of the blocks that a request would find."""
-        scheduler = None if self._core is None else self._core.scheduler
+        scheduler = self.scheduler
         return set() if scheduler is None else set(short_keys(scheduler.kv.pool.keys()))
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler; None while there is no engine."""
+        return None if self._core is None else self._core.scheduler
 
     def next_wakeup(self) -> float | None:
         """Time at which the engine has something to do; None if there is nothing."""
@@ -191,19 +257,30 @@ class SimEngine:
         clock = LoopClock()
         self._num_starts += 1
         neighbours = None
-        if self.network is not None and self._config.handoff is not None:
-            engine_id, role = f"{self._address}-{self._num_starts}", self._config.handoff.role
+        if self.network is not None and self.config.handoff is not None:
+            engine_id, role = f"{self._address}-{self._num_starts}", self.config.handoff.role
             self._links = self.network.links(engine_id, role, self._address, self._wake_at)
             neighbours = self.network.neighbours
-        executor = self._executor = SimExecutor(
-            self._config.sim, clock=clock, check_kv=self._check_kv, neighbours=neighbours
+        simulated = SimExecutor(
+            self.config.sim, clock=clock, check_kv=self._check_kv, neighbours=neighbours
         )
-        core = self._core = EngineCore(self._config, executor, clock, handoff=self._links)
+        executor: SimExecutor | LeapExecutor = simulated
+        if self._leap > 1:
+            executor = LeapExecutor(simulated, self.config.sim, clock)
+        self._executor = executor
+        core = self._core = EngineCore(self.config, executor, clock, handoff=self._links)
         core.step()
         if core.ready is None:
             raise RuntimeError("The simulated engine is not ready after its first step.")
+        if core.scheduler is not None and self._leap > 1:
+            self._leaper = Leaper(core.scheduler, self._leap)
+            core.scheduler.batcher.speculator = self._leaper
         self._running = asyncio.create_task(self._run(core))
+        if self._latency_s:
+            there = Process(self._address, lambda: self._latency_s)
+            self._ways = Channel(there, self._handle), Channel(there, self.replica.receive)
         self.replica.receive(core.ready)
+        self.on_ready()
 
     def _wake_at(self, instant: float) -> None:
         asyncio.get_running_loop().call_at(instant, self._news.set)
@@ -215,17 +292,33 @@ class SimEngine:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self.deliver(core.step())
+            if self._late and not self._is_leaping:
+                self._add_late(core)
             for refusal in core.drain_refusals():
-                self.replica.receive(refusal)
+                self._tell(refusal)
             for update in core.drain_updates():
-                self.replica.receive(update)
+                self._tell(update)
             if core.drain_load_report() is not None:
-                self.replica.receive(self._report(core, None))
+                self._tell(self._report(core, None))
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
             await self._news.wait()
             if timer is not None:
                 timer.cancel()
+
+    @property
+    def _is_leaping(self) -> bool:
+        return isinstance(self._executor, LeapExecutor) and self._executor.is_leaping
+
+    def _add_late(self, core: EngineCore) -> None:
+        """Adds requests that came during a leap, now that the step is planned that would have been planned before
+        they came."""
+        late, self._late = self._late, []
+        for request in late:
+            self._add(core, request)
+        if self._leaper is not None:
+            self._leaper.is_ahead = False
+        self.deliver(core.step())
 
     def _end(self) -> None:
         if self._running is not None:
@@ -236,6 +329,11 @@ class SimEngine:
             self._executor.close()
         if self._links is not None:
             self._links.close()
+        for way in self._ways or ():
+            way.close()
+        self._ways = None
+        self._late = []
+        self._leaper = None
         self._core = self._running = self._restart = self._executor = self._links = None
 
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:

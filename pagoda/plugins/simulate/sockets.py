@@ -45,7 +45,11 @@ class Process:
 class Channel(Generic[T]):
     """One way of a connection: what is put in comes out in order, later."""
 
-    def __init__(self, reader: Process, receive: Callable[[T], None]) -> None:
+    def __init__(
+        self, reader: Process, receive: Callable[[T], None], latency: Latency | None = None
+    ) -> None:
+        """`latency` is the wire's; None takes the reader's."""
+        self._latency = latency or reader.latency
         self._loop = asyncio.get_running_loop()
         self._reader = reader
         self._receive = receive
@@ -59,7 +63,7 @@ class Channel(Generic[T]):
         if self.is_closed:
             return
         now = self._loop.time()
-        self._last_at = max(self._last_at, now + self._reader.latency())
+        self._last_at = max(self._last_at, now + self._latency())
         self._items.append((self._last_at, item))
         self._arm()
 
@@ -112,8 +116,9 @@ class Connection:
         self.identity = b"c%d" % next(network.numbers)
         self._network = network
         self.client, self.server = client, server
-        self.to_server: Channel[list[bytes]] = Channel(server.process, self._at_server)
-        self.to_client: Channel[list[bytes]] = Channel(client.process, client.on_message)
+        wire = server.process.latency
+        self.to_server: Channel[list[bytes]] = Channel(server.process, self._at_server, wire)
+        self.to_client: Channel[list[bytes]] = Channel(client.process, client.on_message, wire)
         network.connections.append(self)
         server.connections[self.identity] = self
 

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of simulated fleets, as the documentation has them: `python -m benchmarks.fleet_tables NAME [TRACE]`.
+
+`policies` sets each policy at one of three levels, the others having the default; `affinity` compares 64 hosts
+with one that is as large as all of them; `faults` loses 1 % of hosts a minute and cuts a region off; `handoff`
+compares hosts for prompts with hosts that do both, by the most requests that keep a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from pagoda.cli import output
+from pagoda.fleet.policies import PolicyName
+from pagoda.plugins.simulate.comparison import with_policy
+from pagoda.plugins.simulate.records import Slo
+from pagoda.plugins.simulate.report import HEADLINES, Report, headline, make_report
+from pagoda.plugins.simulate.simulation import simulate
+from pagoda.plugins.simulate.topology import Topology, read_topology
+from pagoda.plugins.simulate.workload import read_workload
+
+_LEVELS = """
+model: llama-3.1-8b
+root: world
+routers:
+  world: {level: global, children: {region: 2}}
+  region: {level: region, round_trip_ms: 40, children: {pool: 2}}
+  pool: {level: pool, children: {h100: 4}}
+hosts: {h100: {device: h100, block_size: 512, num_blocks: 250, max_num_batched_tokens: 8192}}
+"""
+_FAULTS = "faults: [{what: h100, every_s: 6000, for_s: 60}, {what: region, kind: cut, at_s: 120, for_s: 60}]\n"
+_HOSTS = """
+model: llama-3.1-8b
+root: pool
+routers: {pool: {children: {h100: 64}}}
+hosts: {h100: {device: h100, block_size: 512, num_blocks: 6000, max_num_batched_tokens: 8192}}
+"""
+_WHOLE = """
+model: llama-3.1-8b
+root: pool
+routers: {pool: {children: {all: 1}}}
+hosts:
+  all: {device: h100, devices: 64, block_size: 512, num_blocks: 400000, max_num_batched_tokens: 524288,
+        max_num_seqs: 16384}
+"""
+_APART = """
+model: llama-3.1-8b
+root: pod
+routers: {pod: {children: {prefill: 1, decode: 2}}}
+hosts:
+  prefill: {device: DEVICE, role: prefill}
+  decode: {device: DEVICE, role: decode}
+"""
+_TOGETHER = """
+model: llama-3.1-8b
+root: pod
+routers: {pod: {children: {both: 3}}}
+hosts: {both: {device: DEVICE, role: both}}
+"""
+_PROMPTS = """
+duration_s: 15
+rate: 1
+prompt_tokens: {mean: PROMPT, sigma: 0.4}
+output_tokens: {mean: ANSWER, sigma: 0.4}
+"""
+Row = Sequence[str]
+
+
+class _Tables:
+    """Simulations over a trace, or over drawn requests."""
+
+    def __init__(self, folder: Path, trace: Path | None, requests: int, scale: float) -> None:
+        self._folder = folder
+        self._trace = trace
+        self._requests = requests
+        self._scale = scale
+
+    def policies(self) -> Iterator[Row]:
+        base = self._topology(_LEVELS)
+        yield ("all levels: prefix-affinity", *headline(self._replay(base)))
+        for level in ("global", "region", "pool"):
+            for policy in get_args(PolicyName):
+                if policy != "prefix-affinity":
+                    report = self._replay(with_policy(base, f"{level}={policy}"))
+                    yield (f"{level}: {policy}", *headline(report))
+
+    def affinity(self) -> Iterator[Row]:
+        hosts = self._topology(_HOSTS)
+        whole = self._replay(self._topology(_WHOLE))
+        yield ("one host as large, never full", *headline(whole))
+        for policy in ("prefix-affinity", "least-pending-tokens", "round-robin"):
+            yield (policy, *headline(self._replay(with_policy(hosts, policy))))
+
+    def faults(self) -> Iterator[Row]:
+        for name, text in (("no fault", _LEVELS), ("faults", _LEVELS + _FAULTS)):
+            report = self._replay(self._topology(text))
+            what = f"{report['hosts_lost']} hosts lost, {report['moves']} moves"
+            yield (f"{name}: {what}", *headline(report))
+
+    def handoff(self) -> Iterator[Row]:
+        """The most requests a second of which 95 % keep 1 s to the first token and 30 ms a token."""
+        for device in ("h100", "l40s"):
+            for prompt, answer in ((4000, 200), (1000, 400), (300, 400)):
+                drawn = _PROMPTS.replace("PROMPT", str(prompt)).replace("ANSWER", str(answer))
+                apart, together = (
+                    self._most(self._topology(text.replace("DEVICE", device)), drawn)
+                    for text in (_APART, _TOGETHER)
+                )
+                ratio = f"{apart / together:.2f} ×" if together else "–"
+                yield (device, f"{prompt} / {answer}", f"{apart:.1f}", f"{together:.1f}", ratio)
+
+    def _most(self, topology: Topology, drawn: str) -> float:
+        path = self._folder / "drawn.yaml"
+        path.write_text(drawn)
+
+        def keeps(rate: float) -> bool:
+            workload = read_workload(path, 0, scale=rate, num_requests=None)
+            outcome = simulate(topology, workload, 0)
+            report = make_report(topology, outcome, Slo(1.0, 0.03), {})
+            return bool(report["all"]["goodput"] >= 0.95)
+
+        low, high = 0.0, 2.0
+        while high < 200 and keeps(high):
+            low, high = high, 2 * high
+        for _ in range(3):
+            middle = (low + high) / 2
+            low, high = (middle, high) if keeps(middle) else (low, middle)
+        return low
+
+    def _replay(self, topology: Topology) -> Report:
+        if self._trace is None:
+            raise SystemExit("name a trace")
+        workload = read_workload(self._trace, 0, scale=self._scale, num_requests=self._requests)
+        return make_report(topology, simulate(topology, workload, 0), Slo(2.0, 0.05), {})
+
+    def _topology(self, text: str) -> Topology:
+        path = self._folder / "fleet.yaml"
+        path.write_text(text)
+        return read_topology(path)
+
+
+def main() -> None:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=("policies", "affinity", "faults", "handoff"))
+    parser.add_argument("trace", type=Path, nargs="?", help="a file of JSON lines")
+    parser.add_argument("--requests", type=int, default=3000, help="lines of the trace")
+    parser.add_argument("--scale", type=float, default=2.0, help="users for each of the trace")
+    chosen = parser.parse_args()
+    columns: Row = ("", *HEADLINES)
+    if chosen.name == "handoff":
+        columns = ("device", "prompt / answer", "1 prefill, 2 decode", "3 both", "apart")
+    with tempfile.TemporaryDirectory() as folder:
+        tables = _Tables(Path(folder), chosen.trace, chosen.requests, chosen.scale)
+        rows = []
+        for row in getattr(tables, chosen.name)():
+            rows.append(row)
+            output.stderr().print("  ".join(row))
+    output.stdout().print(output.table(f"{chosen.name}", columns, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pagoda simulate fit`: step times out of measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from pagoda.cli import output
+from pagoda.cli.files import read_jsonl, write_json
+from pagoda.errors import ConfigError
+from pagoda.plugins.simulate.step_times import StepSample, fit
+
+MIN_SAMPLES = 8
+"""Fewer kinds of steps do not tell five costs apart."""
+
+
+def fit_steps(
+    samples: Path,
+    *,
+    output_file: Annotated[Path | None, Parameter(name="--output")] = None,
+) -> int:
+    """Fit the time of a step to measured ones, print how far it is off, and write it for a topology's `steps`.
+
+    Args:
+        samples: A file of pagoda bench steps, a line of JSON for each kind of step.
+        output_file: Write the step times to this file.
+    """
+    read = [sample for _, sample in read_jsonl(samples, StepSample, "SAMPLES")]
+    if len(read) < MIN_SAMPLES:
+        raise ConfigError(
+            f"SAMPLES: {samples} has {len(read)} steps; a fit takes {MIN_SAMPLES} or more."
+        )
+    fitted = fit(read, samples.name)
+    rows = [
+        ("samples", f"{fitted.num_samples:,}"),
+        ("step times", fitted.error()),
+        *((name, f"{1e6 * value:,.3f} µs") for name, value in fitted.costs().items() if value),
+    ]
+    output.stdout().print(output.facts(rows))
+    if output_file is not None:
+        write_json(output_file, msgspec.structs.asdict(fitted))
+    return 0

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step times of devices: fitted to measurements, or a roofline of a model's shape and a device's speeds.
+
+The roofline is that of Williams, Waterman and Patterson (2009): a step takes the longer of reading all weights
+once and computing its tokens, and besides reads K and V in front of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+
+from pagoda.checkpoints.presets import PRESETS
+from pagoda.errors import ConfigError
+from pagoda.files import read_file
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Whole = Annotated[int, msgspec.Meta(ge=1)]
+_MEMORY_SHARE = 0.9
+"""Share of a device's memory that weights and KV may take."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device as a table gives it."""
+
+    tflops: Positive
+    """10^12 operations a second, in the model's number format."""
+    tb_per_s: Positive
+    """10^12 bytes a second from its memory."""
+    gib: Positive
+    link_gb_per_s: Positive = 10.0
+    """10^9 bytes of KV a second to another host."""
+    price_per_hour: NotNegative = 0.0
+    compute_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    """Share of the arithmetic that a step reaches."""
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
+    """Share of the bandwidth that a step reaches."""
+    overhead_ms: NotNegative = 2.0
+    """Milliseconds of a step besides."""
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of a model on which the time of a step depends."""
+
+    parameters: Positive
+    active_parameters: NotNegative = 0.0
+    """Parameters that compute one token; 0: all."""
+    bytes_per_parameter: Positive = 2.0
+    kv_bytes_per_token: Positive
+    pair_flops: NotNegative = 0.0
+    """Operations of attention for one token and one in front of it."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cost model of a host's steps, with the error that every figure drawn from it carries.
+
+    The fields in seconds are those of `SimConfig`.
+    """
+
+    source: str
+    base_s: NotNegative
+    per_token_s: NotNegative
+    floor_s: NotNegative = 0.0
+    per_sequence_s: NotNegative = 0.0
+    per_context_token_s: NotNegative = 0.0
+    per_pair_s: NotNegative = 0.0
+    error_p50: float | None = None
+    """Median relative error of the steps that it was fitted to; None for a roofline, whose error is not known."""
+    error_p95: float | None = None
+    num_samples: int = 0
+    round_trip_s: NotNegative = 0.0
+    """Seconds from a request to its first token besides steps, of a fit."""
+    num_blocks: int = 0
+    """Blocks of the KV cache there; 0 if not known."""
+    block_size: int = 16
+
+    def costs(self) -> dict[str, Any]:
+        """The costs under their names in `SimConfig`, in seconds."""
+        names = ("base_s", "per_token_s", "floor_s")
+        more = ("per_sequence_s", "per_context_token_s", "per_pair_s")
+        return {name: getattr(self, name) for name in (*names, *more)}
+
+    def error(self) -> str:
+        """Words about how far step times are off."""
+        if self.error_p50 is None or self.error_p95 is None:
+            return f"{self.source}: not measured"
+        return f"{self.source}: ±{self.error_p50:.1%} median, ±{self.error_p95:.1%} p95"
+
+
+class StepSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of step and its time, as `pagoda bench steps` writes a line of."""
+
+    num_tokens: Whole
+    num_seqs: Whole
+    context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens in front of those that the step computes, of all requests."""
+    pairs: NotNegative = 0.0
+    """Pairs of a token of a prompt's chunk and one in front of it."""
+    time_s: Positive
+    round_trip_s: NotNegative = 0.0
+    """Seconds besides from a request to its first token, where that was measured."""
+
+    def features(self) -> tuple[float, ...]:
+        """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`."""
+        return (1.0, self.num_tokens, self.num_seqs, self.context_tokens, self.pairs)
+
+
+def device_table(own: Mapping[str, Device]) -> dict[str, Device]:
+    """All devices by name; `own` go first."""
+    text = files("pagoda.plugins.simulate").joinpath("devices.yaml").read_text(encoding="utf-8")
+    return {**msgspec.convert(yaml.safe_load(text), dict[str, Device]), **own}
+
+
+def model_shape(name: str) -> ModelShape | None:
+    """The shape of a model that has a preset; None if there is none of this name."""
+    config = PRESETS.get(name)
+    if config is None:
+        return None
+    get = {key: value for key, value in config.items() if isinstance(value, int)}.get
+    hidden, layers, heads = get("hidden_size", 0), get("num_hidden_layers", 0), 0
+    heads = get("num_attention_heads", 1)
+    head_dim = get("head_dim", hidden // heads)
+    kv_dim, inner = get("num_key_value_heads", heads) * head_dim, get("intermediate_size", 0)
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_dim
+    experts = get("num_experts", get("num_local_experts", 1))
+    expert = 3 * hidden * get("moe_intermediate_size", inner)
+    used = min(experts, get("num_experts_per_tok", 1))
+    head = get("vocab_size", 0) * hidden
+    embeddings = head if config.get("tie_word_embeddings") else 2 * head
+    return ModelShape(
+        parameters=layers * (attention + experts * expert) + embeddings,
+        active_parameters=layers * (attention + used * expert) + head,
+        kv_bytes_per_token=2 * layers * kv_dim * 2,
+        pair_flops=4 * layers * heads * head_dim,
+    )
+
+
+def roofline(model: ModelShape, device: Device, count: int, block_size: int) -> StepTimes:
+    """Step times of a model on `count` devices that share each layer. Raises ConfigError: no room for KV."""
+    flops = count * device.tflops * 1e12 * device.compute_share
+    rate = count * device.tb_per_s * 1e12 * device.memory_share
+    weights = model.parameters * model.bytes_per_parameter
+    room = count * device.gib * 2**30 * _MEMORY_SHARE - weights
+    num_blocks = int(room / model.kv_bytes_per_token / block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the model's {weights / 2**30:.0f} GiB leave no room for KV on {count} × {device.gib:g} GiB"
+        )
+    return StepTimes(
+        source="roofline",
+        base_s=device.overhead_ms / 1000,
+        per_token_s=2 * (model.active_parameters or model.parameters) / flops,
+        floor_s=weights / rate,
+        per_context_token_s=model.kv_bytes_per_token / rate,
+        per_pair_s=model.pair_flops / flops,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+
+
+def read_step_times(path: Path, flag: str) -> StepTimes:
+    """Step times that `pagoda simulate fit` has written. Raises ConfigError: the file is none of these."""
+    try:
+        return msgspec.json.decode(read_file(path, flag), type=StepTimes)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{flag}: {path} is no file of pagoda simulate fit ({error}).") from None
+
+
+def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
+    """The cost model that is closest to `samples` in relative terms, without negative costs.
+
+    Least squares with non-negative unknowns, by coordinate descent (Franc, Hlaváč and Navara 2005).
+    """
+    rows = [[value / it.time_s for value in it.features()] for it in samples]
+    width = len(rows[0])
+    products = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
+    sums = [sum(row[i] for row in rows) for i in range(width)]
+    costs = [0.0] * width
+    for _ in range(20_000):
+        change = 0.0
+        for i in range(width):
+            if not products[i][i]:
+                continue
+            gradient = sum(map(float.__mul__, products[i], costs)) - sums[i]
+            value = max(0.0, costs[i] - gradient / products[i][i])
+            change = max(change, abs(value - costs[i]) * products[i][i] ** 0.5)
+            costs[i] = value
+        if change < 1e-9:
+            break
+    errors = sorted(abs(sum(map(float.__mul__, row, costs)) - 1) for row in rows)
+    base_s, per_token_s, per_sequence_s, per_context_token_s, per_pair_s = costs
+    return StepTimes(
+        source=source,
+        base_s=base_s,
+        per_token_s=per_token_s,
+        per_sequence_s=per_sequence_s,
+        per_context_token_s=per_context_token_s,
+        per_pair_s=per_pair_s,
+        error_p50=errors[len(errors) // 2],
+        error_p95=errors[int(0.95 * (len(errors) - 1))],
+        num_samples=len(samples),
+        round_trip_s=median([it.round_trip_s for it in samples if it.round_trip_s] or [0.0]),
+    )

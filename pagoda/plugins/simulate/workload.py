@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of a simulation: traces, which servers recorded, or drawn sessions. Texts are made up.
+
+A trace has a line of JSON for each request: `timestamp` in milliseconds, `input_length` and `output_length` in
+tokens, and `hash_ids`, one for each 512 tokens of the prompt; equal ids at the beginning are a shared prefix. That
+is the format published with Mooncake (Qin et al., FAST 2025).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from pagoda.errors import ConfigError
+from pagoda.files import read_file
+from pagoda.plugins.simulate.step_times import NotNegative, Positive, Whole
+from pagoda.plugins.simulate.yaml_lines import YamlFile
+
+FLAG = "--workload"
+TRACE_BLOCK = 512
+"""Tokens that an id of a trace stands for."""
+COMMON_SHARE = 0.01
+"""A text that this share of a trace's requests has is one that further users have, too, when it is scaled."""
+_DIGITS = 8
+_BASE = 199
+"""Pieces of text begin with their ids in this base; small integers are the same objects everywhere."""
+
+
+class Piece(NamedTuple):
+    """A text that nobody else has, unless it has the same id."""
+
+    content: int
+    num_tokens: int
+
+
+class Turn(NamedTuple):
+    """A request, and what comes before it in its session."""
+
+    name: str
+    pause_s: float
+    """Seconds since the answer before, or since the begin of the session."""
+    pieces: tuple[Piece, ...]
+    """Text behind all turns before, or the whole prompt if the turn is `fresh`."""
+    output_tokens: int
+    fresh: bool = True
+
+
+class Session(NamedTuple):
+    """Requests of one client, one after the other."""
+
+    name: str
+    at: float
+    """Seconds from the begin of the simulation."""
+    turns: Iterator[Turn]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sessions in order of their begins."""
+
+    name: str
+    sessions: list[Session]
+    num_requests: int
+    """Number of requests, or about so many."""
+    duration_s: float
+    """Seconds in which sessions begin; turns of users end then."""
+
+
+class TracedRequest(msgspec.Struct, frozen=True):
+    """One line of a trace."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    """Milliseconds since its beginning."""
+    input_length: Whole
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: list[int]
+
+
+class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A quantity with a long tail; `sigma` is that of its logarithm."""
+
+    mean: Positive
+    sigma: NotNegative = 0.0
+    most: Positive = math.inf
+
+    def draw(self, rng: random.Random) -> float:
+        drawn = self.mean * math.exp(rng.gauss(0, self.sigma) - self.sigma**2 / 2)
+        return min(self.most, drawn) if self.sigma else self.mean
+
+    def draw_whole(self, rng: random.Random) -> int:
+        return max(1, round(self.draw(rng)))
+
+
+class PrefixLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A level of a tree of texts with which prompts begin: each text above it goes on in `count` ways."""
+
+    count: Whole
+    tokens: Whole
+    skew: NotNegative = 0.6
+    """Text number n is n^-skew as popular as the first (Zipf)."""
+
+
+class Burst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    at_s: NotNegative
+    for_s: Positive
+    factor: NotNegative
+
+
+class Synthetic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sessions that are drawn. Agents are sessions of many turns with short pauses, in which tools work."""
+
+    duration_s: Positive
+    rate: Positive | None = None
+    """Sessions that begin in a second (open loop)."""
+    users: Whole | None = None
+    """Instead: users who begin the next session when the one before has ended (closed loop)."""
+    prefixes: tuple[PrefixLevel, ...] = ()
+    turns: LogNormal = LogNormal(mean=1)
+    prompt_tokens: LogNormal = LogNormal(mean=300, sigma=1)
+    """Tokens of each turn."""
+    output_tokens: LogNormal = LogNormal(mean=200, sigma=0.8)
+    pause_s: LogNormal = LogNormal(mean=20, sigma=0.8)
+    """Seconds between an answer and the next turn."""
+    daily_swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """The rate goes up and down by this share in `day_s`, from its mean."""
+    day_s: Positive = 86400.0
+    bursts: tuple[Burst, ...] = ()
+
+    def factor(self, at: float) -> float:
+        """The rate at a time, of its mean."""
+        factor = 1 + self.daily_swing * math.sin(2 * math.pi * at / self.day_s)
+        for burst in self.bursts:
+            if burst.at_s <= at < burst.at_s + burst.for_s:
+                factor *= burst.factor
+        return factor
+
+
+def read_workload(path: Path, seed: int, *, scale: float, num_requests: int | None) -> Workload:
+    """The workload in a YAML file (`Synthetic`) or a trace; `scale` times as many users come.
+
+    Raises ConfigError, which names the file and the line: there is none.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        return _synthetic(path, seed, scale)
+    trace = read_trace(path)[:num_requests]
+    return Workload(
+        path.stem,
+        list(_traced_sessions(trace, random.Random(seed), scale)),
+        round(len(trace) * scale),
+        max(it.timestamp for it in trace) / 1000,
+    )
+
+
+# ---- traces
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """Raises ConfigError, which names the line: the file cannot be read, or a line is no such request."""
+    decode = msgspec.json.Decoder(TracedRequest).decode
+    trace: list[TracedRequest] = []
+    for number, line in enumerate(read_file(path, FLAG).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            traced = decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} line {number}: {error}.") from None
+        if TRACE_BLOCK * len(traced.hash_ids) < traced.input_length:
+            raise ConfigError(
+                f"{path} line {number}: {len(traced.hash_ids)} hash_ids of {TRACE_BLOCK} tokens are too few "
+                f"for input_length {traced.input_length}."
+            )
+        trace.append(traced)
+    if not trace:
+        raise ConfigError(f"{path} line 1: no request is there.")
+    return trace
+
+
+def _traced_sessions(
+    trace: Sequence[TracedRequest], rng: random.Random, scale: float
+) -> list[Session]:
+    """`scale` users for each of the trace: whoever is added has texts of its own, but for those that many have."""
+    uses = Counter(key for traced in trace for key in traced.hash_ids)
+    common = {key for key, count in uses.items() if count >= COMMON_SHARE * len(trace)}
+    stride = 1 + max(uses, default=0)
+    duration_s = max(it.timestamp for it in trace) / 1000
+    first = min(it.timestamp for it in trace) / 1000
+    sessions = []
+    for index, traced in enumerate(trace):
+        copies = int(scale) + (rng.random() < scale % 1)
+        for copy in range(copies):
+            at = traced.timestamp / 1000 - first
+            # Copies of one user stay together: what follows shortly on something still does.
+            shift = 0.0 if copy == 0 else (copy * 0.6180339887498949) % 1 * duration_s
+            pieces = _pieces(traced, copy * stride, common)
+            name = f"r{index}" if copy == 0 else f"r{index}.{copy}"
+            turn = Turn(name, 0.0, pieces, max(1, traced.output_length))
+            sessions.append(Session("", (at + shift) % max(duration_s, 1e-9), iter((turn,))))
+    sessions.sort(key=lambda session: session.at)
+    return sessions
+
+
+def _pieces(traced: TracedRequest, offset: int, common: set[int]) -> tuple[Piece, ...]:
+    left, pieces = traced.input_length, []
+    for key in traced.hash_ids:
+        if left <= 0:
+            break
+        pieces.append(Piece(key if key in common else key + offset, min(TRACE_BLOCK, left)))
+        left -= TRACE_BLOCK
+    return tuple(pieces)
+
+
+# ---- drawn sessions
+
+
+def _synthetic(path: Path, seed: int, scale: float) -> Workload:
+    file = YamlFile(path, FLAG)
+    plan = file.convert(file.value, Synthetic)
+    if (plan.rate is None) == (plan.users is None):
+        raise file.error((), "a workload has either a rate or users")
+    rng = random.Random(seed)
+    if plan.users is not None:
+        num_users = max(1, round(plan.users * scale))
+        begins = sorted(rng.uniform(0, plan.pause_s.mean) for _ in range(num_users))
+        expected = num_users * plan.duration_s / max(1.0, plan.pause_s.mean)
+    else:
+        begins = list(_arrivals(plan, rng, (plan.rate or 0.0) * scale))
+        expected = len(begins) * plan.turns.mean
+    sessions = [
+        Session(f"s{number}", at, _turns(plan, f"s{number}", seed * 1_000_003 + number))
+        for number, at in enumerate(begins)
+    ]
+    return Workload(path.stem, sessions, max(1, round(expected)), plan.duration_s)
+
+
+def _arrivals(plan: Synthetic, rng: random.Random, rate: float) -> Iterator[float]:
+    """A Poisson process whose rate changes, by thinning (Lewis and Shedler 1979)."""
+    most = (1 + plan.daily_swing) * max([1.0, *(burst.factor for burst in plan.bursts)])
+    at = rng.expovariate(rate * most)
+    while at < plan.duration_s:
+        if rng.random() * most < plan.factor(at):
+            yield at
+        at += rng.expovariate(rate * most)
+
+
+def _turns(plan: Synthetic, name: str, seed: int) -> Iterator[Turn]:
+    """The turns of a session, or of a user, who begins another one without end."""
+    rng = random.Random(seed)
+    number = 0
+    while True:
+        for index in range(plan.turns.draw_whole(rng)):
+            own = Piece((seed << 20) + number + 2**40, plan.prompt_tokens.draw_whole(rng))
+            pieces = (*(_prefix(plan, rng) if index == 0 else ()), own)
+            pause_s = plan.pause_s.draw(rng) if number else 0.0
+            output_tokens = plan.output_tokens.draw_whole(rng)
+            yield Turn(f"{name}.t{number}", pause_s, pieces, output_tokens, fresh=index == 0)
+            number += 1
+        if plan.users is None:
+            return
+
+
+def _prefix(plan: Synthetic, rng: random.Random) -> Iterator[Piece]:
+    content = 0
+    for level in plan.prefixes:
+        weights = [1 / (rank + 1) ** level.skew for rank in range(level.count)]
+        content = content * (level.count + 1) + 1 + rng.choices(range(level.count), weights)[0]
+        yield Piece(content, level.tokens)
+
+
+# ---- tokens
+
+
+@lru_cache(maxsize=4096)
+def _begin(content: int) -> tuple[int, ...]:
+    digits = []
+    for _ in range(_DIGITS):
+        content, digit = divmod(content, _BASE)
+        digits.append(1 + digit)
+    return tuple(digits)
+
+
+def token_ids(piece: Piece) -> list[int]:
+    """The tokens of a piece: its id, then filling."""
+    begin = _begin(piece.content)
+    left = piece.num_tokens - len(begin)
+    return [*begin, *[begin[0]] * left] if left >= 0 else list(begin[: piece.num_tokens])
