@@ -87,9 +87,9 @@ class Request:
     num_provided_blocks: int = 0
     """Blocks that the provider had published when this request was told to wait."""
     reserved_blocks: int = 0
+    """Blocks that known tokens still need, and one more of each group."""
     reserved_on: Sequence[tuple[int, int]] = ()
     """Ranks, and how many of these blocks each is to have; while the request runs or loads."""
-    """Blocks that known tokens still need, and one more of each group."""
     slot: int | None = None
     """Index of the request in the worker while it runs."""
     admission: int = 0

@@ -260,10 +260,11 @@ class RequestQueue:
 
     @property
     def num_unreserved(self) -> int:
-        """Available blocks that no running or loading request will need, of several ranks those of the one that
-        has most; below 0 where these need too many."""
+        """Available blocks that no running or loading request will need, of ranks with requests of their own those
+        of the one that has most; below 0 where these need too many."""
         ranks = zip(self._kv.pool.available, self.reserved_blocks, strict=True)
-        return max(count - kept for count, kept in ranks)
+        counts = [count - kept for count, kept in ranks]
+        return max(counts) if self._kv.spread is None else sum(counts)
 
     @property
     def num_loading(self) -> int:

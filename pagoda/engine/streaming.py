@@ -63,8 +63,9 @@ class Streams:
         """The last request in line that may not stream before this step: a long prefix is not sought till then."""
         self._untold: list[tuple[Request, int, ColdSegment]] = []
         """Cold segments that the worker has not been told of, with the admissions of their requests."""
-        self._waits_below: tuple[Request | None, int, int] = None, 0, 0
-        """The last request for which there was no room below, the blocks held then, and when to look again."""
+        self._waits_below: tuple[Request | None, int, bool, int] = None, 0, False, 0
+        """The last request for which there was no room below, the blocks held then, whether a storey rested, and
+        when to look again."""
         self.stuck: list[Request] = []
         """Requests that no storey has room for, though nobody else is there to make any."""
 
@@ -159,8 +160,9 @@ class Streams:
         kv = self._kv
         if kv.cold is None or not self.is_streamed(request):
             return True
-        waiting, num_held, until = self._waits_below
-        if waiting is request and num_held == kv.cold.num_held and step < until:
+        *before, until = self._waits_below
+        now = [request, kv.cold.num_held, rests := kv.cold.is_back_soon]
+        if before == now and step < until:
             return False
         holders = sum(bool(it.table.cold or it.table.cooling) for it in self._queue.running)
         # One more for each that runs and will give away another one, lest the newcomer be preempted for it.
@@ -170,11 +172,9 @@ class Streams:
         num_segments -= kv.cold.num_shared(request.table, request.token_ids, num_segments)
         if kv.cold.has_room_for(num_segments):
             return True
-        if kv.cold.is_back_soon:
-            return False
-        if not holders and kv.cold.is_idle and kv.cold.trouble:
+        if not (rests or holders) and kv.cold.is_idle and kv.cold.trouble:
             self.stuck.append(request)
-        self._waits_below = request, kv.cold.num_held, step + _BLOCKED_STEPS
+        self._waits_below = request, kv.cold.num_held, rests, step + _BLOCKED_STEPS
         return False
 
     # ---- turns

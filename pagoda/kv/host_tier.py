@@ -111,14 +111,12 @@ class HostTier:
         for index in range(start, len(prefix.keys)):
             key, rank = prefix.keys[index], prefix.ranks.of(index)
             slot = self.pool.find(key, rank)
-            if slot is None:
+            if slot is None or slot.rank != rank:
                 reserved = self._reserved.get(self.pool.place(key, rank))
                 if reserved is None:
                     return index - start
                 reserved.waiters.add(prefix.request_id)
                 return None
-            if slot.rank != rank:
-                return index - start
         return max(0, len(prefix.keys) - start)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
@@ -157,7 +155,7 @@ class HostTier:
         num_done = 0
         for cached in cached_blocks:
             key, rank = cached.key, cached.block.rank
-            slot, place = self.pool.find(key, rank), self.pool.place(key, rank)
+            slot, place = self._kept(key, rank), self.pool.place(key, rank)
             if slot is not None:
                 known.append(slot)
             elif not (key in wanted or place in self._storing or place in self._reserved):
@@ -171,6 +169,13 @@ class HostTier:
             self._store(saved, saved[0].block.rank)
         self.pool.release(known)
         return num_done
+
+    def _kept(self, key: bytes, rank: int) -> Block | None:
+        """The slot of a block that need not come to a rank again: one there, or one that is in use elsewhere.
+
+        Another one gives way to it (`BlockPool.publish`), as prefixes of today find it in vain."""
+        slot = self.pool.find(key, rank)
+        return slot if slot is not None and (slot.rank == rank or slot.ref_count) else None
 
     def _store(self, saved: Sequence[CachedBlock], rank: int) -> None:
         """Begins to copy as many blocks of a rank to its slots as there is room for."""
@@ -356,11 +361,7 @@ class HostTier:
         """
         key, rank = prefix.keys[index], prefix.ranks.of(index)
         place = self.pool.place(key, rank)
-        if (
-            self.pool.find(key, rank) is not None
-            or place in self._reserved
-            or place in self._storing
-        ):
+        if self._kept(key, rank) is not None or place in self._reserved or place in self._storing:
             return None
         is_full = self._num_reserved[rank] >= self._max_reserved or not self.pool.available[rank]
         if is_full or not self._sink(1, rank):

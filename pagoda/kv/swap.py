@@ -34,6 +34,8 @@ class _Pending:
     """Blocks that have not been offered to the nearest tier, beginning of the prefix first."""
 
     blocks: deque[CachedBlock]
+    ranks: frozenset[int]
+    """Ranks of these blocks, until copies of them begin."""
     evicted_from: list[int]
     """Number of evictions from each rank since the start at which these blocks are its oldest cached ones."""
     is_due: bool = False
@@ -84,7 +86,8 @@ class Swap:
         if num_paid:
             pool = self._pool
             evicted_from = list(map(add, pool.removed, pool.evictable))
-            self._pending[request_id] = _Pending(deque(blocks), evicted_from)
+            ranks = frozenset(it.block.rank for it in blocks)
+            self._pending[request_id] = _Pending(deque(blocks), ranks, evicted_from)
 
     def _pays(self, upper: str, lower: str, count: int, recomputing_s: float) -> bool:
         """True if so many blocks go down and up again, behind what is queued there, in less time."""
@@ -118,10 +121,14 @@ class Swap:
             pending.is_due = pending.is_due or self._is_due(pending, wanted)
             if not pending.is_due:
                 continue
+            # Of all ranks together: a tier counts its stores so, and would leave the beginning over, saved last.
             most = self._ledger.needed_room
-            room = [min(most, count) for count in map(sub, pool.available, wanted)]
+            room = list(map(sub, pool.available, wanted))
             held: list[CachedBlock] = []
-            while pending.blocks and room[rank := pending.blocks[0].block.rank] > 0:
+            while pending.blocks and len(held) < most:
+                rank = pending.blocks[0].block.rank
+                if room[rank] <= 0:
+                    break
                 cached = pending.blocks.popleft()
                 if pool.find(cached.key, rank) is cached.block:
                     held.append(cached)
@@ -134,7 +141,7 @@ class Swap:
     def _is_due(self, pending: _Pending, wanted: Sequence[int]) -> bool:
         """True if few blocks of a rank of theirs go before these."""
         pool = self._pool
-        for rank in {cached.block.rank for cached in pending.blocks}:
+        for rank in pending.ranks:
             num_free = pool.available[rank] - pool.evictable[rank]
             num_before = pending.evicted_from[rank] - pool.removed[rank] + num_free
             if num_before < wanted[rank] + pool.of_rank // _STOCK_SHARE:

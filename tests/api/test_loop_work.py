@@ -35,6 +35,7 @@ from pagoda.plugins.ollama.embeddings import EmbedBody, EmbeddingsBody
 from pagoda.plugins.ollama.models import ShowBody
 from pagoda.plugins.responses.bodies import InputTokensRequest, ResponsesRequest
 from pagoda.plugins.responses.conversations.routes import ConversationBody
+from pagoda.plugins.router.routes import RoleBody
 from pagoda.plugins.scoring.embeddings import EmbeddingRequest
 from pagoda.plugins.scoring.generative import GenerativeScoringRequest
 from pagoda.plugins.scoring.rerank import RerankRequest, ScoreRequest
@@ -193,6 +194,7 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
     LoadLoraAdapter: lambda: [{"lora_name": "a", "lora_path": LONG}],
     UnloadLoraAdapter: lambda: [{"lora_name": LONG}],
     ShowBody: lambda: [{"model": LONG}],
+    RoleBody: lambda: [{"role": LONG}],
     StartBody: lambda: [{"level": LONG}],
     CreateBatch: lambda: [{"input_file_id": LONG, "endpoint": "", "completion_window": ""}],
 }
@@ -208,8 +210,8 @@ BODILESS = frozenset(
 """Routes that read no JSON."""
 
 
-def _posts() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Paths of all routes with a body, and their bodies."""
+def _posts() -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Methods and paths of all routes with a body, and their bodies."""
     seen = set()
     for path, methods in ROUTES.items():
         for method, route in methods.items():
@@ -220,13 +222,15 @@ def _posts() -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 continue
             seen.add(work)
             assert route.body in BODIES or path in PATHS, f"{path} needs bodies at its limits here"
-            yield path, BODIES[route.body]() if route.body else PATHS[path]()
+            yield method, path, BODIES[route.body]() if route.body else PATHS[path]()
 
 
-def _post(port: int, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+def _send(
+    port: int, method: str, path: str, body: bytes, headers: dict[str, str]
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -236,9 +240,17 @@ def _post(port: int, path: str, body: bytes, headers: dict[str, str]) -> tuple[i
 POSTS = list(_posts())
 
 
-@pytest.mark.parametrize(("path", "bodies"), POSTS, ids=[path for path, _ in POSTS])
+@pytest.mark.parametrize(
+    ("method", "path", "bodies"),
+    POSTS,
+    ids=[path if method == "POST" else f"{method} {path}" for method, path, _ in POSTS],
+)
 async def test_no_body_takes_the_loop_for_long(
-    serve_api: Any, monkeypatch: pytest.MonkeyPatch, path: str, bodies: list[dict[str, Any]]
+    serve_api: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    path: str,
+    bodies: list[dict[str, Any]],
 ) -> None:
     api = await serve_api(max_model_len=1 << 18)
     if path == "/v1/conversations/*":
@@ -247,7 +259,7 @@ async def test_no_body_takes_the_loop_for_long(
     for body in bodies:
         text = json.dumps(body).encode()
         with monkeypatch.context() as patch, watched_loop(patch) as work:
-            status, answer = await asyncio.to_thread(_post, api.port, path, text, {})
+            status, answer = await asyncio.to_thread(_send, api.port, method, path, text, {})
         told = f"{path} {text[:80]!r} {status} {answer[:200]!r}: {work}"
         assert status < 500 or status == 501, told
         assert work.longest <= MOST_OPERATIONS, told

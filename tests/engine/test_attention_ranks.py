@@ -7,6 +7,7 @@ from harness import Harness, make_request
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.request import Request
+from pagoda.engine.request_queue import RequestQueue
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
@@ -110,6 +111,15 @@ def test_a_newcomer_leaves_each_context_rank_what_a_running_request_needs_there(
     while scheduler.requests:
         step(scheduler)
     assert scheduler.counters.num_preemptions == 0
+
+
+def test_room_that_comes_on_any_context_rank_is_seen() -> None:
+    kv = KVManager(24, 4, shares=SegmentShares(2, 16))
+    queue = RequestQueue(kv, 8)
+    blocks = kv.pool.allocate(12, 0)
+    before = queue.num_unreserved
+    kv.pool.release(blocks[:4])
+    assert queue.num_unreserved > before
 
 
 def test_only_requests_of_its_rank_make_way_for_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from group_models import grouped
@@ -291,6 +292,34 @@ def test_a_disk_that_hangs_in_mid_stream_loses_nothing(build: Callable[[], Tiere
     assert there <= disk.objects.keys()
     written = [key for it in it.fates.begun for key in getattr(it.target, "keys", ())]
     assert there.isdisjoint(written)
+
+
+def test_segments_are_not_sought_in_each_step_while_a_disk_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = SimDisk()
+    it = on_disk(disk=disk)
+    cold = it.scheduler.kv.cold
+    assert cold is not None
+    it.add(long_request("long", max_tokens=40))
+    go_on_until(it, lambda: len(cold_places(it, "long")) == 12 and not it.tiers.ledger.num_open)
+    disk.hang(15.0)
+    it.add(make_request("short", [5] * 8, max_tokens=40))
+    go_on_until(it, lambda: cold.is_back_soon)
+    sought: list[int] = []
+    num_shared = cold.num_shared
+
+    def count(*given: Any) -> int:
+        sought.append(1)
+        return num_shared(*given)
+
+    monkeypatch.setattr(cold, "num_shared", count)
+    first_step = it.scheduler.batcher.next_step
+    go_on_until(it, lambda: "short" in it.finished)
+    num_steps = it.scheduler.batcher.next_step - first_step
+    assert cold.is_back_soon
+    assert num_steps > 16
+    assert 0 < len(sought) <= 1 + num_steps // 8
 
 
 def test_a_disk_that_never_answers_again_ends_the_request_with_one_clear_error() -> None:

@@ -42,10 +42,10 @@ def cached_blocks_of(
     """Blocks `start` to `end` of a prefix, which are cached on the device from then on."""
     cached_blocks = []
     for index in range(start, end):
-        key = prefix.keys[index]
-        block = pool.find(key)
-        if block is None:
-            (block,) = pool.allocate(1)
+        key, rank = prefix.keys[index], prefix.ranks.of(index)
+        block = pool.find(key, rank)
+        if block is None or block.rank != rank:
+            (block,) = pool.allocate(1, rank)
             pool.publish(block, key)
             pool.release([block])
         parent = prefix.keys[index - 1] if index else None

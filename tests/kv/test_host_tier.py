@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kv_tiers import PREFIX, READY, cached_blocks_of, end_of
+from kv_tiers import BLOCK_SIZE, PREFIX, READY, cached_blocks_of, end_of
 
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import BlockRemoved, BlockStored, CacheRecorder, Medium
@@ -15,6 +15,7 @@ from pagoda.messages.transfers import (
     TierPlace,
     Transfer,
 )
+from pagoda.parallel.segments import BlockRanks, SegmentShares
 
 
 class Host:
@@ -265,3 +266,41 @@ def test_a_copy_that_fails_says_so_and_ends_by_itself(host: Host, dies: bool) ->
     assert hold.error == ("the workers are lost" if dies else "it is broken")
     hold.release()
     assert host.num_free == 8
+
+
+def test_blocks_that_prefixes_of_today_have_on_another_rank_give_way_unless_they_are_in_use() -> (
+    None
+):
+    pool = BlockPool(64, num_ranks=2)
+    ledger = TransferLedger(pool)
+    tier = HostTier(16, BLOCK_SIZE, ledger, num_ranks=2)
+    shares = SegmentShares(2, 4 * BLOCK_SIZE)
+    before, today = (
+        msgspec.structs.replace(PREFIX, ranks=BlockRanks(first, shares, BLOCK_SIZE))
+        for first in range(2)
+    )
+
+    def end_all() -> list[Transfer]:
+        transfers = ledger.drain()
+        for transfer in transfers:
+            ledger.close(end_of(transfer))
+        return transfers
+
+    tier.save(cached_blocks_of(pool, before, 4, 8))
+    end_all()
+    in_use = tier.pool.find(PREFIX.keys[7])
+    assert in_use is not None
+    tier.pool.share([in_use])
+    for start, end in ((0, 4), (4, 7)):
+        tier.save(cached_blocks_of(pool, today, start, end))
+        end_all()
+    assert tier.lookup(today, 0) == 7
+    assert tier.lookup(before, 4) == 0
+    assert tier.reserve(today, 7) is None
+    tier.save(cached_blocks_of(pool, today, 7, 8))
+    assert end_all() == []
+    tier.pool.release([in_use])
+    assert tier.reserve(today, 7) is not None, "another tier may bring it to its rank"
+    tier.settle(PREFIX.keys[7], 0, is_good=True)
+    assert tier.lookup(today, 0) == 8
+    tier.pool.check()

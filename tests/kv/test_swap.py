@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from kv_tiers import PREFIX, READY, cached_blocks_of, end_of
+import msgspec
+from kv_tiers import BLOCK_SIZE, PREFIX, READY, cached_blocks_of, end_of
 from scripted_tier import ScriptedTier
 
 from pagoda.ipc.clock import VirtualClock
@@ -11,6 +12,7 @@ from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import Transfer
+from pagoda.parallel.segments import BlockRanks, SegmentShares
 
 NUM_BLOCKS = 64
 
@@ -18,9 +20,14 @@ NUM_BLOCKS = 64
 class Swapped:
     """A request of sixteen blocks on a device of 64, and a tier that stores what it is offered."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
+        """Segments of four blocks go round the ranks."""
+        self.prefix = PREFIX
+        if num_ranks > 1:
+            ranks = BlockRanks(0, SegmentShares(num_ranks, 4 * BLOCK_SIZE), BLOCK_SIZE)
+            self.prefix = msgspec.structs.replace(PREFIX, ranks=ranks)
         self.clock = VirtualClock()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, num_ranks=num_ranks)
         ledger = TransferLedger(self.pool)
         self.tier = ScriptedTier("disk", ledger)
         self.stack = TieredKVConnector([self.tier], self.pool, ledger, self.clock)
@@ -28,9 +35,10 @@ class Swapped:
 
     def preempt(self, recomputing_s: float = 1e9) -> None:
         """All blocks are in use but those of the request, which loses them."""
-        blocks = cached_blocks_of(self.pool, PREFIX, 0, 16)
+        blocks = cached_blocks_of(self.pool, self.prefix, 0, 16)
         self.pool.share([it.block for it in blocks])
-        others = self.pool.allocate(self.pool.num_available)
+        left = enumerate(self.pool.available)
+        others = [it for rank, count in left for it in self.pool.allocate(count, rank)]
         needed = [it._replace(is_needed=True) for it in blocks]
         self.stack.swap.preempted(PREFIX.request_id, needed, recomputing_s)
         self.pool.release([it.block for it in blocks])
@@ -39,7 +47,7 @@ class Swapped:
     def offered(self, num_wanted: int = 0) -> tuple[list[int], list[Transfer]]:
         """Blocks that the tier was offered with the next transfers, and these."""
         self.tier.offered.clear()
-        transfers = self.stack.drain_transfers([num_wanted])
+        transfers = self.stack.drain_transfers([num_wanted] * self.pool.num_ranks)
         return [PREFIX.keys.index(key) for key in self.tier.offered], transfers
 
     def end(self, transfers: list[Transfer], seconds: float) -> None:
@@ -104,3 +112,12 @@ def test_a_lost_worker_takes_all_of_it() -> None:
     it.stack.workers_ready(READY)
     assert it.offered() == ([], [])
     assert it.stack.swap.find(PREFIX.keys[0]) is None
+
+
+def test_of_several_ranks_no_more_is_held_at_once_than_tiers_take() -> None:
+    it = Swapped(num_ranks=2)
+    it.preempt()
+    indices, transfers = it.offered()
+    assert sorted(indices) == list(range(8)), "a quarter of a rank's blocks, from the beginning on"
+    it.end(transfers, 1.0)
+    assert sorted(it.offered()[0]) == list(range(8, 16))

@@ -220,6 +220,14 @@ def test_a_transport_that_does_not_work_is_passed_over(make: MakeEngine, model: 
     engine.check(SOURCES, TARGETS)
 
 
+def test_a_peer_without_ranks_ends_transfers_and_no_worker(make: MakeEngine, model: Path) -> None:
+    _, engine = both(make, model)
+    engine.add_peer(KVPeer(peer_id="other", ranks=()))
+    transfer_id = engine.begin(SOURCES, TARGETS, "other")
+    assert set(engine.wait()[transfer_id][0].failed) == set(range(len(SOURCES)))
+    assert engine.read(SOURCES, TARGETS)[0].failed == []
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "reason"),
     [

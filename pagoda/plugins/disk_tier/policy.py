@@ -141,7 +141,7 @@ class Silence:
 
     @property
     def is_long(self) -> bool:
-        return self._since is not None and self._clock.now() - self._since >= self._timeout_s
+        return self._since is not None and self._clock.now() >= self._since + self._timeout_s
 
     @property
     def is_long_at(self) -> float | None:

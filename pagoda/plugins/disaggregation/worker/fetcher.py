@@ -83,7 +83,7 @@ class KVFetcher:
         try:
             pools = [
                 plan_slices(self._parts, self._own_rank, peer, pool)
-                for pool in range(1 + max(rank.pool for rank in peer.ranks))
+                for pool in range(1 + max((rank.pool for rank in peer.ranks), default=0))
             ]
         except PlanError as error:
             _log.error("KV of %s cannot be used: %s", peer.peer_id, error)

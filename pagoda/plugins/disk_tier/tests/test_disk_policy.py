@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError
 from pagoda.files import check_quota
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import group_key
-from pagoda.plugins.disk_tier.policy import AdmissionFilter, SwapBudget, WriteBackoff
+from pagoda.plugins.disk_tier.policy import AdmissionFilter, Silence, SwapBudget, WriteBackoff
 
 
 def key(number: int) -> bytes:
@@ -170,3 +170,22 @@ def test_swap_writes_what_the_quota_holds_and_as_much_again_each_hour() -> None:
     assert budget.take(7) == 2
     clock.advance_to(1e6)
     assert budget.take(100) == 10
+
+
+# ---- silence
+
+
+@pytest.mark.parametrize("start", [0.0, 0.5, 4.1])
+def test_silence_is_long_at_the_time_that_it_named(start: float) -> None:
+    clock = VirtualClock()
+    clock.advance_to(start)
+    silence = Silence(clock, 60.0)
+    silence.asked()
+    assert not silence.is_long
+    at = silence.is_long_at
+    assert at is not None
+    clock.advance_to(at)
+    assert silence.is_long
+    assert silence.is_long_at is None
+    silence.heard(owes_more=False)
+    assert not silence.is_long
