@@ -36,6 +36,7 @@ from pagoda.plugins.ollama.models import ShowBody
 from pagoda.plugins.responses.bodies import InputTokensRequest, ResponsesRequest
 from pagoda.plugins.responses.conversations.routes import ConversationBody
 from pagoda.plugins.router.routes import RoleBody
+from pagoda.plugins.scoring.classify import ClassifyRequest, PoolingRequest
 from pagoda.plugins.scoring.embeddings import EmbeddingRequest
 from pagoda.plugins.scoring.generative import GenerativeScoringRequest
 from pagoda.plugins.scoring.rerank import RerankRequest, ScoreRequest
@@ -116,6 +117,8 @@ BODIES: dict[object, Callable[[], list[dict[str, Any]]]] = {
     FimRequest: lambda: [{"prompt": LONG, "suffix": LONG}, {"prompt": "a", "stop": [WORDS] * 8}],
     ChatRequest: _chats,
     EmbeddingRequest: _embeddings,
+    PoolingRequest: _embeddings,
+    ClassifyRequest: _embeddings,
     GenerativeScoringRequest: lambda: [
         {"query": "a", "items": [WORDS] * 200, "label_token_ids": [1, 2]},
         {"query": WORDS, "items": ["a"] * 300, "label_token_ids": [1]},
