@@ -190,7 +190,8 @@ def test_scores_by_distance_reach_into_segments_elsewhere(name: str) -> None:
     whole = layer.attend(128)
     assert_close(whole, layer.attend(4096))
     source = Elsewhere(layer, 128, 16, counts := [17, 0, 2, 0])
-    assert torch.equal(layer.attend(128, ColdContexts(counts, source)), whole)
+    cold = ColdContexts(counts, source, [number % 5 > 0 for number in range(sum(counts))])
+    assert torch.equal(layer.attend(128, cold), whole)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
