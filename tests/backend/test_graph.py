@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.backend import latent_layers, own_rows, state_layers
+from pagoda.backend import (
+    decoder_operations,
+    latent_layers,
+    norms_over_ranks,
+    own_rows,
+    relative_attention,
+    state_layers,
+)
 from pagoda.backend.graph import Graph, Node, Value
 from pagoda.backend.operations import OPERATIONS, GraphBuilder
 from pagoda.backend.reference import backend as reference
@@ -101,7 +108,10 @@ def test_operations_of_one_rank_have_no_collectives() -> None:
 
 def test_every_operation_has_a_reference_and_a_method_that_records_it() -> None:
     assert OPERATIONS.keys() == reference.OPERATIONS.keys()
-    places = (GraphBuilder, state_layers, latent_layers, own_rows)
+    places = (
+        *(GraphBuilder, state_layers, latent_layers, own_rows),
+        *(relative_attention, decoder_operations, norms_over_ranks),
+    )
     recorded_as = {"context_attention": "attention"}
     for name in OPERATIONS:
         method = recorded_as.get(name, name)
