@@ -235,19 +235,27 @@ class Shard:
         return self._linear_bytes(_EXPERTS, quantization, itemsize)
 
     def activation_width(self) -> int:
-        """Numbers of a token in the widest layer, about: its hidden state and what all linear layers give."""
+        """Numbers of a token in the widest layer, about: its hidden state, which parallel parts of a layer read
+        later, each its own, and what all linear layers give."""
         kinds = {self.config.layers[layer]: layer for layer in self.layers}
-        return 2 * self.config.hidden_size + max(map(self._outputs_of, kinds.values()))
+        hidden = self.config.hidden_size
+        return max(
+            (2 + one.parallel + one.parallel_norms) * hidden + self._outputs_of(layer)
+            for one, layer in kinds.items()
+        )
 
     def _outputs_of(self, layer: int) -> int:
-        """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only."""
+        """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only, and what
+        a plain MLP makes of its first ones: a gated one writes over them."""
+        mlp = self.config.layers[layer].mlp
+        is_plain = isinstance(mlp, MlpSpec) and not mlp.gated
         dense = held = 0
         for linear in self.config.layer_linears(layer, self.experts):
             outputs = len(self.part_of(linear).outputs)
             if linear.role in _EXPERTS:
                 held += outputs
             else:
-                dense += outputs
+                dense += outputs * (1 + (is_plain and linear.role is LinearRole.MLP_IN))
         experts = self.config.experts
         share = (
             0 if experts is None else held * experts.routing.experts_per_token // len(self.experts)

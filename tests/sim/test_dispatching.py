@@ -383,7 +383,7 @@ async def test_an_answer_counts_as_one_of_the_usual_length() -> None:
         await ask(dispatcher, request(f"r{index}", max_tokens=3))
     asking = asyncio.create_task(ask(dispatcher, request("long", [1], max_tokens=100)))
     await asyncio.sleep(0)
-    assert [slot.work.pending_tokens for slot in dispatcher.slots] == [1 + 4]
+    assert [slot.work.pending_tokens for slot in dispatcher.slots] == [1 + 3]
     assert (await asking).complete
 
 
