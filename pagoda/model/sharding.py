@@ -236,11 +236,11 @@ class Shard:
 
     def activation_width(self) -> int:
         """Numbers of a token in the widest layer, about: its hidden state, which parallel parts of a layer read
-        later, each its own, and what all linear layers give."""
+        later and add up behind, and what all linear layers give."""
         kinds = {self.config.layers[layer]: layer for layer in self.layers}
         hidden = self.config.hidden_size
         return max(
-            (2 + one.parallel + one.parallel_norms) * hidden + self._outputs_of(layer)
+            (2 + 2 * one.parallel) * hidden + self._outputs_of(layer)
             for one, layer in kinds.items()
         )
 
