@@ -50,7 +50,7 @@ _PROMPTS = {"prompts of 96": 96, "prompts of 384": 384}
 _app = App()
 
 
-class _CountedRank(ThreadRank):
+class CountedRank(ThreadRank):
     """A rank that counts the bytes which it needs of others, summing in a ring (Patarasuk and Yuan 2009)."""
 
     num_bytes = 0.0
@@ -87,7 +87,7 @@ class _Ranks:
         )
         group = ThreadGroup(SIZE)
         self._parallel, self._num_blocks = parallel, config.num_blocks or 0
-        self._ranks = [_CountedRank(group, rank) for rank in range(SIZE)]
+        self._ranks = [CountedRank(group, rank) for rank in range(SIZE)]
         self._pool = ThreadPoolExecutor(max_workers=SIZE)
         self._runners = list(self._pool.map(self._load, self._configs(config), self._ranks))
         self._step = 0
@@ -96,7 +96,7 @@ class _Ranks:
         places = self._parallel.places(0)
         return [msgspec.structs.replace(config, place=place) for place in places]
 
-    def _load(self, config: WorkerConfig, rank: _CountedRank) -> Runner | StageRunner:
+    def _load(self, config: WorkerConfig, rank: CountedRank) -> Runner | StageRunner:
         groups: RankGroups = stage_groups(self._parallel, {"stage": rank})
         return load_runner(plan_worker(config), Tracer("worker"), groups).runner
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import msgspec
 import pytest
 import tiny_models
 from in_process import CONTEXT, InProcessEngine, engine
-from torch import Tensor
 
+from benchmarks.ranks import CountedRank
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.speculation import SpeculativeConfig
-from pagoda.parallel.collectives import Alone, sum_in_order
+from pagoda.parallel.collectives import Alone
 from pagoda.parallel.config import ParallelConfig
 from pagoda.plugins.backend_check import threads
-from pagoda.plugins.backend_check.threads import ThreadRank
 
 MODELS = {
     "llama": tiny_models,
@@ -140,25 +138,6 @@ def test_kv_that_fits(model: str, tp: int, tmp_path: Path) -> None:
     copied = engine(tmp_path, "reference", tp, **options).load().num_blocks
     held = split(tmp_path, "reference", tp, **options).load().num_blocks
     assert held >= 0.95 * tp * copied
-
-
-class CountedRank(ThreadRank):
-    """A rank that counts the bytes which it needs from others, summing in a ring (Patarasuk and Yuan 2009)."""
-
-    num_bytes = 0.0
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.num_bytes += 2 * (self.size - 1) / self.size * x.nbytes
-        return sum_in_order(super().all_gather(x))
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        self.num_bytes += (self.size - 1) * x.nbytes
-        return super().all_gather(x)
-
-    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-        rows = sum(row[self.rank] for rank, row in enumerate(counts) if rank != self.rank)
-        self.num_bytes += rows * x.itemsize * x.shape[1:].numel()
-        return super().all_to_all(x, counts)
 
 
 class CountedGroup:
