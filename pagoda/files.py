@@ -60,6 +60,8 @@ def read_file(path: Path, flag: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:  # a NUL in its name
+        raise ConfigError(f"{flag}: cannot read {str(path)!r}: {error}.") from error
 
 
 def check_quota(path: Path, quota: int, flag: str) -> None:

@@ -58,27 +58,31 @@ class Clients:
 
     async def _live(self, session: Session) -> None:
         tokens: list[int] = []
-        for turn in session.turns:
-            if turn.pause_s:
+        num_tokens = 0
+        for number, turn in enumerate(session.turns):
+            if number:
                 await asyncio.sleep(turn.pause_s)
-            if self.now() > self._workload.duration_s:
-                return  # users would go on for ever
+                if self.now() > self._workload.duration_s:
+                    return  # users would go on for ever
+            record = RequestRecord(turn.name, self.now(), 0 if turn.fresh else num_tokens)
+            record.num_prompt_tokens += sum(piece.num_tokens for piece in turn.pieces)
+            self._records.requests.append(record)
+            num_tokens = record.num_prompt_tokens + turn.output_tokens
+            if num_tokens > self._max_model_len:  # and what follows in this session
+                record.is_too_long = True
+                self._on_done()
+                continue
             tokens = [] if turn.fresh else tokens.copy()  # the turn before may still be read
             for piece in turn.pieces:
                 tokens += token_ids(piece)
-            seed = seed_of_length(turn.output_tokens, len(self._records.requests))
-            await self._ask(turn, tokens, seed, session.name)
-            length = turn.output_tokens
-            tokens += [token_by_seed(seed, 0)] * (length - 1) + [0]
+            seed = seed_of_length(turn.output_tokens, len(self._records.requests) - 1)
+            await self._ask(turn, record, tokens, seed, session.name)
+            tokens += [token_by_seed(seed, 0)] * (turn.output_tokens - 1) + [0]
 
-    async def _ask(self, turn: Turn, tokens: list[int], seed: int, session: str) -> None:
+    async def _ask(
+        self, turn: Turn, record: RequestRecord, tokens: list[int], seed: int, session: str
+    ) -> None:
         length = turn.output_tokens
-        record = RequestRecord(turn.name, self.now(), len(tokens))
-        self._records.requests.append(record)
-        if len(tokens) + length > self._max_model_len:
-            record.is_too_long = True
-            self._on_done()
-            return
         room = self._max_model_len - len(tokens)
         most = length if self._known_lengths else min(room, max(length, USUAL_MAX_TOKENS))
         ends = () if self._known_lengths else (0,)

@@ -24,7 +24,7 @@ class WorkloadOptions:
 
     workload: Path
     """A trace (.jsonl, in Mooncake's format) or drawn sessions (.yaml)."""
-    scale: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
+    scale: Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))] = 1.0
     """Users who come for each of the workload."""
     requests: Count | None = None
     """Take so many lines of a trace; by default all."""

@@ -20,9 +20,11 @@ from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-Whole = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e8)]
+Whole = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Blocks = Annotated[int, msgspec.Meta(ge=0, le=10**7)]
+_Large = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _MEMORY_SHARE = 0.9
 """Share of a device's memory that weights and KV may take."""
 
@@ -49,12 +51,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a model on which the time of a step depends."""
 
-    parameters: Positive
-    active_parameters: NotNegative = 0.0
+    parameters: Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+    active_parameters: _Large = 0.0
     """Parameters that compute one token; 0: all."""
     bytes_per_parameter: Positive = 2.0
-    kv_bytes_per_token: Positive
-    pair_flops: NotNegative = 0.0
+    kv_bytes_per_token: Annotated[float, msgspec.Meta(ge=1, le=1e9)]
+    pair_flops: _Large = 0.0
     """Operations of attention for one token and one in front of it."""
 
 
@@ -77,9 +79,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_samples: int = 0
     round_trip_s: NotNegative = 0.0
     """Seconds from a request to its first token besides steps, of a fit."""
-    num_blocks: int = 0
+    num_blocks: Blocks = 0
     """Blocks of the KV cache there; 0 if not known."""
-    block_size: int = 16
+    block_size: Whole = 16
 
     def costs(self) -> dict[str, Any]:
         """The costs under their names in `SimConfig`, in seconds."""
@@ -101,7 +103,7 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
     num_seqs: Whole
     context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Tokens in front of those that the step computes, of all requests."""
-    pairs: NotNegative = 0.0
+    pairs: _Large = 0.0
     """Pairs of a token of a prompt's chunk and one in front of it."""
     time_s: Positive
     round_trip_s: NotNegative = 0.0
@@ -148,7 +150,7 @@ def roofline(model: ModelShape, device: Device, count: int, block_size: int) -> 
     rate = count * device.tb_per_s * 1e12 * device.memory_share
     weights = model.parameters * model.bytes_per_parameter
     room = count * device.gib * 2**30 * _MEMORY_SHARE - weights
-    num_blocks = int(room / model.kv_bytes_per_token / block_size)
+    num_blocks = min(10**7, int(room / model.kv_bytes_per_token / block_size))
     if num_blocks < 1:
         raise ConfigError(
             f"the model's {weights / 2**30:.0f} GiB leave no room for KV on {count} × {device.gib:g} GiB"

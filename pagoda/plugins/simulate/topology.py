@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from pagoda.cli.yaml_file import YamlFile
 from pagoda.errors import ConfigError
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.plugins.simulate.step_times import (
+    Blocks,
     Device,
     ModelShape,
     NotNegative,
@@ -25,9 +28,9 @@ from pagoda.plugins.simulate.step_times import (
     read_step_times,
     roofline,
 )
-from pagoda.plugins.simulate.yaml_lines import YamlFile
 
 MAX_HOSTS = 100_000
+MAX_LEVELS = 16
 FLAG = "TOPOLOGY"
 
 
@@ -40,10 +43,10 @@ class HostKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps: str = ""
     """File of `pagoda simulate fit`, beside the topology, instead of a device."""
     role: Role = Role.NONE
-    num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_blocks: Blocks = 0
     """Blocks of the KV cache; 0: as many as have room."""
     block_size: Whole = 16
-    host_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    host_blocks: Blocks = 0
     """Blocks of a KV tier in host memory."""
     max_num_seqs: Whole = 256
     max_num_batched_tokens: Whole = 2048
@@ -79,7 +82,7 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kind: Literal["fail", "cut", "router"] = "fail"
     """fail: hosts, and all that is behind a router, lose their power; cut: nothing passes between a router and
     that above it; router: a router's process ends, and its hosts go on."""
-    every_s: Positive | None = None
+    every_s: Annotated[float, msgspec.Meta(ge=1, le=1e8)] | None = None
     """Mean seconds between two faults of one host or router (exponential)."""
     at_s: NotNegative | None = None
     """Instead: when the fault comes."""
@@ -144,16 +147,17 @@ def read_topology(path: Path) -> Topology:
             raise file.error((str(field),), f"{field} is none of {', '.join(_FIELDS)}")
     hosts, routers = file.section("hosts", HostKind), file.section("routers", RouterKind)
     faults = file.convert(file.value.get("faults") or [], list[FaultRule], ("faults",))
-    root = str(file.value.get("root", ""))
+    root = file.convert(file.value.get("root", ""), str, ("root",))
     if root not in routers:
         raise file.error(("root",), f"root is to name one of routers, not {root!r}")
     _check_children(file, hosts, routers)
     _check_cycles(file, routers)
+    _check_all_are_used(file, root, hosts, routers)
     for index, rule in enumerate(faults):
         _check_fault(file, ("faults", index), rule, root, hosts, routers)
     steps, prices, block_s = _step_times(file, hosts)
     topology = Topology(
-        name=str(file.value.get("name", path.stem)),
+        name=file.convert(file.value.get("name", path.stem), str, ("name",)),
         root=root,
         hosts=hosts,
         routers=routers,
@@ -178,7 +182,7 @@ def _check_children(
             place = ("routers", name, "children", child)
             if child not in hosts and child not in routers:
                 raise file.error(place, f"{child} is none of hosts and routers")
-        roles = {hosts[it].role for it in router.children if it in hosts}
+        roles = {hosts[it].role if it in hosts else None for it in router.children}
         if roles == {Role.PREFILL}:
             raise file.error(
                 ("routers", name), f"{name} has prefill hosts alone, and none that answers"
@@ -186,28 +190,46 @@ def _check_children(
 
 
 def _check_cycles(file: YamlFile, routers: dict[str, RouterKind]) -> None:
-    done: set[str] = set()
+    heights: dict[str, int] = {}
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
+    def visit(name: str, above: tuple[str, ...]) -> int:
+        """Levels of routers from this one down."""
         if name in above:
             way = " → ".join((*above[above.index(name) :], name))
             place = ("routers", above[-1], "children", name)
             raise file.error(place, f"{name} would contain itself ({way})")
-        if name in done or name not in routers:
-            return
-        for child in routers[name].children:
-            visit(child, (*above, name))
-        done.add(name)
+        if name not in heights and len(above) < MAX_LEVELS:
+            below = [child for child in routers[name].children if child in routers]
+            heights[name] = 1 + max((visit(it, (*above, name)) for it in below), default=0)
+        if len(above) + heights.get(name, 1) > MAX_LEVELS:
+            raise file.error(("routers", name), f"routers stand in more than {MAX_LEVELS} levels")
+        return heights[name]
 
     for name in routers:
         visit(name, ())
 
 
-def _num_hosts(kind: str, routers: dict[str, RouterKind]) -> int:
-    if kind not in routers:
-        return 1
-    children = routers[kind].children.items()
-    return sum(count * _num_hosts(child, routers) for child, count in children)
+def _check_all_are_used(
+    file: YamlFile, root: str, hosts: dict[str, HostKind], routers: dict[str, RouterKind]
+) -> None:
+    reached = [root]
+    for kind in reached:
+        children = routers[kind].children if kind in routers else ()
+        reached += [child for child in children if child not in reached]
+    for section, kinds in (("hosts", hosts), ("routers", routers)):
+        for name in kinds:
+            if name not in reached:
+                raise file.error((section, name), f"{name} is not behind the root")
+
+
+def _num_hosts(root: str, routers: dict[str, RouterKind]) -> int:
+    @cache
+    def count(kind: str) -> int:
+        if kind not in routers:
+            return 1
+        return sum(number * count(child) for child, number in routers[kind].children.items())
+
+    return count(root)
 
 
 def _check_fault(

@@ -13,18 +13,20 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
 
+from pagoda.cli.yaml_file import YamlFile
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
 from pagoda.plugins.simulate.step_times import NotNegative, Positive, Whole
-from pagoda.plugins.simulate.yaml_lines import YamlFile
 
 FLAG = "--workload"
+MAX_SESSIONS = 10_000_000
 TRACE_BLOCK = 512
 """Tokens that an id of a trace stands for."""
 COMMON_SHARE = 0.01
@@ -87,13 +89,13 @@ class TracedRequest(msgspec.Struct, frozen=True):
 class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A quantity with a long tail; `sigma` is that of its logarithm."""
 
-    mean: Positive
-    sigma: NotNegative = 0.0
-    most: Positive = math.inf
+    mean: Annotated[float, msgspec.Meta(ge=1e-6, le=1e8)]
+    sigma: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.0
+    most: Positive = 1e8
 
     def draw(self, rng: random.Random) -> float:
         drawn = self.mean * math.exp(rng.gauss(0, self.sigma) - self.sigma**2 / 2)
-        return min(self.most, drawn) if self.sigma else self.mean
+        return min(self.most, drawn if self.sigma else self.mean)
 
     def draw_whole(self, rng: random.Random) -> int:
         return max(1, round(self.draw(rng)))
@@ -102,9 +104,9 @@ class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PrefixLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A level of a tree of texts with which prompts begin: each text above it goes on in `count` ways."""
 
-    count: Whole
+    count: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
     tokens: Whole
-    skew: NotNegative = 0.6
+    skew: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.6
     """Text number n is n^-skew as popular as the first (Zipf)."""
 
 
@@ -136,11 +138,17 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def factor(self, at: float) -> float:
         """The rate at a time, of its mean."""
-        factor = 1 + self.daily_swing * math.sin(2 * math.pi * at / self.day_s)
-        for burst in self.bursts:
-            if burst.at_s <= at < burst.at_s + burst.for_s:
-                factor *= burst.factor
-        return factor
+        return self._burst(at) * (1 + self.daily_swing * math.sin(2 * math.pi * at / self.day_s))
+
+    def most(self) -> float:
+        """The highest `factor`, or a little more."""
+        edges = (at for it in self.bursts for at in (it.at_s, it.at_s + it.for_s))
+        return (1 + self.daily_swing) * max([1.0, *map(self._burst, edges)])
+
+    def _burst(self, at: float) -> float:
+        """The product of the bursts at a time."""
+        during = (it.factor for it in self.bursts if it.at_s <= at < it.at_s + it.for_s)
+        return math.prod(during)
 
 
 def read_workload(path: Path, seed: int, *, scale: float, num_requests: int | None) -> Workload:
@@ -149,8 +157,14 @@ def read_workload(path: Path, seed: int, *, scale: float, num_requests: int | No
     Raises ConfigError, which names the file and the line: there is none.
     """
     if path.suffix in (".yaml", ".yml"):
+        if num_requests is not None:
+            raise ConfigError(f"--requests is for traces, and {path} has drawn sessions.")
         return _synthetic(path, seed, scale)
     trace = read_trace(path)[:num_requests]
+    if len(trace) * scale > MAX_SESSIONS:
+        raise ConfigError(f"--scale: there would be more than {MAX_SESSIONS:,} requests.")
+    if max(it.timestamp for it in trace) > 1e14:
+        raise ConfigError(f"{FLAG} {path}: timestamp is in milliseconds, 1e14 at most.")
     return Workload(
         path.stem,
         list(_traced_sessions(trace, random.Random(seed), scale)),
@@ -226,10 +240,17 @@ def _synthetic(path: Path, seed: int, scale: float) -> Workload:
     plan = file.convert(file.value, Synthetic)
     if (plan.rate is None) == (plan.users is None):
         raise file.error((), "a workload has either a rate or users")
+    if plan.users is not None and (plan.bursts or plan.daily_swing):
+        raise file.error(("users",), "bursts and daily_swing are of a rate, and there are users")
+    most = plan.users or (plan.rate or 0.0) * plan.most() * plan.duration_s
+    if most * scale > MAX_SESSIONS:
+        place = ("users",) if plan.users else ("rate",)
+        raise file.error(place, f"there would be more than {MAX_SESSIONS:,} sessions")
     rng = random.Random(seed)
     if plan.users is not None:
         num_users = max(1, round(plan.users * scale))
-        begins = sorted(rng.uniform(0, plan.pause_s.mean) for _ in range(num_users))
+        within_s = min(plan.pause_s.mean, plan.duration_s)
+        begins = sorted(rng.uniform(0, within_s) for _ in range(num_users))
         expected = num_users * plan.duration_s / max(1.0, plan.pause_s.mean)
     else:
         begins = list(_arrivals(plan, rng, (plan.rate or 0.0) * scale))
@@ -243,7 +264,7 @@ def _synthetic(path: Path, seed: int, scale: float) -> Workload:
 
 def _arrivals(plan: Synthetic, rng: random.Random, rate: float) -> Iterator[float]:
     """A Poisson process whose rate changes, by thinning (Lewis and Shedler 1979)."""
-    most = (1 + plan.daily_swing) * max([1.0, *(burst.factor for burst in plan.bursts)])
+    most = plan.most()
     at = rng.expovariate(rate * most)
     while at < plan.duration_s:
         if rng.random() * most < plan.factor(at):
@@ -267,11 +288,17 @@ def _turns(plan: Synthetic, name: str, seed: int) -> Iterator[Turn]:
             return
 
 
+@cache
+def _popularity(level: PrefixLevel) -> list[float]:
+    """Cumulative weights of the texts of a level."""
+    return list(accumulate(1 / (rank + 1) ** level.skew for rank in range(level.count)))
+
+
 def _prefix(plan: Synthetic, rng: random.Random) -> Iterator[Piece]:
     content = 0
     for level in plan.prefixes:
-        weights = [1 / (rank + 1) ** level.skew for rank in range(level.count)]
-        content = content * (level.count + 1) + 1 + rng.choices(range(level.count), weights)[0]
+        [choice] = rng.choices(range(level.count), cum_weights=_popularity(level))
+        content = content * (level.count + 1) + 1 + choice
         yield Piece(content, level.tokens)
 
 

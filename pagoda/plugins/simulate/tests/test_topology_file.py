@@ -47,8 +47,10 @@ def test_instances_have_paths(tmp_path: Path) -> None:
         (("root: world", "root: moon"), 2, "root is to name one of routers"),
         (("model: llama-3.1-8b", "model: llama-9"), 1, "llama-9 is no preset"),
         (("  eu: {", "  eu: [{"), 6, "expected"),
-        (("root: world", "root: world\nroot: eu"), 3, "root stands twice"),
-        (("hosts:", "faults: [{what: h100, every_s: -1}]\nhosts:"), 6, "Expected `float` > 0"),
+        (("root: world", "root: world\nroot: eu"), 3, "'root' is there twice"),
+        (("hosts:", "faults: [{what: h100, every_s: -1}]\nhosts:"), 6, "Expected `float` >= 1"),
+        (("hosts:", "hosts:\n  spare: {device: h100}"), 7, "spare is not behind the root"),
+        (("device: h100", "device: h100, start_s: .inf"), 7, "<= 1"),
         (("hosts:", "faults: [{what: h100}]\nhosts:"), 6, "either every_s or at_s"),
         (("hosts:", "faults: [{what: rack, at_s: 1}]\nhosts:"), 6, "rack is none of"),
         (("hosts:", "faults: [{what: world, at_s: 1}]\nhosts:"), 6, "world is the root"),
@@ -62,5 +64,22 @@ def test_mistakes_are_named_with_their_lines(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, GOOD.replace(*change, 1))
-    assert f"fleet.yaml line {line}: " in str(caught.value)
+    assert f"fleet.yaml, line {line}: " in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_routers_may_be_shared_by_many_but_stand_in_few_levels(tmp_path: Path) -> None:
+    """Two kinds at each level, behind both of the level above: twice as many ways at each."""
+
+    def tower(levels: int) -> str:
+        routers = "".join(
+            f"  {kind}{n}: {{children: {{a{n + 1}: 1, b{n + 1}: 1}}}}\n"
+            for n in range(levels)
+            for kind in "ab"[: n + 1]
+        )
+        ends = "".join(f"  {kind}{levels}: {{device: h100}}\n" for kind in "ab")
+        return f"model: llama-3.1-8b\nroot: a0\nrouters:\n{routers}hosts:\n{ends}"
+
+    with pytest.raises(ConfigError, match="routers stand in more than 16 levels"):
+        _read(tmp_path, tower(40))
+    assert sum(1 for _ in _read(tmp_path, tower(6)).instances()) == 2**7 - 1

@@ -68,6 +68,12 @@ def test_broken_lines_are_named(tmp_path: Path, line: object, words: str) -> Non
     [
         ("duration_s: 5\nrate: -1\n", "line 2: rate: Expected `float` > 0"),
         ("duration_s: 5\nrate: 1\nusers: 2\n", "line 1: a workload has either a rate or users"),
+        (
+            "duration_s: 5\nusers: 2\ndaily_swing: 0.5\n",
+            "line 2: bursts and daily_swing are of a rate",
+        ),
+        ("duration_s: 1e8\nrate: 1e8\n", "line 2: there would be more than 10,000,000 sessions"),
+        ("duration_s: .inf\nrate: 1\n", "line 1: duration_s: Expected `float` <= "),
     ],
 )
 def test_mistakes_of_drawn_sessions_are_named(tmp_path: Path, text: str, words: str) -> None:
@@ -110,3 +116,14 @@ def test_users_begin_the_next_session_without_end(tmp_path: Path) -> None:
     assert len(workload.sessions) == 8
     turns = list(itertools.islice(workload.sessions[0].turns, 5))
     assert [turn.fresh for turn in turns] == [True, False, True, False, True]
+
+
+def test_bursts_that_overlap_multiply(tmp_path: Path) -> None:
+    path = tmp_path / "drawn.yaml"
+    path.write_text(
+        "duration_s: 40\nrate: 4\n"
+        "bursts: [{at_s: 0, for_s: 40, factor: 5}, {at_s: 20, for_s: 20, factor: 5}]\n"
+    )
+    sessions = read_workload(path, 1, scale=1, num_requests=None).sessions
+    late = sum(session.at >= 20 for session in sessions)
+    assert 4 < late / (len(sessions) - late) < 6
