@@ -23,6 +23,16 @@ def write_file(path: Path, data: bytes, flag: str) -> None:
         raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}.") from error
 
 
+def check_writable(path: Path | None, flag: str) -> None:
+    """Makes sure, before work that takes long, that its result can be written; None is not written.
+    Raises ConfigError if it cannot."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}.") from error
+
+
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Writes `value` as indented JSON to the file of `--output`."""
     text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)

@@ -11,7 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pagoda.cli import output
-from pagoda.cli.files import write_file, write_json
+from pagoda.cli.files import check_writable, write_file, write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.progress import progress
 from pagoda.plugins.simulate.html import page
@@ -37,6 +37,8 @@ def run(
         html: Write a report to this file, which a browser opens without a network.
     """
     general.apply()
+    check_writable(output_file, "--output")
+    check_writable(html, "--html")
     read = read_topology(topology)
     report, took_s = simulated(read, workload)
     output.stdout().print(summary(report))

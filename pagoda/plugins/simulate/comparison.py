@@ -10,7 +10,7 @@ import msgspec
 from cyclopts import Parameter
 
 from pagoda.cli import output
-from pagoda.cli.files import write_file, write_json
+from pagoda.cli.files import check_writable, write_file, write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.errors import ConfigError
 from pagoda.fleet.policies import PolicyName
@@ -40,6 +40,8 @@ def compare(
         html: Write a report to this file, which a browser opens without a network.
     """
     general.apply()
+    check_writable(output_file, "--output")
+    check_writable(html, "--html")
     read = [read_topology(path) for path in topologies]
     if policies:
         read = [with_policy(topology, policy) for topology in read for policy in policies]

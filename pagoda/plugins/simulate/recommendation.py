@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from pagoda.cli import output
-from pagoda.cli.files import write_json
+from pagoda.cli.files import check_writable, write_json
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.errors import ConfigError
 from pagoda.fleet.policies import POLICIES
@@ -34,6 +34,8 @@ class Candidate(NamedTuple):
     num_hosts: int
     num_prefill: int
     """Hosts of these that compute prompts alone; 0: all do both."""
+    part: float
+    """Share of prefill hosts from which that number is."""
     report: Report
 
     @property
@@ -66,6 +68,7 @@ def recommend(
         output_file: Write all that was tried as JSON to this file too.
     """
     general.apply()
+    check_writable(output_file, "--output")
     read = read_topology(topology)
     if not workload.slo:
         raise ConfigError("--slo is missing; name limits in ms such as ttft:500,tpot:60.")
@@ -77,10 +80,9 @@ def recommend(
     if unknown:
         raise ConfigError(f"--policies: {min(unknown)} is none of {', '.join(POLICIES)}.")
     search = _Search(read, workload, share, most)
-    found = [it for policy in policies for it in search.of_policy(policy, splits=splits)]
-    rows = [
-        _row(it) for it in sorted(found, key=lambda it: (it.price, -it.report["all"]["goodput"]))
-    ]
+    found = {it[:3]: it for policy in policies for it in search.of_policy(policy, splits=splits)}
+    best = sorted(found.values(), key=lambda it: (it.price, -it.report["all"]["goodput"]))
+    rows = [_row(it) for it in best]
     columns = ("fleet", "$/hour", "goodput", "TTFT p99", "TPOT p99", "one host fewer")
     title = f"The fewest hosts that keep {workload.slo} for {share:.1%} of requests"
     output.stdout().print(
@@ -122,15 +124,15 @@ class _Search:
     def margin(self, found: Candidate) -> str:
         """Goodput with one host fewer."""
         fewer = found.num_hosts - 1
-        for (policy, num_hosts, _), report in self.tried.items():
-            if (policy, num_hosts) == (found.policy, fewer) and fewer:
-                return f"{report['all']['goodput']:.1%}"
-        return "–"
+        report = self.tried.get((found.policy, fewer, _num_prefill(fewer, found.part)))
+        return "–" if report is None else f"{report['all']['goodput']:.1%}"
 
     def _least(self, policy: str, part: float) -> Candidate | None:
         """Fewest hosts that keep the SLO; None if `most` do not. The search begins at the number found last, in
         steps that double."""
         least = 2 if part else 1
+        if least > self._most:
+            return None
         high = max(least, min(self._start, self._most))
         step = 1
         if self._keeps(policy, high, part):
@@ -153,7 +155,8 @@ class _Search:
                 low = middle
         self._start = high
         num_prefill = _num_prefill(high, part)
-        return Candidate(policy, high, num_prefill, self.tried[policy, high, num_prefill])
+        report = self.tried[policy, high, num_prefill]
+        return Candidate(policy, high, num_prefill, part, report)
 
     def _keeps(self, policy: str, num_hosts: int, part: float) -> bool:
         key = policy, num_hosts, _num_prefill(num_hosts, part)
@@ -183,7 +186,9 @@ def with_hosts(topology: Topology, num_hosts: int, num_prefill: int) -> Topology
         steps=dict.fromkeys(roles, topology.steps[kind]),
         prices=dict.fromkeys(roles, topology.prices[kind]),
         block_s=dict.fromkeys(roles, topology.block_s[kind]),
-        faults=(),
+        faults=tuple(
+            msgspec.structs.replace(fault, what=name) for fault in topology.faults for name in roles
+        ),
     )
 
 

@@ -115,9 +115,7 @@ class Records:
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """Nearest rank of sorted `values`; None of none."""
-    if not values:
-        return None
-    return values[min(len(values) - 1, int(share * len(values)))]
+    return values[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
 def millis(seconds: float | None) -> float | None:
@@ -179,7 +177,7 @@ def figures(records: Iterable[RequestRecord], duration_s: float, slo: Slo) -> Fi
         lost=lost,
         too_long=too_long,
         refusals=sum(it.num_refusals for it in chosen),
-        prompt_tokens=sum(it.num_prompt_tokens for it in chosen),
+        prompt_tokens=sum(it.num_prompt_tokens for it in chosen if not it.is_too_long),
         cached_tokens=sum(it.num_cached_tokens for it in chosen),
         output_tokens=sum(it.num_output_tokens for it in chosen),
         duration_s=duration_s,

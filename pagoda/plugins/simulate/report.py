@@ -32,8 +32,8 @@ def make_report(
         "hosts": num_hosts,
         "step_times": topology.errors(),
         "price_per_hour": round(price, 4),
-        "price_per_million_tokens": round(1e6 * dollars / max(1, tokens), 4),
-        "price_per_million_output_tokens": round(1e6 * dollars / max(1, whole.output_tokens), 4),
+        "price_per_million_tokens": _per_million(dollars, tokens),
+        "price_per_million_output_tokens": _per_million(dollars, whole.output_tokens),
         "slo": {"ttft_ms": _limit(slo.ttft), "tpot_ms": _limit(slo.tpot)},
         "all": whole.as_json(),
         "itl_ms": {
@@ -63,6 +63,10 @@ def make_report(
     }
 
 
+def _per_million(dollars: float, num_tokens: int) -> float | None:
+    return round(1e6 * dollars / num_tokens, 4) if num_tokens else None
+
+
 def _limit(seconds: float) -> float | None:
     return None if seconds == float("inf") else millis(seconds)
 
@@ -85,13 +89,13 @@ _ROWS = (
 
 def headline(report: Report) -> list[str]:
     """The most important figures of a report, in the order of `HEADLINES`."""
-    whole, itl = report["all"], report["itl_ms"]
+    whole, itl, price = report["all"], report["itl_ms"], report["price_per_million_tokens"]
     return [
         *(pattern.format(whole[key]) for _, key, pattern in _ROWS),
         *(_ms(whole["ttft_ms"][name]) for name in ("p50", "p99")),
         *(_ms(whole["tpot_ms"][name]) for name in ("p50", "p99")),
         _ms(itl["p99"]),
-        f"{report['price_per_million_tokens']:.3f}",
+        "–" if price is None else f"{price:.3f}",
         str(whole["lost"]),
     ]
 

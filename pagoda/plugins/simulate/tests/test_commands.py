@@ -75,3 +75,11 @@ def test_step_times_are_fitted_and_used(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert main(["simulate", "fleet.yaml", "--workload", "sessions.yaml"]) == 0
     assert "h: steps.jsonl: ±0.0% median" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_told_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "fleet.yaml", "--workload", "sessions.yaml"]
+    assert main([*words, "--html", "."]) == 2
+    assert capsys.readouterr().err == "pagoda: --html: cannot write .: Is a directory.\n"
+    assert main([*words, "--requests", "2"]) == 2
+    assert "--requests is for traces" in capsys.readouterr().err
