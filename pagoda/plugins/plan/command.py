@@ -211,17 +211,18 @@ class Planner:
     async def decide(
         self, link: RouterLink, hooks: aiohttp.ClientSession, at_s: float
     ) -> Plan | None:
-        """One decision at a Unix time, told to all; None where there are no figures yet, or the router does not
-        give them."""
+        """One decision at a Unix time, told to all; None where there are no figures yet, the router does not give
+        them, or the decision cannot be written down."""
         try:
             figures = await link.figures(at_s)
+            plan = None if figures is None else self._journal.decide(figures)
         except (ServerError, ConfigError) as error:
             self.page.num_failures += 1
             _log.warning("no plan: %s", error)
             return None
-        if figures is None:
+        if plan is None:
             return None
-        plan = self.page.plan = self._journal.decide(figures)
+        self.page.plan = plan
         if self._outputs.change_roles:
             await self._change_roles(plan, link)
         await self._tell(plan, hooks)

@@ -62,7 +62,7 @@ class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     roles: tuple[Role, ...] = ()
     """Roles that it may be given."""
-    num_requests: Hosts = 0
+    num_requests: Annotated[int, Meta(ge=0, le=2**53)] = 0
 
 
 class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ that this gives.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -52,13 +54,20 @@ class Replayed(NamedTuple):
     """The plan as it is decided now; empty for rules."""
 
 
-def replay(path: Path) -> Iterator[Replayed]:
-    """Decides everything again. Raises ConfigError: the file cannot be read, or a line is none of a journal."""
+def replay(path: Path, *, may_be_torn: bool = False) -> Iterator[Replayed]:
+    """Decides everything again. With `may_be_torn` a last line that was not written to its end is cut off.
+
+    Raises ConfigError: the file cannot be read, or a line is none of a journal.
+    """
     config: PlanConfig | None = None
     memory = Memory()
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
+                is_torn = not line.endswith(b"\n") and len(line) < _MOST_LINE_BYTES
+                if is_torn and may_be_torn and config is not None:
+                    _drop_torn_line(path)
+                    return
                 entry = _entry(path, number, line)
                 if isinstance(entry, Rules):
                     config, memory = entry.config, entry.memory
@@ -82,11 +91,20 @@ def _entry(path: Path, number: int, line: bytes) -> Rules | Decided:
         raise ConfigError(f"{path}:{number}: the line is none of a journal ({error}).") from None
 
 
+def _drop_torn_line(path: Path) -> None:
+    """Cuts off what is behind the last end of a line. Raises OSError: the file cannot be changed."""
+    with path.open("r+b") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - _MOST_LINE_BYTES)
+        file.seek(start)
+        file.truncate(start + file.read().rfind(b"\n") + 1)
+
+
 class Journal:
     """Decides, and writes down every decision. Without a path it only decides."""
 
     def __init__(self, config: PlanConfig, path: Path | None = None) -> None:
-        """Goes on with the memory that a journal at `path` gives.
+        """Goes on with the memory that a journal at `path` gives; a last line that was not written to its end is
+        dropped.
 
         Raises ConfigError: the file is no journal, or cannot be written.
         """
@@ -95,7 +113,7 @@ class Journal:
         self.memory = Memory()
         if path is not None:
             if path.exists():
-                for state in replay(path):
+                for state in replay(path, may_be_torn=True):
                     self.memory = state.memory
             self._write(_encode(Rules(config, self.memory)))
 
@@ -108,16 +126,28 @@ class Journal:
         return plan
 
     def _rotate(self) -> None:
-        if self._path is not None and self._path.stat().st_size > _MOST_BYTES:
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-            self._write(_encode(Rules(self._config, self.memory)))
+        """Begins another file where this one is long, or was taken away."""
+        path = self._path
+        if path is None:
+            return
+        try:
+            if path.exists():
+                if path.stat().st_size <= _MOST_BYTES:
+                    return
+                path.replace(path.with_name(f"{path.name}.1"))
+        except OSError as error:
+            raise ConfigError(f"--journal: {path} cannot be moved ({error.strerror}).") from None
+        self._write(_encode(Rules(self._config, self.memory)))
 
     def _write(self, line: bytes) -> None:
         if self._path is None:
             return
         try:
-            with self._path.open("ab") as file:
-                file.write(line + b"\n")
+            with self._path.open("ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(line + b"\n") <= len(line):
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise ConfigError(
                 f"--journal: {self._path} cannot be written ({error.strerror})."

@@ -125,7 +125,8 @@ def _plan_pool(
     need = needed(config, memory, roles_of(pool.hosts), rate)
     is_enough = sum(need.values()) <= config.max_hosts
     need = _limited(need, config)
-    recent = (one for one in memory.needs if one.at_s > at_s - config.hold_s)
+    # The clock may have been set back.
+    recent = (one for one in memory.needs if at_s - config.hold_s < one.at_s <= at_s)
     needs = _still_highest([*recent, Need(at_s, need)])
     hosts = _limited({r: max(n.hosts.get(r, 1) for n in needs) for r in need}, config)
     plan = PoolPlan(

@@ -8,6 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import msgspec
 from msgspec.structs import replace
@@ -21,6 +22,8 @@ from pagoda.plugins.plan.figures import Figures, HostFigures, PoolFigures, RoleC
 _SERVING = ("ready", "degraded")
 _PLACED, _UNPLACED = "placed requests", "pagoda_num_requests_unplaced"
 _LATE, _SLOW = "pagoda_time_to_first_token_seconds", "pagoda_request_time_per_output_token_seconds"
+_MOST = 1e12
+"""Numbers beyond are none of a router."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +70,14 @@ def counts_of(readings: Sequence[Reading]) -> dict[str, Counts]:
             for sample in family.samples:
                 labels, series = sample.labels, sample.name
                 name = labels.get("model_name")
-                if name is None:
+                if name is None or not abs(sample.value) <= _MOST:
                     continue
                 if "replica" in labels:
                     key = name, series, labels["replica"]
                     of_replicas[key] = max(of_replicas.get(key, 0.0), sample.value)
                 elif series.endswith("_bucket"):
                     of = pools[name].bounds[series.removesuffix("_bucket")]
-                    of[float(labels["le"])] += sample.value
+                    of[float(labels.get("le", ""))] += sample.value
                 else:
                     pools[name].values[series] += sample.value
         for host in reading.hosts:
@@ -95,7 +98,7 @@ def hosts_of(readings: Sequence[Reading]) -> dict[str, tuple[HostFigures, ...]]:
     pools = defaultdict[str, list[HostFigures]](list)
     for host_id, host in sorted(found.items()):
         figures = HostFigures(
-            id=host_id, role=host.role, roles=host.roles, num_requests=max(0, host.num_requests)
+            id=host_id, role=host.role, roles=host.roles, num_requests=_whole(host.num_requests)
         )
         pools[host.model].append(figures)
     return {name: tuple(hosts) for name, hosts in pools.items()}
@@ -129,14 +132,23 @@ def pool_figures(
     return PoolFigures(
         name=name,
         window_s=window_s,
-        num_arrivals=max(0, round(arrivals)),
-        prompt_tokens=round(mean("pagoda_request_prompt_tokens") * (1 - cached), 3),
-        output_tokens=round(mean("pagoda_request_generated_tokens"), 3),
-        num_waiting=max(0, round(waiting)),
+        num_arrivals=_whole(arrivals),
+        prompt_tokens=_amount(mean("pagoda_request_prompt_tokens") * (1 - cached)),
+        output_tokens=_amount(mean("pagoda_request_generated_tokens")),
+        num_waiting=_whole(waiting),
         late_share=_above(now.bounds.get(_LATE, {}), before.bounds.get(_LATE, {}), slo.ttft_s),
         slow_share=_above(now.bounds.get(_SLOW, {}), before.bounds.get(_SLOW, {}), slo.tpot_s),
         hosts=hosts,
     )
+
+
+def _amount(value: float) -> float:
+    """The value as figures have it, whatever a router says."""
+    return round(min(max(value, 0.0), _MOST), 3)
+
+
+def _whole(value: float) -> int:
+    return round(_amount(value))
 
 
 def _above(now: Mapping[float, float], before: Mapping[float, float], limit: float) -> float:
@@ -195,7 +207,8 @@ class RouterLink:
 
     async def change(self, change: RoleChange) -> None:
         """Gives a host another role, by the first router that has it. Raises as `figures`."""
-        path, body = f"/v1/hosts/{change.host_id}", {"role": str(change.role)}
+        path = f"/v1/hosts/{quote(change.host_id, safe='')}"
+        body = {"role": str(change.role)}
         answer = b""
         for client, reading in zip(self._clients, self._readings, strict=True):
             if any(host.id == change.host_id for host in reading.hosts):

@@ -21,11 +21,11 @@ from pagoda.cli.openai_client import OpenAIClient
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.plan.command import OutputOptions, Planner, PlanOptions, replay
-from pagoda.plugins.plan.figures import Plan
+from pagoda.plugins.plan.figures import Plan, PoolFigures
 from pagoda.plugins.plan.journal import Journal
 from pagoda.plugins.plan.journal import replay as replayed
 from pagoda.plugins.plan.outputs import EXTERNAL_METRICS
-from pagoda.plugins.plan.router import Reading, RouterLink, counts_of, pool_figures
+from pagoda.plugins.plan.router import Counts, Reading, RouterLink, counts_of, pool_figures
 
 OPTIONS = PlanOptions(
     step_time=0.025, token_time=2.4e-4, max_num_batched_tokens=512, slo_ttft=2.0, min_hosts=2
@@ -174,11 +174,32 @@ async def test_a_journal_is_decided_again_byte_for_byte(
     assert Journal(CONFIG, path).memory == last.memory
     assert replay(path) == 0
 
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[-1][:-5])  # the planner was killed
+    assert Journal(CONFIG, path).memory == last.memory
+    assert path.read_bytes() == whole + whole.splitlines(keepends=True)[-1]
+
     lines = path.read_text().splitlines(keepends=True)
     other = re.sub(r'"rate":[0-9.]+', '"rate":1.5', lines[2], count=1)
     path.write_text("".join([*lines[:2], other, *lines[3:]]))
     assert replay(path) == 1
     assert f"{path}:3: decided now:" in capsys.readouterr().out.replace("\n", "")
+
+
+async def test_a_journal_begins_again_where_it_was_taken_away_and_is_whole_whatever_routers_say(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    async with planned(tmp_path) as (router, planner, decide):
+        await decide(240)
+        path.unlink()
+        router.roles["../../x?y"] = "standby"
+        assert await decide(10**40) is not None
+        assert replay(path) == 0
+        path.unlink()
+        path.mkdir()
+        assert await decide(1) is None
+        assert planner.page.num_failures == 1
 
 
 @pytest.mark.parametrize(
@@ -211,6 +232,17 @@ def test_figures_of_a_window_are_what_was_counted_in_it() -> None:
     )  # the router has been started again
     assert again.num_arrivals == 100
     assert counts_of([Reading()]) == {}
+
+
+def test_numbers_beyond_all_reason_stay_in_range() -> None:
+    text = metrics(100).replace("150000", "1e300").replace("25000", "NaN").replace(" 100", " -1e11")
+    counts = counts_of([Reading(text)])["m"]
+    figures = pool_figures("m", CONFIG.slo, 30.0, counts, Counts(), ())
+    assert msgspec.json.decode(msgspec.json.encode(figures), type=PoolFigures) == figures
+    unbounded = metrics(100).replace('le="2.5"', 'le="0.1"').replace('le="+Inf"', 'le="0.2"')
+    counts = counts_of([Reading(unbounded)])["m"]
+    with pytest.raises(ValueError, match="empty"):
+        pool_figures("m", CONFIG.slo, 30.0, counts, Counts(), ())
 
 
 def test_two_routers_add_up_and_their_replicas_count_once() -> None:
