@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -17,13 +18,23 @@ from pagoda.messages.worker_config import Role
 
 T = TypeVar("T")
 
+_NONE = dict.fromkeys(
+    ("num_blocks", "max_num_seqs", "max_num_waiting", "max_num_waiting_tokens"), 0
+)
+"""Limits that are added up, of no replica."""
+_MOST_SUMMARIES = 8
+"""Different summaries of replicas that are told together."""
+
 
 class LimitSums:
     """The limits of all replicas, counted as these come, change and go."""
 
     def __init__(self) -> None:
         self._limits: Counter[EngineReady] = Counter()
-        """The number of replicas with the same limits, apart from the ids in them."""
+        """The number of replicas with the same limits, apart from those that are added up, and from texts."""
+        self._sums: Counter[str] = Counter()
+        """Limits that are added up, by their fields."""
+        self._summaries: Counter[str] = Counter()
         self._routers: Counter[str] = Counter()
         """Ids of routers, and behind how many replicas they are."""
         self._room: Counter[Role] = Counter()
@@ -48,7 +59,7 @@ class LimitSums:
         if not self.are_known:
             raise RuntimeError("The replicas have not started.")
         if self._total is None:
-            total = _sum_of(self._limits, self._routers)
+            total = self._sum()
             self._total = msgspec.structs.replace(total, role=self._role or total.role)
         return self._total
 
@@ -61,11 +72,34 @@ class LimitSums:
         if limits is None:
             return
         self._room[limits.role] += change * (limits.max_num_seqs + limits.max_num_waiting)
-        before = self.total if change < 0 and len(self._limits) == 1 else None
-        _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
+        before = self.total if change < 0 and self._limits.total() == 1 else None
+        common = msgspec.structs.replace(limits, host_id="", routers=(), summary="", **_NONE)
+        _add(self._limits, common, change)
+        _add(self._summaries, limits.summary, change)
+        for name in _NONE:
+            self._sums[name] += change * getattr(limits, name)
         for router in limits.routers:
             _add(self._routers, router, change)
         self._total = None if self._limits else before
+
+    def _sum(self) -> EngineReady:
+        """As many limits are looked at as differ in what is not added up."""
+        limits, num_replicas = self._limits, self._limits.total()
+        first = next(iter(limits))
+        prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
+        return EngineReady(
+            max_model_len=min(limit.max_model_len for limit in limits),
+            vocab_size=min(limit.vocab_size for limit in limits),
+            hidden_size=min(limit.hidden_size for limit in limits),
+            block_size=first.block_size,
+            summary=(prefix + "; ".join(islice(self._summaries, _MOST_SUMMARIES)))[:MAX_ITEMS],
+            role=_sum_of_roles({limit.role for limit in limits}),
+            roles=_common_roles(limits),
+            max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
+            routers=tuple(islice(self._routers, MAX_ROUTERS)),
+            kv_group=first.kv_group,
+            **{name: capped(self._sums[name]) for name in _NONE},
+        )
 
     def room_for(self, request: GenerateRequest) -> int:
         """Requests of this kind that all replicas meant for them can have, running and waiting."""
@@ -84,33 +118,6 @@ def _add(counter: Counter[T], item: T, change: int) -> None:
     counter[item] += change
     if not counter[item]:
         del counter[item]
-
-
-def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady:
-    """The limits of replicas together, by how many have which."""
-    num_replicas = limits.total()
-    summaries = dict.fromkeys(limit.summary for limit in limits)
-    prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
-    return EngineReady(
-        max_model_len=min(limit.max_model_len for limit in limits),
-        vocab_size=min(limit.vocab_size for limit in limits),
-        hidden_size=min(limit.hidden_size for limit in limits),
-        num_blocks=capped(sum(limit.num_blocks * count for limit, count in limits.items())),
-        block_size=next(iter(limits)).block_size,
-        max_num_seqs=capped(sum(limit.max_num_seqs * count for limit, count in limits.items())),
-        max_num_waiting=capped(
-            sum(limit.max_num_waiting * count for limit, count in limits.items())
-        ),
-        max_num_waiting_tokens=capped(
-            sum(limit.max_num_waiting_tokens * count for limit, count in limits.items())
-        ),
-        summary=(prefix + "; ".join(summaries))[:MAX_ITEMS],
-        role=_sum_of_roles({limit.role for limit in limits}),
-        roles=_common_roles(limits),
-        max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
-        routers=tuple(sorted(routers))[:MAX_ROUTERS],
-        kv_group=next(iter(limits)).kv_group,
-    )
 
 
 def _least_logprobs(limits: set[int]) -> int:

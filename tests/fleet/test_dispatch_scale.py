@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 from operations import assert_constant, assert_linear
 
@@ -27,6 +28,7 @@ from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.fleet.prefix_index import CacheUnion, PrefixIndex
+from pagoda.messages.worker_config import Role
 from pagoda.plugins.simulate.event_loop import VirtualTimeLoop
 
 
@@ -119,6 +121,30 @@ def test_joins_take_work_in_proportion_to_the_fleet(loops) -> None:
         return lambda: runner.run(join())
 
     assert_linear(make, (100, 200, 400))
+
+
+def test_limits_of_a_fleet_take_as_long_when_all_its_hosts_differ(loops) -> None:
+    def make(size: int) -> Callable[[], object]:
+        runner = loops()
+        dispatcher, peers = runner.run(built(size, "prefix-affinity"))
+        own = peers[0].replica.limits
+
+        async def differ() -> None:
+            for number, peer in enumerate(peers):
+                summary = f"KV cache of {number} blocks"
+                limits = msgspec.structs.replace(own, num_blocks=number + 1, summary=summary)
+                peer.replica.receive(limits)
+
+        runner.run(differ())
+        assert dispatcher.limits.num_blocks == size * (size + 1) // 2
+
+        async def change() -> None:
+            peers[0].replica.receive(msgspec.structs.replace(own, role=Role.BOTH))
+            assert dispatcher.limits.role is Role.BOTH
+
+        return lambda: runner.run(change())
+
+    assert_constant(make, (32, 128, 512))
 
 
 def test_losing_a_replica_looks_at_its_own_requests_alone(loops) -> None:
