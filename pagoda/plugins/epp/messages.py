@@ -23,6 +23,8 @@ _OVERWRITE = 2
 """`HeaderValueOption.append_action`: a header of the client's own does not count."""
 _CHUNK_BYTES = 62_000
 """Envoy takes less than 64 KiB in one streamed body."""
+_MOST_LISTED, _OF_ENTRY = 4096, 8
+"""Entries of a list of headers or endpoints, and fields of each."""
 FULL_DUPLEX = 4
 """`ProcessingMode.BodySendMode` of bodies that come as they are, and are sent back."""
 
@@ -41,6 +43,9 @@ class Part(enum.IntEnum):
     def reply(self) -> int:
         """The field of `ProcessingResponse` that answers it."""
         return {2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6}[self]
+
+
+_PARTS = frozenset(Part)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def decode_processing(data: bytes) -> Processing:
     for number, value in fields_of(data):
         if isinstance(value, int):
             is_observed_only |= number == 10 and bool(value)
-        elif number in set(Part):
+        elif number in _PARTS:
             part, content = Part(number), value
         elif number == 8:
             subset = _subset_of(value)
@@ -89,10 +94,10 @@ def decode_processing(data: bytes) -> Processing:
 def _headers_of(data: bytes) -> dict[str, str]:
     """A `HeaderMap`, whose values are in `raw_value`, or in `value` of older proxies."""
     headers: dict[str, str] = {}
-    for number, one in fields_of(data):
+    for number, one in fields_of(data, _MOST_LISTED):
         if number == 1 and isinstance(one, bytes):
-            key = field_of(one, 1).decode(errors="replace").lower()
-            value = field_of(one, 3) or field_of(one, 2)
+            key = field_of(one, 1, _OF_ENTRY).decode(errors="replace").lower()
+            value = field_of(one, 3, _OF_ENTRY) or field_of(one, 2, _OF_ENTRY)
             headers[key] = value.decode(errors="replace")
     return headers
 
@@ -104,8 +109,8 @@ def _subset_of(metadata: bytes) -> list[str] | None:
     if value is None:
         return None
     endpoints = [
-        field_of(one, 3).decode(errors="replace")
-        for number, one in fields_of(field_of(value, 6))
+        field_of(one, 3, _OF_ENTRY).decode(errors="replace")
+        for number, one in fields_of(field_of(value, 6), _MOST_LISTED)
         if number == 1 and isinstance(one, bytes)
     ]
     text = field_of(value, 3).decode(errors="replace")
@@ -114,9 +119,10 @@ def _subset_of(metadata: bytes) -> list[str] | None:
 
 def _entry(data: bytes, number: int, key: str) -> bytes | None:
     """The value of a key in a map; None if it is not there."""
-    for name, entry in fields_of(data):
-        if name == number and isinstance(entry, bytes) and field_of(entry, 1) == key.encode():
-            return field_of(entry, 2)
+    entries = (it for name, it in fields_of(data, _MOST_LISTED) if name == number)
+    for entry in entries:
+        if isinstance(entry, bytes) and field_of(entry, 1, _OF_ENTRY) == key.encode():
+            return field_of(entry, 2, _OF_ENTRY)
     return None
 
 

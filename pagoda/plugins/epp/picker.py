@@ -76,7 +76,7 @@ class Picker:
                 asked = await threads.run_sized(
                     partial(_decode, body), len(body), client.budget, client.key_name
                 )
-        except (msgspec.DecodeError, PagodaError, UnicodeDecodeError):
+        except (msgspec.DecodeError, PagodaError, UnicodeDecodeError, RecursionError):
             pass
         pool, generator, adapter = self._model(asked.model, client)
         token_ids: list[int] = []
@@ -126,10 +126,12 @@ class Picker:
             [prompt] = prompt
         if isinstance(prompt, str):
             return await generator.encode(prompt, add_special_tokens=True)
-        if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
-            most = generator.endpoint.limits
-            return [one for one in prompt[: most.max_model_len] if 0 <= one < most.vocab_size]
-        return []
+        if not isinstance(prompt, list):
+            return []
+        limits = generator.endpoint.limits
+        ids = prompt[: limits.max_model_len]
+        are_ids = all(isinstance(one, int) for one in ids)
+        return [one for one in ids if 0 <= one < limits.vocab_size] if are_ids else []
 
     @contextlib.contextmanager
     def picked(

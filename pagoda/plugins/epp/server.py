@@ -65,7 +65,7 @@ class PickerState:
         """The port that was taken; 0 before."""
 
     def start(self) -> None:
-        """Raises ConfigError: the server is no router."""
+        """Raises ConfigError: the server is no router, or the address cannot be listened on."""
         options = self._options
         if options is None or options.listen is None:
             return
@@ -73,26 +73,29 @@ class PickerState:
             raise ConfigError(
                 "--epp-listen is for pagoda route, which knows the hosts to pick from."
             )
-        self._starting = asyncio.create_task(self._serve(options, options.listen))
-        self._starting.add_done_callback(_tell)
-
-    async def _serve(self, options: PickerOptions, listen: str) -> None:
         import grpc  # with --epp-listen alone
 
         picker = Picker(self._service, options.target_port)
-        most = self._service.config.max_body_bytes
-        server = grpc.aio.server(maximum_concurrent_rpcs=_MOST_STREAMS)
-        server.add_generic_rpc_handlers(_handlers(picker, most))
-        if options.tls.certificate is None:
-            self.port = server.add_insecure_port(listen)
-        else:
-            certificate = options.tls.certificate.read_bytes()
-            key = (options.tls.key or options.tls.certificate).read_bytes()
-            credentials = grpc.ssl_server_credentials([(key, certificate)])
-            self.port = server.add_secure_port(listen, credentials)
-        await server.start()
-        self._server = server
-        _log.info("gateways ask for hosts at %s", listen)
+        # Another process may not listen at the same port, and get some of the requests.
+        limits = (("grpc.so_reuseport", 0),)
+        self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_MOST_STREAMS)
+        handlers = _handlers(picker, self._service.config.max_body_bytes)
+        self._server.add_generic_rpc_handlers(handlers)
+        try:
+            if options.tls.certificate is None:
+                self.port = self._server.add_insecure_port(options.listen)
+            else:
+                certificate = options.tls.certificate.read_bytes()
+                key = (options.tls.key or options.tls.certificate).read_bytes()
+                credentials = grpc.ssl_server_credentials([(key, certificate)])
+                self.port = self._server.add_secure_port(options.listen, credentials)
+        except RuntimeError:
+            raise ConfigError(
+                f"--epp-listen: {options.listen} cannot be listened on; name an address of this "
+                "machine with a port that is free."
+            ) from None
+        self._starting = asyncio.create_task(self._server.start())
+        _log.info("gateways ask for hosts at %s", options.listen)
 
     async def stop(self) -> None:
         """Health is told by `Picker.is_ready`; requests that come meanwhile get a host."""
@@ -104,27 +107,31 @@ class PickerState:
             await self._server.stop(_END_S)
 
 
-def _tell(starting: asyncio.Task[None]) -> None:
-    if not starting.cancelled() and starting.exception() is not None:
-        _log.error("--epp-listen: gateways cannot ask for hosts: %s", starting.exception())
-
-
 def _handlers(picker: Picker, most_bytes: int) -> tuple[Any, ...]:
     import grpc
 
     room = BodyRoom(most_bytes)
 
-    async def process(messages: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+    async def process(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         with ExitStack() as stack:
             exchange = Exchange(picker, stack, room)
             async for data in messages:
-                for reply in await exchange.take(decode_processing(data)):
+                try:
+                    replies = await exchange.take(decode_processing(data))
+                except ValueError as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{error}.")
+                    raise
+                for reply in replies:
                     yield reply
                 if exchange.is_over:
                     return
 
     async def check(data: bytes, context: Any) -> bytes:
-        service = decode_health_check(data)
+        try:
+            service = decode_health_check(data)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{error}.")
+            raise
         if service == "liveness":
             return health_reply(is_serving=True)
         if service in ("", "readiness", PROCESSOR):
@@ -173,11 +180,12 @@ class Exchange:
         self._body = bytearray()
         self._modes = FULL_DUPLEX, FULL_DUPLEX
         self._counted: Counted | None = None
+        self._is_whole = False
         self.is_over = False
         """The gateway needs nothing more."""
 
     async def take(self, message: Processing) -> list[bytes]:
-        """The replies to a message, in their order."""
+        """The replies to a message, in their order. Raises ValueError: the request has come as a whole already."""
         if message.request_mode is not None and message.response_mode is not None:
             self._modes = message.request_mode, message.response_mode
         replies = await self._replies(message)
@@ -185,6 +193,8 @@ class Exchange:
 
     async def _replies(self, message: Processing) -> list[bytes]:
         match message.part:
+            case Part.REQUEST_HEADERS | Part.REQUEST_BODY if self._is_whole:
+                raise ValueError("a request goes on behind its end")
             case Part.REQUEST_HEADERS:
                 self._headers = dict(message.headers)
                 if message.is_end:
@@ -223,6 +233,7 @@ class Exchange:
 
     async def _pick(self, message: Processing, part: Part) -> list[bytes]:
         body = bytes(self._body)
+        self._is_whole = True
         self._drop_body()
         request, pool = await self._picker.request(self._headers, body)
         picked = self._stack.enter_context(self._picker.picked(request, pool, message.subset))

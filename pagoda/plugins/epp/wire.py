@@ -9,13 +9,18 @@ from collections.abc import Iterator
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _SIZES = {_I64: 8, _I32: 4}
 _MOST_VARINT_BYTES = 10
+_MOST_FIELDS = 64
+"""Fields of a message that has no list: millions fit into one, which would be read on an event loop."""
 
 
-def fields_of(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def fields_of(data: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
     """The fields of a message in their order: numbers of varints, bytes of all others. Raises ValueError: it is
-    cut off, or none."""
-    at = 0
+    cut off, none, or has more than `most` fields."""
+    at, left = 0, most
     while at < len(data):
+        left -= 1
+        if left < 0:
+            raise ValueError(f"a message has more than {most} fields")
         key, at = _varint(data, at)
         number, kind = key >> 3, key & 7
         if kind == _VARINT:
@@ -34,11 +39,11 @@ def fields_of(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += size
 
 
-def field_of(data: bytes, number: int) -> bytes:
+def field_of(data: bytes, number: int, most: int = _MOST_FIELDS) -> bytes:
     """The last field of this number, which has bytes; empty where there is none. Raises ValueError: as
     `fields_of`."""
     found = b""
-    for name, value in fields_of(data):
+    for name, value in fields_of(data, most):
         if name == number and isinstance(value, bytes):
             found = value
     return found

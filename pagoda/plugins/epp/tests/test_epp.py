@@ -16,6 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, st
 from hypothesis import given
 from hypothesis import strategies as st
 from linked_hosts import KEYS, Host, join_discovery, until
+from operations import count_operations
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.errors import ConfigError
@@ -31,6 +32,7 @@ from pagoda.plugins.epp.server import (
     PickerOptions,
     PickerState,
 )
+from pagoda.plugins.epp.wire import encode
 from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
 from pagoda.plugins.router.members import HostMembers, RouterConfig
 from pagoda.plugins.router.pools import PoolConfig
@@ -125,6 +127,8 @@ class Gateway(NamedTuple):
     channel: Any
     fleet: Fleet
     hosts: list[Host]
+    address: str
+    """The router's, for gateways."""
 
     def process(self) -> Any:
         method = self.channel.stream_stream(
@@ -176,7 +180,7 @@ async def gateway(serve_api: Any, num_hosts: int = 1) -> AsyncIterator[Gateway]:
     await until(lambda: bool(state.port))
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{state.port}") as channel:
-            yield Gateway(channel, fleet, hosts)
+            yield Gateway(channel, fleet, hosts, f"127.0.0.1:{state.port}")
     finally:
         await state.close()
         for member, host in zip(members, hosts, strict=True):
@@ -291,6 +295,7 @@ async def test_a_gateway_that_buffers_gets_one_reply_for_each_message(serve_api:
         (b'{"prompt": [1, 2, 3]}', False),
         (b'{"prompt": {}}', False),
         (b'{"messages": 5}', False),
+        (b'{"prompt": ' + b"[" * 100_000, False),
     ],
 )
 async def test_what_is_no_body_has_a_host_too_which_refuses_it(
@@ -330,6 +335,24 @@ async def test_a_body_without_end_is_refused(serve_api: Any) -> None:
         assert (await call.read()).immediate_response.status.code == 413
 
 
+async def test_what_is_no_message_ends_its_stream_alone(serve_api: Any) -> None:
+    async with gateway(serve_api) as asked:
+        for data in (b"\xff", encode(2, b"") + encode(10, 1) * 100, encode(99, b"")):
+            call = asked.channel.stream_stream(f"/{PROCESSOR}/Process")()
+            await call.write(data)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = asked.process()
+        await call.write(headers(is_end=True))
+        endpoint_of(await call.read(), "request_headers")
+        assert asked.pending[0] > 0
+        await call.write(headers(is_end=True))
+        with pytest.raises(grpc.aio.AioRpcError, match="goes on behind its end"):
+            await call.read()
+        await until(lambda: asked.pending == [0])
+
+
 def test_bodies_that_are_on_their_way_have_room_together() -> None:
     room, stacks = BodyRoom(100, 150), [contextlib.ExitStack() for _ in range(3)]
     picker = cast(Picker, None)
@@ -361,6 +384,16 @@ async def test_health_is_that_of_the_router(serve_api: Any) -> None:
         assert (await asked.health("readiness"), await asked.health("liveness")) == (2, 1)
 
 
+async def test_an_address_that_is_taken_is_told(serve_api: Any) -> None:
+    async with gateway(serve_api) as asked:
+        api = await serve_api()
+        api.service.fleet = asked.fleet
+        options = {PickerOptions: PickerOptions(asked.address, 8000, NO_TLS)}
+        api.service.config = dataclasses.replace(api.service.config, options=options)
+        with pytest.raises(ConfigError, match=f"--epp-listen: {asked.address} cannot be listened"):
+            PickerState(api.service, {}).start()
+
+
 async def test_a_server_without_hosts_picks_none(serve_api: Any) -> None:
     api = await serve_api()
     options = {PickerOptions: PickerOptions("127.0.0.1:0", 8000, NO_TLS)}
@@ -373,3 +406,14 @@ async def test_a_server_without_hosts_picks_none(serve_api: Any) -> None:
 def test_messages_that_are_none_are_refused(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         assert decode_processing(data).part in Part
+
+
+def test_a_message_of_millions_of_fields_is_not_read_to_its_end() -> None:
+    many = encode(1, 1) * 10**6
+    for data in (many, encode(2, encode(1, encode(1, many))), encode(2, b"") + encode(8, many)):
+        assert count_operations(lambda data=data: suppressed(data)) < 200_000
+
+
+def suppressed(data: bytes) -> None:
+    with pytest.raises(ValueError, match="more than"):
+        decode_processing(data)
