@@ -91,9 +91,8 @@ class Catalogue:
             for name in (one.model.name, *one.model.aliases):
                 yield name, one, None
         for name, shares in self._splits.items():
-            one = self.models[next(iter(shares))]
-            if one in seen:
-                yield name, one, None
+            for pool in list(self._open_to(client, shares))[:1]:
+                yield name, self.models[pool], None
         for one, adapter in self._adapters.values():
             if one in seen:
                 yield adapter.name, one, adapter
@@ -101,12 +100,14 @@ class Catalogue:
     def find(
         self, name: str | None, client: ClientRequest
     ) -> tuple[ServedModel, Adapter | None] | None:
-        """The model that a name means for this request, and the adapter; None if there is none for the client."""
+        """The model that a name means for this request, and the adapter; None if there is none for the client.
+        Without a name it is the first that the client may ask."""
         adapter: Adapter | None = None
         if name is None:
-            served: ServedModel | None = self.default
+            served = next((it for it in self.models.values() if it.model.serves(client)), None)
         elif name in self._splits:
-            served = self.models[share_of(self._splits[name], client.id)]
+            shares = self._open_to(client, self._splits[name])
+            served = self.models[share_of(shares, client.id)] if shares else None
         else:
             served = self.models.get(name) or self._aliases.get(name)
             if served is None:
@@ -114,6 +115,10 @@ class Catalogue:
         if served is None or not served.model.serves(client):
             return None
         return served, adapter
+
+    def _open_to(self, client: ClientRequest, shares: Mapping[str, float]) -> dict[str, float]:
+        """The shares of the models that the client may ask."""
+        return {it: share for it, share in shares.items() if self.models[it].model.serves(client)}
 
     def choose(self, served: ServedModel, client: ClientRequest) -> ServedModel:
         """The model that answers a request for `served`: that one, or the first of its fallback that can where it

@@ -14,7 +14,7 @@ from pagoda.api.answers.answer_log import log_answer
 from pagoda.api.auth.key_limits import KeyLimits
 from pagoda.api.auth.keys import NO_KEYS, ApiKeys
 from pagoda.api.bodies.ignored_fields import IgnoredNames
-from pagoda.api.catalogue import Catalogue, NamedModel
+from pagoda.api.catalogue import Catalogue, NamedModel, ServedModel
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.handoffs import Handoffs, NoHandoffs
 from pagoda.api.http.allowed_hosts import ANY_HOST, AllowedHosts
@@ -196,8 +196,7 @@ class Service:
         if self.catalogue is None:
             adapter = None if model is None else generator.adapters.find(model)
             return generator if adapter is None else generator.with_adapter(adapter)
-        found = self.catalogue.find(model, client_request)
-        served, adapter = found or (self.catalogue.default, None)
+        served, adapter = self._found(self.catalogue, model, client_request)
         if answers:
             if adapter is None:
                 served = self.catalogue.choose(served, client_request)
@@ -257,21 +256,33 @@ class Service:
     def check_model(self, model: str | None, client_request: ClientRequest) -> None:
         """Raises ApiError: 404, the model is not served here; 503, the name may be that of an adapter, or one of
         several models, that is loading."""
-        served = self.config.served_model_name
         if self.config.models:
             self.ready_generator()
         if self.catalogue is not None:
-            found = self.catalogue.find(model, client_request) is not None
-            served = "one of those that /v1/models lists"
-        else:
-            found = model is None or model == served or model in self.config.model_aliases
-            served = repr(served)
-        if found or model is None or self.config.any_model_name:
+            self._found(self.catalogue, model, client_request)
             return
-        if self.catalogue is not None or self.ready_generator().adapters.find(model) is None:
-            raise ApiError(
-                404,
-                f"The model {model[:200]!r} is not served here; it is {served}.",
-                "model",
-                "model_not_found",
-            )
+        served = self.config.served_model_name
+        is_own = model is None or model == served or model in self.config.model_aliases
+        if is_own or self.config.any_model_name:
+            return
+        if self.ready_generator().adapters.find(model) is None:
+            raise _not_served(model, repr(served))
+
+    def _found(
+        self, catalogue: Catalogue, model: str | None, client_request: ClientRequest
+    ) -> tuple[ServedModel, Adapter | None]:
+        """The model of a name, or, where any name will do, the one of no name.
+        Raises ApiError: 404, the client may ask none."""
+        found = catalogue.find(model, client_request)
+        if found is None and self.config.any_model_name:
+            found = catalogue.find(None, client_request)
+        if found is None:
+            raise _not_served(model, "one of those that /v1/models lists")
+        return found
+
+
+def _not_served(model: str | None, known: str) -> ApiError:
+    if model is None:
+        return ApiError(404, "This key may ask no model here.", "model", "model_not_found")
+    message = f"The model {model[:200]!r} is not served here; it is {known}."
+    return ApiError(404, message, "model", "model_not_found")

@@ -56,6 +56,33 @@ async def test_a_model_is_found_by_its_names_and_by_those_of_its_adapters() -> N
     assert [name for name, *_ in models.names(alice)] == ["a", "b", "bee", "mixed", "sql"]
 
 
+async def test_a_key_gets_only_models_that_are_for_it(serve_api) -> None:
+    """Also where it names none, any name will do, or several models share the requests of a name."""
+    a, _ = served("a", endpoint=ScriptedEndpoint("first"), keys=frozenset({"alice"}))
+    b, _ = served("b", endpoint=ScriptedEndpoint("second"))
+    models = Catalogue([a, b], {"mixed": {"a": 1e3, "b": 1e-3}, "own": {"a": 1.0}})
+    bob = client("r1", key="bob")
+    assert models.find(None, bob) == models.find("mixed", bob) == (b, None)
+    assert models.find("own", bob) is None
+    assert [name for name, *_ in models.names(bob)] == ["b", "mixed"]
+    for any_name in (False, True):
+        api = await serve_api(any_model_name=any_name)
+        api.service.catalogue, api.service.generator = models, a.generator
+        for body in ({"prompt": "x"}, {"prompt": "x", "model": "a"}):
+            answer = await api.post("/v1/completions", body)
+            if "model" in body and not any_name:
+                assert (answer.status, answer.error()["code"]) == (404, "model_not_found")
+            else:
+                assert answer.json()["choices"][0]["text"] == "second"
+        api.service.catalogue = Catalogue([a], {})
+        answer = await api.post("/v1/completions", {"prompt": "x"})
+        assert (answer.status, answer.error()["message"]) == (
+            404,
+            "This key may ask no model here.",
+        )
+    assert a.generator.endpoint.requests == []
+
+
 async def test_another_model_answers_where_one_has_no_host_or_no_room() -> None:
     a, peer = served("a", fallback=("b", "c"))
     b, _ = served("b", has_host=False)
