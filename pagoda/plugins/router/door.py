@@ -102,9 +102,11 @@ class HostDoor:
 
     def _open(self, number: int) -> None:
         """Lets routers in to a pool that has had a host. Raises ConfigError: its address cannot be listened on."""
+        if number in self._servers or self._has_left:
+            return
         fleet, advertised = self._fleet, self._config.advertised
         dispatcher = list(fleet.pools.values())[number]
-        if number in self._servers or self._has_left or dispatcher.state is ReplicaState.STARTING:
+        if dispatcher.state is ReplicaState.STARTING:
             return
         model = self._config.models[number]
         host, port = advertised.host, advertised.port
