@@ -83,7 +83,7 @@ class LimitSums:
         self._total = None if self._limits else before
 
     def _sum(self) -> EngineReady:
-        """As many limits are looked at as differ in what is not added up."""
+        """The limits together, after a look at those that differ in what is not added up."""
         limits, num_replicas = self._limits, self._limits.total()
         first = next(iter(limits))
         prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
