@@ -78,6 +78,12 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def raise_failure(task: asyncio.Task[Any]) -> None:
+    """Callback of a task that nobody waits for, whose failure is told to the loop's exception handler at once."""
+    if not task.cancelled():
+        task.result()
+
+
 def bound_to_loop(work: Callable[[*Ts], object]) -> Callable[[*Ts], None]:
     """`work` on what belongs to the running loop, as its thread and others may call it: in that thread it is done
     at once, else in a turn of the loop, before the result of what the other thread does is there."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pagoda.concurrency.async_utils import cancel_all
+from pagoda.concurrency.async_utils import cancel_all, raise_failure
 from pagoda.engine.core import EngineCore
 from pagoda.engine.scheduler import Scheduler
 from pagoda.errors import EngineDeadError
@@ -276,6 +276,7 @@ class SimEngine:
             self._leaper = Leaper(core.scheduler, self._leap)
             core.scheduler.batcher.speculator = self._leaper
         self._running = asyncio.create_task(self._run(core))
+        self._running.add_done_callback(raise_failure)
         if self._latency_s:
             there = Process(self._address, lambda: self._latency_s)
             self._ways = Channel(there, self._handle), Channel(there, self.replica.receive)

@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from pagoda.concurrency.async_utils import cancel_all
+from pagoda.concurrency.async_utils import cancel_all, raise_failure
 from pagoda.plugins.simulate.fleet import SimFleet, SimHost, SimRouter
 from pagoda.plugins.simulate.records import Records
 from pagoda.plugins.simulate.topology import FaultRule
@@ -25,6 +25,8 @@ class Faults:
             asyncio.create_task(self._follow(rule, random.Random(f"{seed}/{index}")))
             for index, rule in enumerate(rules)
         ]
+        for task in self._tasks:
+            task.add_done_callback(raise_failure)
 
     async def close(self) -> None:
         await cancel_all(self._tasks)

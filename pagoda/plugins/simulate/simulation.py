@@ -8,6 +8,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagoda.fleet.policies import Candidate, RoutingRequest
 from pagoda.plugins.simulate.clients import Clients
@@ -64,6 +65,27 @@ def simulate(
             gc.enable()
 
 
+async def _ended(running: asyncio.Task[None]) -> None:
+    """Returns when the task has ended. Raises the failure of an engine, whose requests would be waited for without
+    end, or of a rule of faults."""
+    failures: list[BaseException] = []
+
+    def on_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and "exception" in context:
+            failures.append(context["exception"])
+            running.cancel()
+        else:
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(on_failure)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if failures:
+            raise failures[0] from None
+        raise
+
+
 class _Run:
     """The parts of a simulation while it runs."""
 
@@ -105,7 +127,7 @@ class _Run:
         running = asyncio.create_task(self.clients.run())
         await asyncio.sleep(0)
         sampling = asyncio.create_task(self._sample())
-        await running
+        await _ended(running)
         self.records.ended_at = self.clients.now()
         sampling.cancel()
         await faults.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pagoda.engine.core import EngineCore
 from pagoda.plugins.simulate.html import page
 from pagoda.plugins.simulate.records import RequestRecord, Slo
 from pagoda.plugins.simulate.report import make_report
@@ -144,3 +145,16 @@ def test_one_request_is_explained(place: Place) -> None:
 def test_what_is_too_long_is_not_sent(place: Place) -> None:
     outcome = place.run(ONE, sessions="duration_s: 4\nrate: 1\nprompt_tokens: {mean: 40000}\n")
     assert all(it.is_too_long for it in outcome.records.requests)
+
+
+def test_a_failure_of_an_engine_ends_the_simulation(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests would be waited for without end."""
+
+    def fail(_: EngineCore) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(EngineCore, "drain_refusals", fail)
+    with pytest.raises(ZeroDivisionError):
+        place.run(ONE)
