@@ -169,20 +169,20 @@ class SimEngine:
         self, *, restart_s: float, blames_requests: bool = True, notice_s: float = 0.0
     ) -> None:
         """Ends the engine with all that is in it; another is ready `restart_s` later. `blames_requests` is as in
-        `Replica.lose`. Nobody hears of the end before `notice_s` have passed; `restart_s` is longer."""
+        `Replica.lose`. Nobody hears of the end before `notice_s` have passed, and then before there is another."""
         if self.replica.state is ReplicaState.FAILED:
             return
         self._end()
-        loop = asyncio.get_running_loop()
+        left_s = max(0.0, restart_s - notice_s)
         if notice_s:
-            loop.call_later(notice_s, self._lose, blames_requests)
+            loop = asyncio.get_running_loop()
+            self._restart = loop.call_later(notice_s, self._lose, blames_requests, left_s)
         else:
-            self._lose(blames_requests)
-        self._restart = loop.call_later(restart_s, self._begin)
+            self._lose(blames_requests, left_s)
 
-    def _lose(self, blames_requests: bool) -> None:
-        if self._core is None and self.replica.state is not ReplicaState.FAILED:
-            self.replica.lose("The engine ended.", blames_requests=blames_requests)
+    def _lose(self, blames_requests: bool, restart_s: float) -> None:
+        self.replica.lose("The engine ended.", blames_requests=blames_requests)
+        self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
 
     def hang(self, for_s: float) -> None:
         """Lets the engine compute nothing for `for_s` seconds; it still takes requests."""

@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pagoda.concurrency.async_utils import cancel_all
+from pagoda.concurrency.async_utils import cancel_all, raise_failure
+from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES, Candidate, Policy, RoutingRequest
 from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.event_socket import SILENCE_S
@@ -154,7 +155,7 @@ class SimRouter:
         self._registry: Registry | None = None
 
     async def start(self) -> None:
-        """Returns when what is behind the router is known, as far as it is up."""
+        """Returns when the router has a host, and with it a door: before, the one above does not hear of it."""
         self._num_starts += 1
         latency_s = self.spec.round_trip_ms / 2000
         process = self.process = Process(self.path, lambda: latency_s)
@@ -173,9 +174,18 @@ class SimRouter:
             self._registry = Registry({"": self.members}, names, sockets, identity, tracer)
             await self._registry.first_host()
         if self.above is not None:
+            await self._first_host()
             address = f"tcp://{self.path}:1"
             self._door = HostServer(self.members.dispatcher, sockets, address, identity, tracer)
             self.above.name_router(address, HostRecord(host_id=identity.id, address=address))
+
+    async def _first_host(self) -> None:
+        dispatcher, changed = self.members.dispatcher, asyncio.Event()
+        unwatch = dispatcher.watch(changed.set)
+        while dispatcher.state is ReplicaState.STARTING:
+            changed.clear()
+            await changed.wait()
+        unwatch()
 
     def name_router(self, address: str, record: HostRecord | None) -> None:
         """Tells of a router behind this one; None: it is down."""
@@ -192,6 +202,7 @@ class SimRouter:
         if self.process is None or self._restart is not None:
             return
         self._restart = asyncio.create_task(self._fail(for_s))
+        self._restart.add_done_callback(raise_failure)
 
     async def _fail(self, for_s: float) -> None:
         process, self.process = self.process, None

@@ -110,6 +110,7 @@ def test_prompts_that_begin_alike_are_found_cached(place: Place) -> None:
         "{what: eu, kind: cut, at_s: 8, for_s: 12}",
         "{what: eu, kind: router, at_s: 8, for_s: 12}",
         "{what: eu, at_s: 8, for_s: 12}",
+        "{what: eu, at_s: 8, for_s: 0.5, count: 2}",  # routers are back before their hosts
         "{what: h, at_s: 8, group: 3, for_s: 10}",
     ],
 )
