@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pagoda.messages.worker_config import Role
 
 T = TypeVar("T")
 
-_NONE = dict.fromkeys(
+_NONE: dict[str, Any] = dict.fromkeys(
     ("num_blocks", "max_num_seqs", "max_num_waiting", "max_num_waiting_tokens"), 0
 )
 """Limits that are added up, of no replica."""
@@ -86,6 +86,7 @@ class LimitSums:
         """The limits together, after a look at those that differ in what is not added up."""
         limits, num_replicas = self._limits, self._limits.total()
         first = next(iter(limits))
+        added: dict[str, Any] = {name: capped(self._sums[name]) for name in _NONE}
         prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
         return EngineReady(
             max_model_len=min(limit.max_model_len for limit in limits),
@@ -98,7 +99,7 @@ class LimitSums:
             max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
             routers=tuple(islice(self._routers, MAX_ROUTERS)),
             kv_group=first.kv_group,
-            **{name: capped(self._sums[name]) for name in _NONE},
+            **added,
         )
 
     def room_for(self, request: GenerateRequest) -> int:
