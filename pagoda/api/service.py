@@ -262,8 +262,9 @@ class Service:
             self._found(self.catalogue, model, client_request)
             return
         served = self.config.served_model_name
-        is_own = model is None or model == served or model in self.config.model_aliases
-        if is_own or self.config.any_model_name:
+        if model is None or model == served or model in self.config.model_aliases:
+            return
+        if self.config.any_model_name:
             return
         if self.ready_generator().adapters.find(model) is None:
             raise _not_served(model, repr(served))

@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
     """Reads 8e9 as a number, as YAML 1.2 and JSON do."""
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),

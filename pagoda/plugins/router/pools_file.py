@@ -50,7 +50,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fallback: tuple[ModelName, ...] = ()
 
 
-Shares = Annotated[Mapping[ModelName, _Share], Meta(min_length=1)]
+Shares = Annotated[dict[ModelName, _Share], Meta(min_length=1)]
 
 
 class _Sections(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
