@@ -17,7 +17,7 @@ from typing import get_args
 from pagoda.cli import output
 from pagoda.fleet.policies import PolicyName
 from pagoda.plugins.simulate.comparison import with_policy
-from pagoda.plugins.simulate.records import Slo
+from pagoda.plugins.simulate.records import Patience, Slo
 from pagoda.plugins.simulate.report import HEADLINES, Report, headline, make_report
 from pagoda.plugins.simulate.simulation import simulate
 from pagoda.plugins.simulate.topology import Topology, read_topology
@@ -62,7 +62,7 @@ routers: {pod: {children: {both: 3}}}
 hosts: {both: {device: DEVICE, role: both}}
 """
 _PROMPTS = """
-duration_s: 15
+duration_s: 20
 rate: 1
 prompt_tokens: {mean: PROMPT, sigma: 0.4}
 output_tokens: {mean: ANSWER, sigma: 0.4}
@@ -73,11 +73,14 @@ Row = Sequence[str]
 class _Tables:
     """Simulations over a trace, or over drawn requests."""
 
-    def __init__(self, folder: Path, trace: Path | None, requests: int, scale: float) -> None:
+    def __init__(
+        self, folder: Path, trace: Path | None, requests: int, scale: float, devices: Sequence[str]
+    ) -> None:
         self._folder = folder
         self._trace = trace
         self._requests = requests
         self._scale = scale
+        self._devices = devices
 
     def policies(self) -> Iterator[Row]:
         base = self._topology(_LEVELS)
@@ -103,7 +106,7 @@ class _Tables:
 
     def handoff(self) -> Iterator[Row]:
         """The most requests a second of which 95 % keep 1 s to the first token and 30 ms a token."""
-        for device in ("h100", "l40s"):
+        for device in self._devices:
             for prompt, answer in ((4000, 200), (1000, 400), (300, 400)):
                 drawn = _PROMPTS.replace("PROMPT", str(prompt)).replace("ANSWER", str(answer))
                 apart, together = (
@@ -119,14 +122,14 @@ class _Tables:
 
         def keeps(rate: float) -> bool:
             workload = read_workload(path, 0, scale=rate, num_requests=None)
-            outcome = simulate(topology, workload, 0)
-            report = make_report(topology, outcome, Slo(1.0, 0.03), {})
-            return bool(report["all"]["goodput"] >= 0.95)
+            patience = Patience(Slo(1.0, 0.03), 0.05 * workload.num_requests)
+            simulate(topology, workload, 0, patience=patience)
+            return not patience.is_over
 
         low, high = 0.0, 2.0
         while high < 200 and keeps(high):
             low, high = high, 2 * high
-        for _ in range(3):
+        for _ in range(4):
             middle = (low + high) / 2
             low, high = (middle, high) if keeps(middle) else (low, middle)
         return low
@@ -150,12 +153,13 @@ def main() -> None:
     parser.add_argument("trace", type=Path, nargs="?", help="a file of JSON lines")
     parser.add_argument("--requests", type=int, default=3000, help="lines of the trace")
     parser.add_argument("--scale", type=float, default=2.0, help="users for each of the trace")
+    parser.add_argument("--devices", nargs="+", default=("h100", "h200", "l40s", "mi300x"))
     chosen = parser.parse_args()
     columns: Row = ("", *HEADLINES)
     if chosen.name == "handoff":
         columns = ("device", "prompt / answer", "1 prefill, 2 decode", "3 both", "apart")
     with tempfile.TemporaryDirectory() as folder:
-        tables = _Tables(Path(folder), chosen.trace, chosen.requests, chosen.scale)
+        tables = _Tables(Path(folder), chosen.trace, chosen.requests, chosen.scale, chosen.devices)
         rows = []
         for row in getattr(tables, chosen.name)():
             rows.append(row)

@@ -16,6 +16,7 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.cli.progress import progress
 from pagoda.plugins.simulate.html import page
 from pagoda.plugins.simulate.options import WorkloadOptions
+from pagoda.plugins.simulate.records import Patience
 from pagoda.plugins.simulate.report import Report, make_report, summary
 from pagoda.plugins.simulate.simulation import simulate
 from pagoda.plugins.simulate.topology import Topology, read_topology
@@ -50,11 +51,22 @@ def run(
     return 1 if report["all"]["lost"] else 0
 
 
-def simulated(topology: Topology, options: WorkloadOptions) -> tuple[Report, float]:
-    """The report of a simulation, and the seconds of this machine that it took."""
+def simulated(
+    topology: Topology,
+    options: WorkloadOptions,
+    *,
+    misses: float | None = None,
+    what: str = "requests",
+) -> tuple[Report, float]:
+    """The report of a simulation, and the seconds of this machine that it took.
+
+    A simulation in which more than the share `misses` of requests misses the limits ends then. Its progress is
+    shown as that of `what`.
+    """
     slo, workload = options.limits(), options.read()
     began = time.perf_counter()
-    with progress("requests", workload.num_requests) as advance:
+    patience = None if misses is None else Patience(slo, misses * workload.num_requests)
+    with progress(what, workload.num_requests) as advance:
         outcome = simulate(
             topology,
             workload,
@@ -62,6 +74,7 @@ def simulated(topology: Topology, options: WorkloadOptions) -> tuple[Report, flo
             known_lengths=options.known_lengths,
             leap=options.leap,
             on_done=advance,
+            patience=patience,
         )
     took_s = time.perf_counter() - began
     return make_report(topology, outcome, slo, options.as_json()), took_s

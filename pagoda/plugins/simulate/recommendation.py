@@ -25,6 +25,8 @@ from pagoda.plugins.simulate.topology import Topology, read_topology
 
 _SPLITS = (0.2, 0.35, 0.5)
 """Shares of prefill hosts that are tried."""
+_CLEARLY = 1.2
+"""A fleet is given up when it has missed the SLO for so many times the share of requests that may miss it."""
 
 
 class Candidate(NamedTuple):
@@ -120,11 +122,12 @@ class _Search:
                 yield found
 
     def margin(self, found: Candidate) -> str:
-        """Goodput with one host fewer."""
+        """Goodput with one host fewer; `missed` where that ended before its last request."""
         fewer = found.num_hosts - 1
         for (policy, num_hosts, _), report in self.tried.items():
             if (policy, num_hosts) == (found.policy, fewer) and fewer:
-                return f"{report['all']['goodput']:.1%}"
+                is_cut = report["is_given_up"]
+                return "missed" if is_cut else f"{report['all']['goodput']:.1%}"
         return "–"
 
     def _least(self, policy: str, part: float) -> Candidate | None:
@@ -159,8 +162,11 @@ class _Search:
         key = policy, num_hosts, _num_prefill(num_hosts, part)
         if key not in self.tried:
             fleet = with_hosts(with_policy(self._topology, policy), num_hosts, key[2])
-            self.tried[key] = simulated(fleet, self._workload)[0]
-        return bool(self.tried[key]["all"]["goodput"] >= self._share)
+            what = _name(policy, num_hosts, key[2])
+            misses = _CLEARLY * (1 - self._share)
+            self.tried[key] = simulated(fleet, self._workload, misses=misses, what=what)[0]
+        report = self.tried[key]
+        return not report["is_given_up"] and bool(report["all"]["goodput"] >= self._share)
 
 
 def _num_prefill(num_hosts: int, part: float) -> int:
@@ -187,13 +193,15 @@ def with_hosts(topology: Topology, num_hosts: int, num_prefill: int) -> Topology
     )
 
 
+def _name(policy: str, num_hosts: int, num_prefill: int) -> str:
+    split = f", {num_prefill} of them for prompts" if num_prefill else ""
+    return f"{num_hosts} hosts, {policy}{split}"
+
+
 def _row(found: Candidate) -> tuple[list[str], Candidate]:
     whole = found.report["all"]
-    name = f"{found.num_hosts} hosts, {found.policy}"
-    if found.num_prefill:
-        name += f", {found.num_prefill} of them for prompts"
     return [
-        name,
+        _name(found.policy, found.num_hosts, found.num_prefill),
         f"{found.price:,.2f}",
         f"{whole['goodput']:.1%}",
         f"{whole['ttft_ms']['p99']:,.0f} ms",

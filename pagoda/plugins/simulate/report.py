@@ -35,6 +35,7 @@ def make_report(
         "price_per_million_tokens": round(1e6 * dollars / max(1, tokens), 4),
         "price_per_million_output_tokens": round(1e6 * dollars / max(1, whole.output_tokens), 4),
         "slo": {"ttft_ms": _limit(slo.ttft), "tpot_ms": _limit(slo.tpot)},
+        "is_given_up": records.is_given_up,
         "all": whole.as_json(),
         "itl_ms": {
             name: millis(records.itl.percentile(share))

@@ -14,7 +14,7 @@ from pagoda.plugins.simulate.clients import Clients
 from pagoda.plugins.simulate.event_loop import run as run_in_virtual_time
 from pagoda.plugins.simulate.faults import Faults
 from pagoda.plugins.simulate.fleet import Observers, SimFleet, SimHost
-from pagoda.plugins.simulate.records import NUM_INTERVALS, Records, Sample
+from pagoda.plugins.simulate.records import NUM_INTERVALS, Patience, Records, Sample
 from pagoda.plugins.simulate.topology import Topology
 from pagoda.plugins.simulate.workload import Workload
 
@@ -44,9 +44,10 @@ def simulate(
     leap: int = DEFAULT_LEAP,
     watched: str = "",
     on_done: OnDone = lambda: None,
+    patience: Patience | None = None,
 ) -> Outcome:
-    """Runs a workload, whose sessions can be read once. `watched` names a request of which all events are kept;
-    `leap` is as in `SimEngine`.
+    """Runs a workload, whose sessions can be read once, until its last request or until `patience` is over.
+    `watched` names a request of which all events are kept; `leap` is as in `SimEngine`.
 
     The same arguments give the same outcome.
     """
@@ -56,7 +57,7 @@ def simulate(
     gc.disable()
     try:
         return run_in_virtual_time(
-            _Run(topology, workload, seed, known_lengths, leap, watched, on_done).run()
+            _Run(topology, workload, seed, known_lengths, leap, watched, on_done, patience).run()
         )
     finally:
         logger.setLevel(level)
@@ -76,6 +77,7 @@ class _Run:
         leap: int,
         watched: str,
         on_done: OnDone,
+        patience: Patience | None,
     ) -> None:
         self._topology = topology
         self._workload = workload
@@ -92,6 +94,7 @@ class _Run:
             known_lengths=known_lengths,
             max_model_len=min(self._lengths()),
             on_done=on_done,
+            patience=patience,
         )
 
     def _lengths(self) -> list[int]:
