@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of simulated fleets, as the documentation has them: `python -m benchmarks.fleet_tables NAME [TRACE]`.
+"""Tables of simulated fleets, as the documentation has them: `python -m benchmarks.fleet_tables NAME [LOAD]`.
 
 `policies` sets each policy at one of three levels, the others having the default; `affinity` compares 64 hosts
 with one that is as large as all of them; `faults` loses 1 % of hosts a minute and cuts a region off; `handoff`
-compares hosts for prompts with hosts that do both, by the most requests that keep a limit.
+compares hosts for prompts with hosts that do both, by the most requests that keep a limit. LOAD is a trace or a
+file of drawn sessions; by default it is `agents.yaml` beside this file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HOSTS = """
 model: llama-3.1-8b
 root: pool
 routers: {pool: {children: {h100: 64}}}
-hosts: {h100: {device: h100, block_size: 512, num_blocks: 6000, max_num_batched_tokens: 8192}}
+hosts: {h100: {device: h100, block_size: 512, num_blocks: NUM_BLOCKS, max_num_batched_tokens: 8192}}
 """
 _WHOLE = """
 model: llama-3.1-8b
@@ -67,20 +68,28 @@ rate: 1
 prompt_tokens: {mean: PROMPT, sigma: 0.4}
 output_tokens: {mean: ANSWER, sigma: 0.4}
 """
+_AGENTS = Path(__file__).with_name("agents.yaml")
 Row = Sequence[str]
 
 
 class _Tables:
-    """Simulations over a trace, or over drawn requests."""
+    """Simulations of one load, or of drawn requests."""
 
     def __init__(
-        self, folder: Path, trace: Path | None, requests: int, scale: float, devices: Sequence[str]
+        self,
+        folder: Path,
+        load: Path,
+        requests: int,
+        scale: float,
+        devices: Sequence[str],
+        num_blocks: int,
     ) -> None:
         self._folder = folder
-        self._trace = trace
+        self._load = load
         self._requests = requests
         self._scale = scale
         self._devices = devices
+        self._num_blocks = num_blocks
 
     def policies(self) -> Iterator[Row]:
         base = self._topology(_LEVELS)
@@ -92,7 +101,7 @@ class _Tables:
                     yield (f"{level}: {policy}", *headline(report))
 
     def affinity(self) -> Iterator[Row]:
-        hosts = self._topology(_HOSTS)
+        hosts = self._topology(_HOSTS.replace("NUM_BLOCKS", str(self._num_blocks)))
         whole = self._replay(self._topology(_WHOLE))
         yield ("one host as large, never full", *headline(whole))
         for policy in ("prefix-affinity", "least-pending-tokens", "round-robin"):
@@ -135,9 +144,7 @@ class _Tables:
         return low
 
     def _replay(self, topology: Topology) -> Report:
-        if self._trace is None:
-            raise SystemExit("name a trace")
-        workload = read_workload(self._trace, 0, scale=self._scale, num_requests=self._requests)
+        workload = read_workload(self._load, 0, scale=self._scale, num_requests=self._requests)
         return make_report(topology, simulate(topology, workload, 0), Slo(2.0, 0.05), {})
 
     def _topology(self, text: str) -> Topology:
@@ -150,16 +157,19 @@ def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=("policies", "affinity", "faults", "handoff"))
-    parser.add_argument("trace", type=Path, nargs="?", help="a file of JSON lines")
-    parser.add_argument("--requests", type=int, default=3000, help="lines of the trace")
-    parser.add_argument("--scale", type=float, default=2.0, help="users for each of the trace")
+    parser.add_argument("load", type=Path, nargs="?", default=_AGENTS, help="a workload")
+    parser.add_argument("--requests", type=int, default=3000, help="lines of a trace")
+    parser.add_argument("--scale", type=float, default=2.0, help="users for each of the load")
+    parser.add_argument("--blocks", type=int, default=0, help="of each host; 0: as have room")
     parser.add_argument("--devices", nargs="+", default=("h100", "h200", "l40s", "mi300x"))
     chosen = parser.parse_args()
     columns: Row = ("", *HEADLINES)
     if chosen.name == "handoff":
         columns = ("device", "prompt / answer", "1 prefill, 2 decode", "3 both", "apart")
     with tempfile.TemporaryDirectory() as folder:
-        tables = _Tables(Path(folder), chosen.trace, chosen.requests, chosen.scale, chosen.devices)
+        tables = _Tables(
+            Path(folder), chosen.load, chosen.requests, chosen.scale, chosen.devices, chosen.blocks
+        )
         rows = []
         for row in getattr(tables, chosen.name)():
             rows.append(row)

@@ -190,6 +190,7 @@ def with_hosts(topology: Topology, num_hosts: int, num_prefill: int) -> Topology
         prices=dict.fromkeys(roles, topology.prices[kind]),
         block_s=dict.fromkeys(roles, topology.block_s[kind]),
         faults=(),
+        scaling=(),
     )
 
 
