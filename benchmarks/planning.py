@@ -3,8 +3,8 @@
 
 The fleet is that of `pagoda simulate`: dispatcher, schedulers and the policy of `pagoda plan` are the product's,
 which sees the texts of `/metrics`; step times are a roofline. The planner has seen no day before. The best
-fixed size is the smallest number of hosts that keeps the objective. The oracle knows the true rate of every interval,
-has hosts at once, and as little margin as just keeps the objective.
+fixed size is the smallest number of hosts that keeps the objective. The oracle knows the true rate of every
+interval, has hosts at once, and as little margin as just keeps the objective.
 """
 
 from __future__ import annotations

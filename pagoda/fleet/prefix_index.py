@@ -7,7 +7,6 @@ Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.bloc
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
@@ -29,41 +28,42 @@ class Holders:
     """The numbers of the replicas that have each block: a multimap that stores the only holder of a key bare."""
 
     def __init__(self) -> None:
-        self._by_key: dict[int, int | set[int]] = {}
+        self.by_key: dict[int, int | set[int]] = {}
+        """Numbers of replicas; read it as a container of keys where a call for each look costs too much."""
 
     def __contains__(self, key: object) -> bool:
-        return key in self._by_key
+        return key in self.by_key
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self.by_key)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._by_key)
+        return iter(self.by_key)
 
     def of(self, key: int) -> Iterable[int]:
-        found = self._by_key.get(key, ())
+        found = self.by_key.get(key, ())
         return (found,) if isinstance(found, int) else found
 
     def add(self, key: int, replica: int) -> bool:
         """Returns True if the replica is the first to have the block."""
-        found = self._by_key.setdefault(key, replica)
+        found = self.by_key.setdefault(key, replica)
         if isinstance(found, set):
             found.add(replica)
         elif found != replica:
-            self._by_key[key] = {found, replica}
+            self.by_key[key] = {found, replica}
         else:
             return True
         return False
 
     def discard(self, key: int, replica: int) -> bool:
         """Returns True if the replica was the last to have the block."""
-        found = self._by_key.get(key)
+        found = self.by_key.get(key)
         if isinstance(found, set):
             found.discard(replica)
             if len(found) == 1:
-                [self._by_key[key]] = found
+                [self.by_key[key]] = found
         elif found == replica:
-            del self._by_key[key]
+            del self.by_key[key]
             return True
         return False
 
@@ -102,13 +102,15 @@ class CacheUnion:
 
         Where fewer have the last block of it, those that have half of the prefix follow, and so on.
         """
-        length = self.longest_prefix(keys, len(keys), self.told, self.sent)
+        length = self.longest_prefix(keys, len(keys), self.told.by_key, self.sent.by_key)
         found: dict[int, None] = {}
         while length and len(found) < num_replicas:
             key = keys[length - 1]
             holders = chain(self.told.of(key), self.sent.of(key))
             found |= dict.fromkeys(islice((r for r in holders if r not in found), num_replicas))
-            length = self.longest_prefix(keys, length // 2, self.told, self.sent)
+            length //= 2
+            if not self.layout.is_chain:
+                length = self.longest_prefix(keys, length, self.told.by_key, self.sent.by_key)
         return list(found)[:num_replicas]
 
     def longest_prefix(
@@ -116,9 +118,14 @@ class CacheUnion:
     ) -> int:
         """The longest usable prefix of at most `end` of `keys`, a chain, by blocks that are told or sent."""
         if self.layout.is_chain:  # who has a block has those before it too
-            return bisect_left(
-                keys, True, hi=end, key=lambda key: key not in told and key not in sent
-            )
+            low = 0
+            while low < end:  # a search by halves without a call for each look
+                middle = (low + end) // 2
+                if keys[middle] in told or keys[middle] in sent:
+                    low = middle + 1
+                else:
+                    end = middle
+            return low
         [ratio] = self.layout.ratios
 
         def has(_group: int, index: int) -> bool:
