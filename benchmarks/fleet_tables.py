@@ -116,7 +116,7 @@ class _Tables:
     def handoff(self) -> Iterator[Row]:
         """The most requests a second of which 95 % keep 1 s to the first token and 30 ms a token."""
         for device in self._devices:
-            for prompt, answer in ((4000, 200), (1000, 400), (300, 400)):
+            for prompt, answer in ((8000, 100), (4000, 200), (1000, 400)):
                 drawn = _PROMPTS.replace("PROMPT", str(prompt)).replace("ANSWER", str(answer))
                 apart, together = (
                     self._most(self._topology(text.replace("DEVICE", device)), drawn)
