@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.planning`: the planner on a day with a burst, against a fixed size and an oracle.
 
+The day has twelve hours, so that it is simulated in minutes: its curve is twice as steep as that of a real one.
+
 The fleet is that of `pagoda simulate`: dispatcher, schedulers and the policy of `pagoda plan` are the product's,
 which sees the texts of `/metrics`; step times are a roofline. The planner has seen no day before. The best
 fixed size is the smallest number of hosts that keeps the objective. The oracle knows the true rate of every
@@ -38,18 +40,24 @@ root: pool
 routers: {pool: {policy: least-pending-tokens, children: {server: 24}}}
 devices: {server: {tflops: 32, tb_per_s: 0.25, gib: 256, overhead_ms: 5, price_per_hour: 1}}
 hosts: {server: {device: server, block_size: 512, max_num_batched_tokens: 512, start_s: 120}}
-scaling: [{what: pool, least: 1, slo: {ttft_s: 8, tpot_s: 0.4, share: 0.99}}]
+scaling: [{what: pool, begin: 5, slo: {ttft_s: 8, tpot_s: 0.4, share: 0.99}}]
 """
 _DAY = """
-duration_s: 86400
+duration_s: 43200
+day_s: 43200
 rate: 1.4
 daily_swing: 0.8
-bursts: [{at_s: 34200, for_s: 900, factor: 1.6}]
+bursts:
+- {at_s: 17100, for_s: 60, factor: 1.2}
+- {at_s: 17160, for_s: 60, factor: 1.4}
+- {at_s: 17220, for_s: 780, factor: 1.6}
 prompt_tokens: {mean: 1500, sigma: 0.4}
-output_tokens: {mean: 250, sigma: 0.5}
+output_tokens: {mean: 100, sigma: 0.5}
 """
+_PROMPT, _ANSWER = 1500, 100
+"""Mean lengths of `_DAY`."""
 _INTERVAL_S = 30.0
-_MARGINS = tuple(0.7 + 0.05 * step for step in range(20))
+_MARGINS = tuple(0.8 + 0.1 * step for step in range(10))
 
 
 class _Day(NamedTuple):
@@ -83,15 +91,10 @@ class _Benchmark:
 
     def fixed(self) -> _Day:
         """The smallest size that keeps the objective all day."""
-        low, high = 1, self._config.max_hosts
-        best: _Day | None = None
-        while high - low > 1 or best is None:
-            size = (low + high) // 2 if high - low > 1 else high
-            day = self._live(f"best fixed size, {size} hosts", self._timed([Timed(0, size)]))
-            low, high, best = (low, size, day) if day.keeps else (size, high, best)
-            if not day.keeps and size == self._config.max_hosts:
-                return day
-        return best
+        size = max(1, self._size(max(_rates(self._day, self._scale))) - 3)  # too few
+        while not (day := self._live(f"{size} hosts", self._timed([Timed(0, size)]))).keeps:
+            size += 1
+        return day._replace(name=f"best fixed size, {size} hosts")
 
     def oracle(self) -> _Day:
         """Hosts at once by the true rate, with the least margin that keeps the objective."""
@@ -106,24 +109,20 @@ class _Benchmark:
 
     def _knowing(self, margin: float) -> Topology:
         rates = list(_rates(self._day, self._scale))
-        slo = replace(self._config.slo, share=0.5)  # `margin` is the only one
-        sizes = [
-            hosts_needed(
-                Role.NONE,
-                rate * margin,
-                1500,
-                250,
-                self._config.capacity,
-                slo,
-                self._config.max_hosts,
-            )
-            for rate in rates
-        ]
+        sizes = [self._size(rate * margin) for rate in rates]
         table = [Timed(index * _INTERVAL_S, size) for index, size in enumerate(sizes)]
         changes = [
             it for it, before in zip(table[1:], table, strict=False) if it.hosts != before.hosts
         ]
         return self._timed([table[0], *changes], start_s=0.0)
+
+    def _size(self, rate: float) -> int:
+        """Hosts that the capacity model gives without a margin."""
+        config = self._config
+        slo = replace(config.slo, share=0.5)
+        return hosts_needed(
+            Role.NONE, rate, _PROMPT, _ANSWER, config.capacity, slo, config.max_hosts
+        )
 
     def _timed(self, table: Iterable[Timed], **changes: float) -> Topology:
         [(kind, host)] = self._fleet.hosts.items()

@@ -38,8 +38,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 _COPY_COST = 1
-"""Cost, in pending tokens, of computing one token that another replica has cached. With more of it, conversations and
-agents find little more cached, but requests gather at fewer replicas, and all tokens come later."""
+"""Cost, in pending tokens, of computing one token that another replica has cached. With more of it, conversations
+and agents find little more cached, but requests gather at fewer replicas, and all tokens come later."""
 _NUM_LEAST = 2
 """Replicas with the least work that a large fleet's shortlist has."""
 NUM_HOLDERS = 8

@@ -201,4 +201,4 @@ class Scaling:
 def _first(rule: ScalingRule) -> int:
     """Hosts of each router at the begin."""
     is_timed = bool(rule.timetable) and not rule.timetable[0].at_s
-    return rule.timetable[0].hosts if is_timed else rule.least
+    return rule.timetable[0].hosts if is_timed else rule.begin or rule.least

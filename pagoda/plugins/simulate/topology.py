@@ -106,7 +106,9 @@ class ScalingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     what: str
     """Kind of routers, each of which has hosts behind it."""
     least: Whole = 1
-    """The fewest hosts of a router, all roles together, and as many are there at the begin."""
+    """The fewest hosts of a router, all roles together."""
+    begin: Whole | None = None
+    """Hosts of a router at the begin; by default the fewest."""
     slo: Slo = Slo()
     interval_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
     """Seconds between decisions."""
@@ -290,8 +292,9 @@ def _check_scaling(
         raise file.error(
             (*place, "timetable"), "a timetable goes from the earliest time to the latest"
         )
-    if rule.least > sum(children.values()):
-        raise file.error(place, f"{rule.what} has fewer than {rule.least} hosts behind it")
+    fewest = max(rule.least, rule.begin or 0)
+    if fewest > sum(children.values()):
+        raise file.error(place, f"{rule.what} has fewer than {fewest} hosts behind it")
 
 
 def _step_times(
