@@ -37,9 +37,9 @@ class Candidate(msgspec.Struct, frozen=True):
     """Requests at the replica that begin with these tokens too."""
 
 
-_COPY_COST = 1
-"""Cost, in pending tokens, of computing one token that another replica has cached. With more of it, conversations
-and agents find little more cached, but requests gather at fewer replicas, and all tokens come later."""
+_COPY_COST = 3
+"""Cost, in pending tokens, of computing one token that another replica has cached. With conversations, hits grow
+up to about here, and first tokens come no later."""
 _NUM_LEAST = 2
 """Replicas with the least work that a large fleet's shortlist has."""
 NUM_HOLDERS = 8

@@ -70,15 +70,15 @@ def test_power_of_two_avoids_the_busiest_and_reaches_all_others() -> None:
 @pytest.mark.parametrize(
     ("there", "other", "chosen"),
     [
-        (Candidate("0", 799, 400), Candidate("1", 0), 0),
-        (Candidate("0", 801, 400), Candidate("1", 0), 1),
+        (Candidate("0", 1599, 400), Candidate("1", 0), 0),
+        (Candidate("0", 1601, 400), Candidate("1", 0), 1),
         (Candidate("0", 50, 16), Candidate("1", 50, 32), 1),
         # A prefix that many have in common draws less.
-        (Candidate("0", 700, 400, num_sharing=0), Candidate("1", 0), 0),
-        (Candidate("0", 700, 400, num_sharing=1), Candidate("1", 0), 1),
-        (Candidate("0", 500, 400, num_sharing=1), Candidate("1", 0), 0),
-        (Candidate("0", 403, 400, num_sharing=100), Candidate("1", 0), 0),
-        (Candidate("0", 410, 400, num_sharing=100), Candidate("1", 0), 1),
+        (Candidate("0", 1500, 400, num_sharing=0), Candidate("1", 0), 0),
+        (Candidate("0", 1500, 400, num_sharing=1), Candidate("1", 0), 1),
+        (Candidate("0", 900, 400, num_sharing=1), Candidate("1", 0), 0),
+        (Candidate("0", 410, 400, num_sharing=100), Candidate("1", 0), 0),
+        (Candidate("0", 420, 400, num_sharing=100), Candidate("1", 0), 1),
     ],
 )
 def test_a_cached_prefix_draws_a_request_until_its_replica_is_far_behind(
