@@ -16,12 +16,12 @@ from pagoda.plugins.simulate.workload import read_workload
 FLEET = (
     "model: llama-3.1-8b\nroot: world\nrouters:\n"
     "  world: {policy: least-pending-tokens, children: {pool: 2}}\n"
-    "  pool: {children: {h: 6}}\nhosts: {h: {device: l40s, block_size: 512, start_s: 20}}\n"
+    "  pool: {children: {h: 6}}\nhosts: {h: {device: l40s, block_size: 512, start_s: 15}}\n"
 )
-PLANNED = "scaling: [{what: pool, slo: {ttft_s: 6, tpot_s: 0.4, share: 0.9}, hold_s: 40}]\n"
+PLANNED = "scaling: [{what: pool, slo: {ttft_s: 6, tpot_s: 0.4, share: 0.9}, hold_s: 30, interval_s: 15}]\n"
 BURST = (
-    "duration_s: 450\nrate: 0.3\nprompt_tokens: {mean: 15000, sigma: 0.3}\noutput_tokens: {mean: 20}\n"
-    "bursts: [{at_s: 100, for_s: 100, factor: 10}]\n"
+    "duration_s: 240\nrate: 0.3\nprompt_tokens: {mean: 15000, sigma: 0.3}\noutput_tokens: {mean: 20}\n"
+    "bursts: [{at_s: 60, for_s: 60, factor: 10}]\n"
 )
 
 
@@ -70,16 +70,28 @@ def test_planned_hosts_follow_the_load_and_decisions_are_replayed(tmp_path: Path
 
 def test_a_timetable_sets_the_number_of_hosts(tmp_path: Path) -> None:
     table = (
-        "{at_s: 0, hosts: 2}, {at_s: 100, hosts: 5}, {at_s: 300, hosts: 3}, {at_s: 305, hosts: 4}"
+        "{at_s: 0, hosts: 2}, {at_s: 60, hosts: 5}, {at_s: 150, hosts: 3}, {at_s: 155, hosts: 4}"
     )
     num_up = _num_up(_run(tmp_path, f"{FLEET}scaling: [{{what: pool, timetable: [{table}]}}]\n"))
-    assert num_up[0] == num_up[112.5] == 4
-    assert num_up[135] == 10
-    assert num_up[405] == 8
+    assert num_up[0] == num_up[72] == 4
+    assert num_up[80] == 10
+    assert num_up[220] == 8
+
+
+def test_roles_are_planned_apart(tmp_path: Path) -> None:
+    text = FLEET.replace("{h: 6}", "{p: 4, d: 4}")
+    kind = "{device: l40s, block_size: 512, start_s: 15, role: "
+    text = text[: text.index("hosts:")] + f"hosts: {{p: {kind}prefill}}, d: {kind}decode}}}}\n"
+    outcome = _run(tmp_path, text + PLANNED)
+    most = {
+        kind: max(it.num_up for it in samples) for kind, samples in outcome.records.samples.items()
+    }
+    assert most["p"] > 2
+    assert most["d"] == 2  # one of each pool has little to do
 
 
 def test_faults_and_scaling_lose_no_request(tmp_path: Path) -> None:
-    faults = "faults: [{what: h, every_s: 300, for_s: 20}, {what: pool, kind: router, at_s: 200}]\n"
+    faults = "faults: [{what: h, every_s: 150, for_s: 20}, {what: pool, kind: router, at_s: 90}]\n"
     outcome = _run(tmp_path, FLEET + PLANNED + faults)
     assert outcome.records.num_hosts_lost > 5
 
