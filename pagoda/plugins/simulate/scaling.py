@@ -55,7 +55,7 @@ class ScaledPool:
     """The hosts of one router, of which as many run as are wanted."""
 
     def __init__(self, router: SimRouter, num_first: int) -> None:
-        """At least one host of each kind runs from the begin, and `num_first` in all."""
+        """Hosts that run from the begin: one of each kind at least, and `num_first` in all."""
         self.router = router
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Starts and ends under way by the number of the host."""
@@ -124,7 +124,7 @@ class ScaledPool:
         del self._tasks[host.number]
 
     async def reading(self) -> Reading:
-        """What a planner would read from the router; of one that is down, what it said last."""
+        """Figures that the router tells planners; of one that is down, what it said last."""
         router = self.router
         if router.process is not None:
             report = await router.members.dispatcher.load()
