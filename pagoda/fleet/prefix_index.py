@@ -6,6 +6,7 @@ Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.bloc
 
 from __future__ import annotations
 
+import heapq
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -19,6 +20,10 @@ from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import PrefixCacheUpdate
 from pagoda.messages.ranges import MAX_ITEMS
 
+MOST_SEEN = 32
+"""Replicas with a prefix that are looked at for one request."""
+_MOST_PASSED = 1024
+"""Replicas with a prefix among which those are."""
 _SPARE_TOLD = 2**20
 _MAX_TOLD_SHARE = 64
 """Blocks that a replica may tell, and as many for each of its own cache: it tells those in host memory too."""
@@ -40,9 +45,17 @@ class Holders:
     def __iter__(self) -> Iterator[int]:
         return iter(self.by_key)
 
-    def of(self, key: int) -> Iterable[int]:
+    def of(self, key: int) -> tuple[int, ...] | set[int]:
         found = self.by_key.get(key, ())
         return (found,) if isinstance(found, int) else found
+
+    def some_of(self, key: int, turn: int) -> Iterable[int]:
+        """Replicas that have a block, `MOST_SEEN` of them at most: others with each `turn`."""
+        found = self.of(key)
+        if isinstance(found, tuple) or len(found) <= MOST_SEEN:
+            return found
+        start = turn * MOST_SEEN % min(len(found), _MOST_PASSED)
+        return islice(chain(found, found), start, start + MOST_SEEN)
 
     def add(self, key: int, replica: int) -> bool:
         """Returns True if the replica is the first to have the block."""
@@ -97,21 +110,30 @@ class CacheUnion:
             for listener in list(self.listeners):
                 listener(update)
 
-    def holders(self, keys: Sequence[int], num_replicas: int) -> list[int]:
+    def holders(
+        self,
+        keys: Sequence[int],
+        num_replicas: int,
+        cost: Callable[[int], float] = lambda _: 0,
+        turn: int = 0,
+    ) -> list[int]:
         """Numbers of up to `num_replicas` replicas believed to have the longest prefix of `keys`, a chain.
 
-        Where fewer have the last block of it, those that have half of the prefix follow, and so on.
+        Where fewer have the last block of it, those that have half of the prefix follow, and so on. Of many that
+        have it, those of least `cost` among `MOST_SEEN` are taken, which others are with each `turn`: else all
+        requests with a popular prefix would go to the same few.
         """
         length = self.longest_prefix(keys, len(keys), self.told.by_key, self.sent.by_key)
         found: dict[int, None] = {}
         while length and len(found) < num_replicas:
             key = keys[length - 1]
-            holders = chain(self.told.of(key), self.sent.of(key))
-            found |= dict.fromkeys(islice((r for r in holders if r not in found), num_replicas))
+            seen = chain(self.told.some_of(key, turn), self.sent.some_of(key, turn))
+            others = dict.fromkeys(r for r in seen if r not in found)
+            found |= dict.fromkeys(heapq.nsmallest(num_replicas - len(found), others, key=cost))
             length //= 2
             if not self.layout.is_chain:
                 length = self.longest_prefix(keys, length, self.told.by_key, self.sent.by_key)
-        return list(found)[:num_replicas]
+        return list(found)
 
     def longest_prefix(
         self, keys: Sequence[int], end: int, told: Container[int], sent: Container[int]
