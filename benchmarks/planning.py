@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.planning`: the planner on a day with a burst, against a fixed size and an oracle.
 
-The day has twelve hours, so that it is simulated in minutes: its curve is twice as steep as that of a real one.
+The day has six hours, so that it is simulated in minutes: its curve is four times as steep as that of a real one.
 
 The fleet is that of `pagoda simulate`: dispatcher, schedulers and the policy of `pagoda plan` are the product's,
 which sees the texts of `/metrics`; step times are a roofline. The planner has seen no day before. The best
@@ -43,14 +43,14 @@ hosts: {server: {device: server, block_size: 512, max_num_batched_tokens: 512, s
 scaling: [{what: pool, begin: 5, slo: {ttft_s: 8, tpot_s: 0.4, share: 0.99}}]
 """
 _DAY = """
-duration_s: 43200
-day_s: 43200
+duration_s: 21600
+day_s: 21600
 rate: 1.4
 daily_swing: 0.8
 bursts:
-- {at_s: 17100, for_s: 60, factor: 1.2}
-- {at_s: 17160, for_s: 60, factor: 1.4}
-- {at_s: 17220, for_s: 780, factor: 1.6}
+- {at_s: 8550, for_s: 60, factor: 1.2}
+- {at_s: 8610, for_s: 60, factor: 1.4}
+- {at_s: 8670, for_s: 480, factor: 1.6}
 prompt_tokens: {mean: 1500, sigma: 0.4}
 output_tokens: {mean: 100, sigma: 0.5}
 """
