@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.planning`: the planner on a day with a burst, against a fixed size and an oracle.
 
-The day has six hours, so that it is simulated in minutes: its curve is four times as steep as that of a real one.
+The day has twelve hours, so that it is simulated in minutes: its curve is twice as steep as that of a real one.
 
 The fleet is that of `pagoda simulate`: dispatcher, schedulers and the policy of `pagoda plan` are the product's,
 which sees the texts of `/metrics`; step times are a roofline. The planner has seen no day before. The best
@@ -43,16 +43,16 @@ hosts: {server: {device: server, block_size: 512, max_num_batched_tokens: 512, s
 scaling: [{what: pool, begin: 5, slo: {ttft_s: 8, tpot_s: 0.4, share: 0.99}}]
 """
 _DAY = """
-duration_s: 21600
-day_s: 21600
+duration_s: {day_s}
+day_s: {day_s}
 rate: 1.4
 daily_swing: 0.8
 bursts:
-- {at_s: 8550, for_s: 60, factor: 1.2}
-- {at_s: 8610, for_s: 60, factor: 1.4}
-- {at_s: 8670, for_s: 480, factor: 1.6}
-prompt_tokens: {mean: 1500, sigma: 0.4}
-output_tokens: {mean: 100, sigma: 0.5}
+- {{at_s: {burst_s}, for_s: 60, factor: 1.2}}
+- {{at_s: {second_s}, for_s: 60, factor: 1.4}}
+- {{at_s: {third_s}, for_s: {long_s}, factor: 1.6}}
+prompt_tokens: {{mean: 1500, sigma: 0.4}}
+output_tokens: {{mean: 100, sigma: 0.5}}
 """
 _PROMPT, _ANSWER = 1500, 100
 """Mean lengths of `_DAY`."""
@@ -75,12 +75,12 @@ class _Day(NamedTuple):
 class _Benchmark:
     """The day, and fleets that live it."""
 
-    def __init__(self, folder: Path, scale: float) -> None:
+    def __init__(self, folder: Path, scale: float, hours: float) -> None:
         self._folder = folder
         self._scale = scale
         self.journal = folder / "plan.jsonl"
         self._day, fleet = folder / "day.yaml", folder / "fleet.yaml"
-        self._day.write_text(_DAY)
+        self._day.write_text(_day(hours))
         fleet.write_text(_FLEET)
         self._fleet: Topology = read_topology(fleet)
         [self._rule] = self._fleet.scaling
@@ -156,6 +156,18 @@ class _Benchmark:
         return day
 
 
+def _day(hours: float) -> str:
+    """A day of so many hours; for a fiftieth of it 1.6 times as many come, growing over two minutes."""
+    burst_s = round(0.396 * 3600 * hours)
+    return _DAY.format(
+        day_s=round(3600 * hours),
+        burst_s=burst_s,
+        second_s=burst_s + 60,
+        third_s=burst_s + 120,
+        long_s=round(72 * hours),
+    )
+
+
 def _rates(day: Path, scale: float) -> Iterator[float]:
     """Highest true rate of each interval."""
     file = YamlFile(day, "day")
@@ -169,10 +181,11 @@ def main() -> int:
     """Prints a table; 1 if the planner does not do what docs/plan.md says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="users for each of the day's")
+    parser.add_argument("--hours", type=float, default=12.0, help="of the day")
     parser.add_argument("--only", choices=("planner", "fixed", "oracle"), help="one of the three")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        benchmark = _Benchmark(Path(folder), chosen.scale)
+        benchmark = _Benchmark(Path(folder), chosen.scale, chosen.hours)
         names = (chosen.only,) if chosen.only else ("planner", "fixed", "oracle")
         days = {name: getattr(benchmark, name)() for name in names}
         if "planner" in days:
