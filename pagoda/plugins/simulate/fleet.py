@@ -122,8 +122,9 @@ class SimHost:
         self.engine.kill(restart_s=restart_s, blames_requests=False, notice_s=SILENCE_S)
 
     def use(self) -> None:
-        """The host costs from now on."""
-        self.used_since = asyncio.get_running_loop().time()
+        """The host costs from now on. May be called twice."""
+        if self.used_since is None:
+            self.used_since = asyncio.get_running_loop().time()
 
     def end_use(self) -> None:
         """The host costs no more. May be called twice."""

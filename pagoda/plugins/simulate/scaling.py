@@ -93,11 +93,11 @@ class ScaledPool:
         ending = self._tasks.pop(host.number, None)
         if ending is not None:
             ending.cancel()
-        if host.used_since is None:
+        if self.router.knows(host):
+            self.router.members.set_leaving(host.engine.replica, False)
+        elif not host.is_up:
             host.use()
             self._tasks[host.number] = asyncio.create_task(self._start(host))
-        elif self.router.knows(host):
-            self.router.members.set_leaving(host.engine.replica, False)
 
     async def _start(self, host: SimHost) -> None:
         await asyncio.sleep(host.spec.start_s)
