@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.planned_fleet`: the planner over a simulated fleet against a fixed size and an oracle.
 
-The day has a burst in the afternoon. It has twelve hours, so that it is simulated in minutes: its curve is twice as
-steep as that of a real one.
+The day has a burst. It has twelve hours, so that it is simulated in minutes: its curve is twice as steep as that
+of a real one.
 
 The fleet is that of `pagoda simulate`: dispatcher, schedulers and the policy of `pagoda plan` are the product's,
 which sees the texts of `/metrics`; step times are a roofline. The planner has seen no day before. The best
