@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of simulated fleets, as the documentation has them: `python -m benchmarks.fleet_tables NAME [TRACE]`.
+"""Tables of simulated fleets, as the documentation has them: `python -m benchmarks.fleet_tables NAME [LOAD]`.
 
 `policies` sets each policy at one of three levels, the others having the default; `affinity` compares 64 hosts
 with one that is as large as all of them; `faults` loses 1 % of hosts a minute and cuts a region off; `handoff`
-compares hosts for prompts with hosts that do both, by the most requests that keep a limit.
+compares hosts for prompts with hosts that do both, by the most requests that keep a limit. LOAD is a trace or a
+file of drawn sessions; by default it is `agents.yaml` beside this file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import get_args
 from pagoda.cli import output
 from pagoda.fleet.policies import PolicyName
 from pagoda.plugins.simulate.comparison import with_policy
-from pagoda.plugins.simulate.records import Slo
+from pagoda.plugins.simulate.records import Patience, Slo
 from pagoda.plugins.simulate.report import HEADLINES, Report, headline, make_report
 from pagoda.plugins.simulate.simulation import simulate
 from pagoda.plugins.simulate.topology import Topology, read_topology
@@ -37,7 +38,7 @@ _HOSTS = """
 model: llama-3.1-8b
 root: pool
 routers: {pool: {children: {h100: 64}}}
-hosts: {h100: {device: h100, block_size: 512, num_blocks: 6000, max_num_batched_tokens: 8192}}
+hosts: {h100: {device: h100, block_size: 512, num_blocks: NUM_BLOCKS, max_num_batched_tokens: 8192}}
 """
 _WHOLE = """
 model: llama-3.1-8b
@@ -62,22 +63,33 @@ routers: {pod: {children: {both: 3}}}
 hosts: {both: {device: DEVICE, role: both}}
 """
 _PROMPTS = """
-duration_s: 15
+duration_s: 20
 rate: 1
 prompt_tokens: {mean: PROMPT, sigma: 0.4}
 output_tokens: {mean: ANSWER, sigma: 0.4}
 """
+_AGENTS = Path(__file__).with_name("agents.yaml")
 Row = Sequence[str]
 
 
 class _Tables:
-    """Simulations over a trace, or over drawn requests."""
+    """Simulations of one load, or of drawn requests."""
 
-    def __init__(self, folder: Path, trace: Path | None, requests: int, scale: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        load: Path,
+        requests: int,
+        scale: float,
+        devices: Sequence[str],
+        num_blocks: int,
+    ) -> None:
         self._folder = folder
-        self._trace = trace
+        self._load = load
         self._requests = requests
         self._scale = scale
+        self._devices = devices
+        self._num_blocks = num_blocks
 
     def policies(self) -> Iterator[Row]:
         base = self._topology(_LEVELS)
@@ -89,7 +101,7 @@ class _Tables:
                     yield (f"{level}: {policy}", *headline(report))
 
     def affinity(self) -> Iterator[Row]:
-        hosts = self._topology(_HOSTS)
+        hosts = self._topology(_HOSTS.replace("NUM_BLOCKS", str(self._num_blocks)))
         whole = self._replay(self._topology(_WHOLE))
         yield ("one host as large, never full", *headline(whole))
         for policy in ("prefix-affinity", "least-pending-tokens", "round-robin"):
@@ -103,8 +115,8 @@ class _Tables:
 
     def handoff(self) -> Iterator[Row]:
         """The most requests a second of which 95 % keep 1 s to the first token and 30 ms a token."""
-        for device in ("h100", "l40s"):
-            for prompt, answer in ((4000, 200), (1000, 400), (300, 400)):
+        for device in self._devices:
+            for prompt, answer in ((8000, 100), (4000, 200), (1000, 400)):
                 drawn = _PROMPTS.replace("PROMPT", str(prompt)).replace("ANSWER", str(answer))
                 apart, together = (
                     self._most(self._topology(text.replace("DEVICE", device)), drawn)
@@ -119,22 +131,20 @@ class _Tables:
 
         def keeps(rate: float) -> bool:
             workload = read_workload(path, 0, scale=rate, num_requests=None)
-            outcome = simulate(topology, workload, 0)
-            report = make_report(topology, outcome, Slo(1.0, 0.03), {})
-            return bool(report["all"]["goodput"] >= 0.95)
+            patience = Patience(Slo(1.0, 0.03), 0.05 * workload.num_requests)
+            simulate(topology, workload, 0, patience=patience)
+            return not patience.is_over
 
         low, high = 0.0, 2.0
         while high < 200 and keeps(high):
             low, high = high, 2 * high
-        for _ in range(3):
+        for _ in range(4):
             middle = (low + high) / 2
             low, high = (middle, high) if keeps(middle) else (low, middle)
         return low
 
     def _replay(self, topology: Topology) -> Report:
-        if self._trace is None:
-            raise SystemExit("name a trace")
-        workload = read_workload(self._trace, 0, scale=self._scale, num_requests=self._requests)
+        workload = read_workload(self._load, 0, scale=self._scale, num_requests=self._requests)
         return make_report(topology, simulate(topology, workload, 0), Slo(2.0, 0.05), {})
 
     def _topology(self, text: str) -> Topology:
@@ -147,15 +157,19 @@ def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=("policies", "affinity", "faults", "handoff"))
-    parser.add_argument("trace", type=Path, nargs="?", help="a file of JSON lines")
-    parser.add_argument("--requests", type=int, default=3000, help="lines of the trace")
-    parser.add_argument("--scale", type=float, default=2.0, help="users for each of the trace")
+    parser.add_argument("load", type=Path, nargs="?", default=_AGENTS, help="a workload")
+    parser.add_argument("--requests", type=int, default=3000, help="lines of a trace")
+    parser.add_argument("--scale", type=float, default=2.0, help="users for each of the load")
+    parser.add_argument("--blocks", type=int, default=0, help="of each host; 0: as have room")
+    parser.add_argument("--devices", nargs="+", default=("h100", "h200", "l40s", "mi300x"))
     chosen = parser.parse_args()
     columns: Row = ("", *HEADLINES)
     if chosen.name == "handoff":
         columns = ("device", "prompt / answer", "1 prefill, 2 decode", "3 both", "apart")
     with tempfile.TemporaryDirectory() as folder:
-        tables = _Tables(Path(folder), chosen.trace, chosen.requests, chosen.scale)
+        tables = _Tables(
+            Path(folder), chosen.load, chosen.requests, chosen.scale, chosen.devices, chosen.blocks
+        )
         rows = []
         for row in getattr(tables, chosen.name)():
             rows.append(row)

@@ -13,7 +13,8 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
@@ -223,8 +224,8 @@ class OutlierDetector:
         ejections: list[Ejection] = []
         stuck: list[int] = []
         for group in self._groups.values():
-            comparison = _Comparison(list(group.members), waiting, self._clock.now())
-            for health in group.members:
+            comparison = _Comparison(group.members, waiting, self._clock.now())
+            for health in comparison.suspects:
                 reason = comparison.silence(health) or comparison.slowness(health)
                 if comparison.is_stuck(health):
                     stuck.append(health.number)
@@ -255,26 +256,49 @@ class OutlierDetector:
 class _Comparison:
     """Facts about the replicas of a group, all of one instant, to compare each with the others."""
 
-    def __init__(self, members: list[ReplicaHealth], waiting: WaitingAt, now: float) -> None:
+    def __init__(self, members: Iterable[ReplicaHealth], waiting: WaitingAt, now: float) -> None:
         self._waiting = waiting
-        peers = {health for health in members if not health.is_ejected(now)}
-        self._slowest = heapq.nlargest(2, ((h.pace.longest_s, h.number) for h in peers))
+        self.suspects: list[ReplicaHealth] = []
+        """Members of which there may be a reason to eject them: few of those that do well."""
+        self._slowest = [(0.0, -1), (0.0, -1)]
+        """The longest steps, and whose they are."""
         self._silent: dict[ReplicaHealth, tuple[float, Waiting]] = {}
         """Members whose requests have not got on for long: for how many seconds, and what clients wait for."""
+        self._fresh: list[ReplicaHealth] = []
+        self._slow: set[ReplicaHealth] = set()
+        """Fresh members whose steps are long enough to be compared."""
+        self._is_any_heard = False
         for health in members:
-            if now - health.heard_at >= SILENCE_S and (wait := waiting(health.number)) is not None:
-                silence_s = now - max(health.heard_at, wait.since)
-                if silence_s >= SILENCE_S:
-                    self._silent[health] = silence_s, wait
-        self._is_any_heard = not peers <= self._silent.keys()
-        self._fresh = {health for health in peers if now - health.heard_at < FRESH_S}
-        self._means_s: defaultdict[int, list[float]] = defaultdict(list)
+            heard_s, longest_s = now - health.heard_at, health.pace.longest_s
+            is_silent = heard_s >= SILENCE_S and self._note_silence(health, now)
+            if now >= health.ejected_until:
+                self._is_any_heard |= not is_silent
+                if longest_s > self._slowest[1][0]:
+                    self._slowest = sorted([*self._slowest, (longest_s, health.number)])[:0:-1]
+                if heard_s < FRESH_S:
+                    self._fresh.append(health)
+                    if longest_s > SLOW_STEP_S and health.pace.num_samples >= _MIN_SAMPLES:
+                        self._slow.add(health)
+            if is_silent or health in self._slow:
+                self.suspects.append(health)
+
+    def _note_silence(self, health: ReplicaHealth, now: float) -> bool:
+        wait = self._waiting(health.number)
+        if wait is None or now - max(health.heard_at, wait.since) < SILENCE_S:
+            return False
+        self._silent[health] = now - max(health.heard_at, wait.since), wait
+        return True
+
+    @cached_property
+    def _means_s(self) -> dict[int, list[float]]:
         """Sorted means of fresh replicas by class of work."""
+        found: defaultdict[int, list[float]] = defaultdict(list)
         for health in self._fresh:
             for work, mean_s in health.pace.means_s.items():
-                self._means_s[work].append(mean_s)
-        for means_s in self._means_s.values():
+                found[work].append(mean_s)
+        for means_s in found.values():
             means_s.sort()
+        return found
 
     def _is_silent(self, health: ReplicaHealth, steps: int, least_s: float = 0.0) -> bool:
         """True if requests have not got on for as long as that many of the longest step of others would take."""
@@ -296,11 +320,8 @@ class _Comparison:
 
     def slowness(self, health: ReplicaHealth) -> str:
         """The reason to eject a replica that takes longer than a middling other one; empty where there is none."""
-        pace = health.pace
-        if health not in self._fresh or pace.num_samples < _MIN_SAMPLES:
-            return ""
-        mine_s = theirs_s = weight = 0.0
-        for work, share in pace.shares.items() if pace.longest_s > SLOW_STEP_S else ():
+        pace, mine_s, theirs_s, weight = health.pace, 0.0, 0.0, 0.0
+        for work, share in pace.shares.items() if health in self._slow else ():
             others_s = self._median_of_others(work, pace.means_s[work])
             if others_s is not None:
                 mine_s += share * pace.means_s[work]
@@ -331,16 +352,15 @@ class _Pace:
         self.shares: dict[int, float] = {}
         """The share of each class in the latest work."""
         self.num_samples = 0
+        self.longest_s = 0.0
+        """The highest of the means."""
 
     def add(self, num_tokens: int, duration_s: float) -> None:
         work = min(num_tokens.bit_length(), _CLASSES)
         mean_s = self.means_s.setdefault(work, duration_s)
         self.means_s[work] = mean_s + _WEIGHT * (duration_s - mean_s)
+        self.longest_s = max(self.means_s.values())
         for other in self.shares:
             self.shares[other] *= 1 - _WEIGHT
         self.shares[work] = self.shares.get(work, 0.0) + _WEIGHT
         self.num_samples += 1
-
-    @property
-    def longest_s(self) -> float:
-        return max(self.means_s.values(), default=0.0)

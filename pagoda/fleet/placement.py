@@ -247,7 +247,9 @@ class ReplicaSlot:
 
     def waiting(self) -> Waiting | None:
         """The requests that clients wait for; None where nobody waits, or the replica computes nothing."""
-        if self.limits is None or self.replica.state is not ReplicaState.READY:
+        if not self.requests or self.limits is None:
+            return None
+        if self.replica.state is not ReplicaState.READY:
             return None
         total: Waiting | None = None
         for placement in self.requests.values():

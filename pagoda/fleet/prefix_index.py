@@ -6,8 +6,8 @@ Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.bloc
 
 from __future__ import annotations
 
+import heapq
 import struct
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,6 +20,10 @@ from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import PrefixCacheUpdate
 from pagoda.messages.ranges import MAX_ITEMS
 
+MOST_SEEN = 32
+"""Replicas with a prefix that are looked at for one request."""
+_MOST_PASSED = 1024
+"""Replicas with a prefix among which those are."""
 _SPARE_TOLD = 2**20
 _MAX_TOLD_SHARE = 64
 """Blocks that a replica may tell, and as many for each of its own cache: it tells those in host memory too."""
@@ -29,41 +33,50 @@ class Holders:
     """The numbers of the replicas that have each block: a multimap that stores the only holder of a key bare."""
 
     def __init__(self) -> None:
-        self._by_key: dict[int, int | set[int]] = {}
+        self.by_key: dict[int, int | set[int]] = {}
+        """Numbers of replicas; read it as a container of keys where a call for each look costs too much."""
 
     def __contains__(self, key: object) -> bool:
-        return key in self._by_key
+        return key in self.by_key
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self.by_key)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._by_key)
+        return iter(self.by_key)
 
-    def of(self, key: int) -> Iterable[int]:
-        found = self._by_key.get(key, ())
+    def of(self, key: int) -> tuple[int, ...] | set[int]:
+        found = self.by_key.get(key, ())
         return (found,) if isinstance(found, int) else found
+
+    def some_of(self, key: int, turn: int) -> Iterable[int]:
+        """Replicas that have a block, `MOST_SEEN` of them at most: others with each `turn`."""
+        found = self.of(key)
+        if isinstance(found, tuple) or len(found) <= MOST_SEEN:
+            return found
+        start = turn * MOST_SEEN % min(len(found), _MOST_PASSED)
+        return islice(chain(found, found), start, start + MOST_SEEN)
 
     def add(self, key: int, replica: int) -> bool:
         """Returns True if the replica is the first to have the block."""
-        found = self._by_key.setdefault(key, replica)
+        found = self.by_key.setdefault(key, replica)
         if isinstance(found, set):
             found.add(replica)
         elif found != replica:
-            self._by_key[key] = {found, replica}
+            self.by_key[key] = {found, replica}
         else:
             return True
         return False
 
     def discard(self, key: int, replica: int) -> bool:
         """Returns True if the replica was the last to have the block."""
-        found = self._by_key.get(key)
+        found = self.by_key.get(key)
         if isinstance(found, set):
             found.discard(replica)
             if len(found) == 1:
-                [self._by_key[key]] = found
+                [self.by_key[key]] = found
         elif found == replica:
-            del self._by_key[key]
+            del self.by_key[key]
             return True
         return False
 
@@ -97,28 +110,44 @@ class CacheUnion:
             for listener in list(self.listeners):
                 listener(update)
 
-    def holders(self, keys: Sequence[int], num_replicas: int) -> list[int]:
+    def holders(
+        self,
+        keys: Sequence[int],
+        num_replicas: int,
+        cost: Callable[[int], float] = lambda _: 0,
+        turn: int = 0,
+    ) -> list[int]:
         """Numbers of up to `num_replicas` replicas believed to have the longest prefix of `keys`, a chain.
 
-        Where fewer have the last block of it, those that have half of the prefix follow, and so on.
+        Where fewer have the last block of it, those that have half of the prefix follow, and so on. Of many that
+        have it, those of least `cost` among `MOST_SEEN` are taken, which others are with each `turn`: else all
+        requests with a popular prefix would go to the same few.
         """
-        length = self.longest_prefix(keys, len(keys), self.told, self.sent)
+        length = self.longest_prefix(keys, len(keys), self.told.by_key, self.sent.by_key)
         found: dict[int, None] = {}
         while length and len(found) < num_replicas:
             key = keys[length - 1]
-            holders = chain(self.told.of(key), self.sent.of(key))
-            found |= dict.fromkeys(islice((r for r in holders if r not in found), num_replicas))
-            length = self.longest_prefix(keys, length // 2, self.told, self.sent)
-        return list(found)[:num_replicas]
+            seen = chain(self.told.some_of(key, turn), self.sent.some_of(key, turn))
+            others = dict.fromkeys(r for r in seen if r not in found)
+            found |= dict.fromkeys(heapq.nsmallest(num_replicas - len(found), others, key=cost))
+            length //= 2
+            if not self.layout.is_chain:
+                length = self.longest_prefix(keys, length, self.told.by_key, self.sent.by_key)
+        return list(found)
 
     def longest_prefix(
         self, keys: Sequence[int], end: int, told: Container[int], sent: Container[int]
     ) -> int:
         """The longest usable prefix of at most `end` of `keys`, a chain, by blocks that are told or sent."""
         if self.layout.is_chain:  # who has a block has those before it too
-            return bisect_left(
-                keys, True, hi=end, key=lambda key: key not in told and key not in sent
-            )
+            low = 0
+            while low < end:  # a search by halves without a call for each look
+                middle = (low + end) // 2
+                if keys[middle] in told or keys[middle] in sent:
+                    low = middle + 1
+                else:
+                    end = middle
+            return low
         [ratio] = self.layout.ratios
 
         def has(_group: int, index: int) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -207,9 +208,18 @@ class Takers:
 
     def helpers(self, slot: ReplicaSlot, keys: Sequence[int]) -> Iterable[ReplicaSlot]:
         """A few of them beside `slot`: those that have the most of the blocks of `keys`, and the least work."""
-        holders = self._cache.holders(keys, NUM_HOLDERS) if keys else ()
+        holders = self._holders(keys) if keys else ()
         fleet = Shortlist([self._pools[Role.BOTH]], (slot.number,), self._slots, holders)
         return dict.fromkeys([*fleet.with_prefix(), *fleet.least_loaded(_NUM_IDLE_HELPERS)])
+
+    def _holders(self, keys: Sequence[int]) -> list[int]:
+        """A few replicas with the longest prefix of `keys`, those with the least work."""
+
+        def cost(number: int) -> float:
+            slot = self._slots.get(number)
+            return math.inf if slot is None else slot.work.cost
+
+        return self._cache.holders(keys, NUM_HOLDERS, cost, self._num_placed)
 
     def _candidates(
         self, tracked: TrackedRequest, request: RoutingRequest, keys: Sequence[int]
@@ -222,7 +232,7 @@ class Takers:
         takers = [pool for pool in self._pools.values() if pool.num_takers]
         pools = [pool for pool in takers if has_part_in(pool.role, tracked.request)] or takers
         is_small = sum(pool.num_takers for pool in pools) <= SMALL_FLEET
-        holders = () if is_small or not keys else self._cache.holders(keys, NUM_HOLDERS)
+        holders = () if is_small or not keys else self._holders(keys)
         fleet = Shortlist(pools, tracked.refusals, self._slots, holders)
 
         def some(fitness: Fitness) -> list[ReplicaSlot]:

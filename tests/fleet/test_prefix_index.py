@@ -190,6 +190,18 @@ def test_listeners_are_told_what_changes_for_all_replicas_together_until_they_en
     assert len(heard) == 5
 
 
+def test_holders_of_a_popular_prefix_take_turns_and_have_the_least_work() -> None:
+    union, chain = CacheUnion(), keys(A, 4)
+    for number in range(200):
+        union.change(number, chain, ())
+    work = {number: number * 7 % 200 for number in range(200)}
+    seen = [union.holders(chain, 8, work.__getitem__, turn) for turn in range(40)]
+    assert all(len(set(some)) == 8 for some in seen)
+    assert all(sorted(some, key=work.__getitem__) == some for some in seen)
+    assert len(set().union(*seen)) > 40
+    assert sum(map(work.__getitem__, seen[0])) < 8 * 60
+
+
 def test_holders_of_the_longest_prefix_come_first() -> None:
     union = CacheUnion()
     chain = list(range(100, 116))

@@ -28,7 +28,9 @@ _MOST = 1e12
 _log = logging.getLogger(__name__)
 
 
-class _Host(msgspec.Struct, frozen=True):
+class ListedHost(msgspec.Struct, frozen=True):
+    """A host as `/v1/hosts` lists it."""
+
     model: str
     state: str
     id: str | None = None
@@ -38,7 +40,7 @@ class _Host(msgspec.Struct, frozen=True):
 
 
 class _Hosts(msgspec.Struct, frozen=True):
-    data: tuple[_Host, ...]
+    data: tuple[ListedHost, ...]
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Reading:
     """Series and hosts of one router."""
 
     metrics: str = ""
-    hosts: tuple[_Host, ...] = ()
+    hosts: tuple[ListedHost, ...] = ()
 
 
 def counts_of(readings: Sequence[Reading]) -> dict[str, Counts]:
@@ -89,7 +91,7 @@ def counts_of(readings: Sequence[Reading]) -> dict[str, Counts]:
 
 def hosts_of(readings: Sequence[Reading]) -> dict[str, tuple[HostFigures, ...]]:
     """The hosts of all routers by model, with the requests that they have of all, in the order of their ids."""
-    found: dict[str, _Host] = {}
+    found: dict[str, ListedHost] = {}
     for host in (host for reading in readings for host in reading.hosts):
         if host.id is not None and host.state in _SERVING:
             before = found.get(host.id)
@@ -161,34 +163,16 @@ def _above(now: Mapping[float, float], before: Mapping[float, float], limit: flo
     return round(min(1.0, max(0.0, 1 - within / whole)), 6) if whole > 0 else 0.0
 
 
-class RouterLink:
-    """The routers of one fleet over HTTP."""
+class Windows:
+    """Figures between one reading of all routers and the next."""
 
-    def __init__(self, clients: Sequence[OpenAIClient], slo: Slo) -> None:
-        """Each of `clients` is connected to one router."""
-        self._clients = clients
+    def __init__(self, slo: Slo) -> None:
         self._slo = slo
-        self._readings = [Reading() for _ in clients]
         self._before: tuple[float, dict[str, Counts]] | None = None
 
-    async def figures(self, at_s: float) -> Figures | None:
-        """Figures since the last call; None for the first one. Of a router that does not answer, what it said last
-        stands. Raises ServerError: no router gives them, ConfigError: none can be reached."""
-        readings = await asyncio.gather(*map(self._read, self._clients), return_exceptions=True)
-        errors = [one for one in readings if isinstance(one, BaseException)]
-        for error in errors:
-            if len(errors) == len(readings) or not isinstance(error, PagodaError):
-                raise error
-            _log.warning("a router is left out: %s", error)
-        self._readings = [
-            old if isinstance(new, BaseException) else new
-            for old, new in zip(self._readings, readings, strict=True)
-        ]
-        try:
-            counts = counts_of(self._readings)
-        except ValueError:
-            raise ServerError("/metrics of a router is not in Prometheus' text format.") from None
-        hosts = hosts_of(self._readings)
+    def figures(self, at_s: float, readings: Sequence[Reading]) -> Figures | None:
+        """Figures since the last call; None for the first one. Raises ValueError as `counts_of`."""
+        counts, hosts = counts_of(readings), hosts_of(readings)
         before, self._before = self._before, (at_s, counts)
         if before is None or before[0] >= at_s:
             return None
@@ -204,6 +188,34 @@ class RouterLink:
             for name in sorted(hosts.keys() | counts.keys())
         )
         return Figures(at_s=at_s, pools=tuple(pools))
+
+
+class RouterLink:
+    """The routers of one fleet over HTTP."""
+
+    def __init__(self, clients: Sequence[OpenAIClient], slo: Slo) -> None:
+        """Each of `clients` is connected to one router."""
+        self._clients = clients
+        self._windows = Windows(slo)
+        self._readings = [Reading() for _ in clients]
+
+    async def figures(self, at_s: float) -> Figures | None:
+        """Figures since the last call; None for the first one. Of a router that does not answer, what it said last
+        stands. Raises ServerError: no router gives them, ConfigError: none can be reached."""
+        readings = await asyncio.gather(*map(self._read, self._clients), return_exceptions=True)
+        errors = [one for one in readings if isinstance(one, BaseException)]
+        for error in errors:
+            if len(errors) == len(readings) or not isinstance(error, PagodaError):
+                raise error
+            _log.warning("a router is left out: %s", error)
+        self._readings = [
+            old if isinstance(new, BaseException) else new
+            for old, new in zip(self._readings, readings, strict=True)
+        ]
+        try:
+            return self._windows.figures(at_s, self._readings)
+        except ValueError:
+            raise ServerError("/metrics of a router is not in Prometheus' text format.") from None
 
     async def change(self, change: RoleChange) -> None:
         """Gives a host another role, by the first router that has it. Raises as `figures`."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError, PagodaError
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.sim.model import seed_of_length, token_by_seed
-from pagoda.plugins.simulate.records import Records, RequestRecord
+from pagoda.plugins.simulate.records import Patience, Records, RequestRecord
 from pagoda.plugins.simulate.workload import Session, Turn, Workload, token_ids
 
 USUAL_MAX_TOKENS = 4096
@@ -30,6 +31,7 @@ class Clients:
         known_lengths: bool,
         max_model_len: int,
         on_done: Callable[[], None],
+        patience: Patience | None = None,
     ) -> None:
         """Routers are told how long answers will be with `known_lengths`. A request of more than `max_model_len`
         tokens is turned down before it is sent."""
@@ -39,13 +41,26 @@ class Clients:
         self._known_lengths = known_lengths
         self._max_model_len = max_model_len
         self._on_done = on_done
+        self._patience = patience
+        self._ended = asyncio.Event()
+        """Set when patience is over."""
         self._began = 0.0
         self.by_name: dict[str, RequestRecord] = {}
         """Requests under way."""
 
     async def run(self) -> None:
-        """Returns when the last answer is complete."""
+        """Returns when the last answer is complete, or patience is over."""
         self._began = asyncio.get_running_loop().time()
+        both = [asyncio.create_task(it) for it in (self._live_all(), self._ended.wait())]
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await cancel_all(both)
+        self._records.is_given_up = self._ended.is_set()
+
+    async def _live_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for session in self._workload.sessions:
                 if session.at > self.now():
@@ -70,7 +85,7 @@ class Clients:
             num_tokens = record.num_prompt_tokens + turn.output_tokens
             if num_tokens > self._max_model_len:  # and what follows in this session
                 record.is_too_long = True
-                self._on_done()
+                self._end(record)
                 continue
             tokens = [] if turn.fresh else tokens.copy()  # the turn before may still be read
             for piece in turn.pieces:
@@ -107,7 +122,14 @@ class Clients:
                 break
         record.ended = self.now()
         del self.by_name[turn.name]
+        self._end(record)
+
+    def _end(self, record: RequestRecord) -> None:
         self._on_done()
+        if self._patience is not None:
+            self._patience.count(record)
+            if self._patience.is_over:
+                self._ended.set()
 
     async def _follow(self, request: GenerateRequest, record: RequestRecord) -> None:
         before = 0.0

@@ -184,6 +184,12 @@ class SimEngine:
         self.replica.lose("The engine ended.", blames_requests=blames_requests)
         self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
 
+    def stop(self) -> None:
+        """Ends the engine; `start` begins another one."""
+        if self.replica.state is not ReplicaState.FAILED:
+            self._end()
+            self.replica.lose("The engine was stopped.", blames_requests=False)
+
     def hang(self, for_s: float) -> None:
         """Lets the engine compute nothing for `for_s` seconds; it still takes requests."""
         self._hangs_until = asyncio.get_running_loop().time() + for_s

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import cast
 
 from pagoda.concurrency.async_utils import cancel_all, raise_failure
 from pagoda.fleet.endpoint import ReplicaState
@@ -25,6 +27,7 @@ from pagoda.plugins.simulate.engine import SimEngine
 from pagoda.plugins.simulate.network import SimNetwork
 from pagoda.plugins.simulate.sockets import Network, Process, SimSockets
 from pagoda.plugins.simulate.topology import HostKind, RouterKind, Topology
+from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 
 VOCAB_SIZE = 256
@@ -93,6 +96,12 @@ class SimHost:
         self.number = number
         self.above = above
         self.router: SimRouter | None = None
+        self.is_wanted = True
+        """False of a host that is stopped, or is to be as soon as it has no requests."""
+        self.used_since: float | None = None
+        """Instant from which on it costs; None while it does not."""
+        self.used_s = 0.0
+        """Seconds for which it cost before."""
         self.engine = SimEngine(
             config,
             network=network,
@@ -112,6 +121,17 @@ class SimHost:
         """Loses its power for a while; its router notices when the host has been silent for long enough."""
         restart_s = max(for_s, SILENCE_S) + self.spec.start_s
         self.engine.kill(restart_s=restart_s, blames_requests=False, notice_s=SILENCE_S)
+
+    def use(self) -> None:
+        """The host costs from now on. May be called twice."""
+        if self.used_since is None:
+            self.used_since = asyncio.get_running_loop().time()
+
+    def end_use(self) -> None:
+        """The host costs no more. May be called twice."""
+        if self.used_since is not None:
+            self.used_s += asyncio.get_running_loop().time() - self.used_since
+            self.used_since = None
 
     def _join(self) -> None:
         if self.router is not None:
@@ -141,6 +161,8 @@ class SimRouter:
         self.hosts: list[SimHost] = []
         self.routers: list[SimRouter] = []
         self.above: SimRouter | None = None
+        self.tracker = RequestTracker(_now_ns)
+        """Statistics of the requests that have come to the router."""
         self._network = network
         self._observers = observers
         self._num_starts = 0
@@ -167,7 +189,7 @@ class SimRouter:
         sockets = SimSockets(self._network, process)
         self._taken.clear()
         for host in self.hosts:
-            if host.is_up:
+            if host.is_up and host.is_wanted:
                 self.take_in(host)
         if self.routers:
             names = _Names(self._table)
@@ -176,7 +198,9 @@ class SimRouter:
         if self.above is not None:
             await self._first_host()
             address = f"tcp://{self.path}:1"
-            self._door = HostServer(self.members.dispatcher, sockets, address, identity, tracer)
+            self._door = HostServer(
+                self.members.dispatcher, sockets, address, identity, tracer, self.tracker
+            )
             self.above.name_router(address, HostRecord(host_id=identity.id, address=address))
 
     async def _first_host(self) -> None:
@@ -196,6 +220,15 @@ class SimRouter:
         if self.process is not None and host.number not in self._taken:
             self._taken.add(host.number)
             self.members.add(host.engine.replica)
+
+    def knows(self, host: SimHost) -> bool:
+        """True of a host that was taken in, and not let go since."""
+        return self.process is not None and host.number in self._taken
+
+    def let_go(self, host: SimHost) -> None:
+        """Forgets a host, which may come again."""
+        self._taken.discard(host.number)
+        self.members.remove(host.engine.replica)
 
     def fail(self, for_s: float) -> None:
         """The process ends, and another one starts after a while. The hosts go on."""
@@ -306,7 +339,9 @@ class SimFleet:
     async def start(self) -> None:
         """Starts all hosts, then the routers from the lowest ones up."""
         for host in self.hosts:
-            await host.engine.start()
+            if host.is_wanted:
+                host.use()
+                await host.engine.start()
         for router in reversed(self.routers):
             for host in router.hosts:
                 host.router = router
@@ -314,7 +349,20 @@ class SimFleet:
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """The answer of the root to a request."""
+        if self.root.tracker.num_listeners:
+            return self._tracked(request)
         return self.root.members.dispatcher.generate(request)
+
+    async def _tracked(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        tracker, dispatcher = self.root.tracker, self.root.members.dispatcher
+        chunks = cast(AsyncGenerator[TokenChunk, None], dispatcher.generate(request))
+        with tracker.answering(request) as record:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    tracker.on_chunk(record, chunk, len(chunk.token_ids))
+                    if chunk.finish_reason is not None:
+                        record.ending = str(chunk.finish_reason), chunk.error or ""
+                    yield chunk
 
     async def close(self) -> None:
         for router in self.routers:

@@ -78,7 +78,11 @@ def _charts(reports: Sequence[Report]) -> list[str]:
             for report in reports
         ]
         charts.append(_chart(title, series))
-    for title, key in (("Requests that wait", "waiting"), ("Requests that run", "running")):
+    for title, key in (
+        ("Requests that wait", "waiting"),
+        ("Requests that run", "running"),
+        ("Hosts that are up", "up"),
+    ):
         series = [
             (f"{report['topology']}: {kind}" if many else kind, _points(samples, key, None))
             for report in reports

@@ -98,6 +98,20 @@ class Slo:
 
 
 @dataclass
+class Patience:
+    """Ends a simulation that has missed its limits: once more than `num_misses` requests were not good."""
+
+    slo: Slo
+    num_misses: float
+    is_over: bool = False
+
+    def count(self, record: RequestRecord) -> None:
+        """Takes a request that has ended."""
+        self.num_misses -= not self.slo.is_met(record)
+        self.is_over = self.num_misses < 0
+
+
+@dataclass
 class Records:
     """All requests of a simulation and samples of its hosts."""
 
@@ -111,6 +125,8 @@ class Records:
     num_moves: int = 0
     """Requests that went on at another host, or anew at the same."""
     ended_at: float = 0.0
+    is_given_up: bool = False
+    """The simulation ended before its last request, as its limits were missed."""
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

@@ -22,8 +22,8 @@ def make_report(
     """All figures of a simulation. The same simulation gives the same object."""
     records = outcome.records
     whole = figures(records.requests, records.ended_at, slo)
-    price = topology.price_per_hour()
-    dollars = price * records.ended_at / 3600
+    dollars = sum(topology.prices[kind] * it / 3600 for kind, it in outcome.host_s.items())
+    hours = max(records.ended_at, 1e-9) / 3600
     tokens = whole.prompt_tokens + whole.output_tokens
     num_hosts = len(outcome.paths)
     return {
@@ -31,10 +31,12 @@ def make_report(
         "arguments": dict(arguments),
         "hosts": num_hosts,
         "step_times": topology.errors(),
-        "price_per_hour": round(price, 4),
+        "host_hours": round(sum(outcome.host_s.values()) / 3600, 6),
+        "price_per_hour": round(dollars / hours, 4),
         "price_per_million_tokens": _per_million(dollars, tokens),
         "price_per_million_output_tokens": _per_million(dollars, whole.output_tokens),
         "slo": {"ttft_ms": _limit(slo.ttft), "tpot_ms": _limit(slo.tpot)},
+        "is_given_up": records.is_given_up,
         "all": whole.as_json(),
         "itl_ms": {
             name: millis(records.itl.percentile(share))
@@ -120,7 +122,7 @@ def summary(report: Report) -> Stack:
     """Tables for a terminal."""
     whole = report["all"]
     rows = [
-        ("hosts", f"{report['hosts']:,}, {report['price_per_hour']:,.2f} $ an hour"),
+        ("hosts", _cost(report)),
         ("step times", "; ".join(report["step_times"])),
         ("requests", _counts(whole)),
         ("virtual time", f"{whole['duration_s']:,.1f} s"),
@@ -135,6 +137,11 @@ def summary(report: Report) -> Stack:
     columns = ("", "requests", "hit rate", "TTFT p50", "TTFT p99", "TPOT p50", "goodput")
     kinds = output.table("By kind of router and host", columns, _kind_rows(report["by_kind"]))
     return Stack(f"\n{report['topology']}\n", output.facts(rows), "", kinds)
+
+
+def _cost(report: Report) -> str:
+    text = f"{report['hosts']:,}, {report['price_per_hour']:,.2f} $ an hour"
+    return f"{text}, {report['host_hours']:,.1f} host-hours"
 
 
 def _counts(whole: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pagoda.fleet.policies import Candidate, RoutingRequest
@@ -15,7 +16,8 @@ from pagoda.plugins.simulate.clients import Clients
 from pagoda.plugins.simulate.event_loop import run as run_in_virtual_time
 from pagoda.plugins.simulate.faults import Faults
 from pagoda.plugins.simulate.fleet import Observers, SimFleet, SimHost
-from pagoda.plugins.simulate.records import NUM_INTERVALS, Records, Sample
+from pagoda.plugins.simulate.records import NUM_INTERVALS, Patience, Records, Sample
+from pagoda.plugins.simulate.scaling import Scaling
 from pagoda.plugins.simulate.topology import Topology
 from pagoda.plugins.simulate.workload import Workload
 
@@ -32,6 +34,8 @@ class Outcome:
     """Kinds of the routers in front of each host, and its own."""
     paths: list[str]
     """Paths of hosts by their numbers."""
+    host_s: dict[str, float]
+    """Seconds for which hosts cost, by kind."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """Events of the request that is watched."""
 
@@ -45,9 +49,11 @@ def simulate(
     leap: int = DEFAULT_LEAP,
     watched: str = "",
     on_done: OnDone = lambda: None,
+    patience: Patience | None = None,
+    journal: Path | None = None,
 ) -> Outcome:
-    """Runs a workload, whose sessions can be read once. `watched` names a request of which all events are kept;
-    `leap` is as in `SimEngine`.
+    """Runs a workload, whose sessions can be read once, until its last request or until `patience` is over.
+    `watched` names a request of which all events are kept; `leap` is as in `SimEngine`, `journal` as in `Scaling`.
 
     The same arguments give the same outcome.
     """
@@ -57,7 +63,9 @@ def simulate(
     gc.disable()
     try:
         return run_in_virtual_time(
-            _Run(topology, workload, seed, known_lengths, leap, watched, on_done).run()
+            _Run(
+                topology, workload, seed, known_lengths, leap, watched, on_done, patience, journal
+            ).run()
         )
     finally:
         logger.setLevel(level)
@@ -98,6 +106,8 @@ class _Run:
         leap: int,
         watched: str,
         on_done: OnDone,
+        patience: Patience | None,
+        journal: Path | None,
     ) -> None:
         self._topology = topology
         self._workload = workload
@@ -107,6 +117,7 @@ class _Run:
         self.events: list[tuple[float, str]] = []
         on_choice = self._on_choice if watched else None
         self.fleet = SimFleet(topology, Observers(self._on_placed, on_choice), leap)
+        self._scaling = Scaling(topology, self.fleet, journal)
         self.clients = Clients(
             workload,
             self.fleet.generate,
@@ -114,6 +125,7 @@ class _Run:
             known_lengths=known_lengths,
             max_model_len=min(self._lengths()),
             on_done=on_done,
+            patience=patience,
         )
 
     def _lengths(self) -> list[int]:
@@ -123,6 +135,7 @@ class _Run:
     async def run(self) -> Outcome:
         await self.fleet.start()
         gc.freeze()
+        self._scaling.start()
         faults = Faults(self._topology.faults, self.fleet, self.records, self._seed)
         running = asyncio.create_task(self.clients.run())
         await asyncio.sleep(0)
@@ -131,6 +144,11 @@ class _Run:
         self.records.ended_at = self.clients.now()
         sampling.cancel()
         await faults.close()
+        await self._scaling.close()
+        host_s: dict[str, float] = {}
+        for host in self.fleet.hosts:
+            host.end_use()
+            host_s[host.kind] = host_s.get(host.kind, 0.0) + host.used_s
         self._take_samples()
         await self.fleet.close()
         gc.unfreeze()
@@ -140,6 +158,7 @@ class _Run:
             self.records,
             {host.number: host.above for host in self.fleet.hosts},
             [host.path for host in self.fleet.hosts],
+            host_s,
             self.events,
         )
 

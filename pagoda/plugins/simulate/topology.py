@@ -14,6 +14,7 @@ from pagoda.cli.yaml_file import YamlFile
 from pagoda.errors import ConfigError
 from pagoda.fleet.policies import DEFAULT_POLICY, PolicyName
 from pagoda.messages.worker_config import Role
+from pagoda.plugins.plan.figures import Slo
 from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.plugins.simulate.step_times import (
     Blocks,
@@ -94,6 +95,38 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds until repair, of random faults on average (exponential)."""
 
 
+class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A number of hosts from an instant on."""
+
+    at_s: NotNegative
+    hosts: Whole
+
+
+class ScalingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hosts of routers that are started and stopped: as `pagoda plan` decides, or by a timetable. There are never
+    more than the routers have children."""
+
+    what: str
+    """Kind of routers, each of which has hosts behind it."""
+    least: Whole = 1
+    """The fewest hosts of a router, all roles together."""
+    begin: Whole | None = None
+    """Hosts of a router at the begin; by default the fewest."""
+    slo: Slo = Slo()
+    interval_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
+    """Seconds between decisions."""
+    step_s: Positive | None = None
+    """Seconds of a step without tokens that the planner reckons with, and `token_s` of each token; by default
+    those of the line through a step of one token and a full one."""
+    token_s: Positive | None = None
+    lead_s: NotNegative | None = None
+    """Seconds from when a host is asked for until it answers; by default the longest `start_s`."""
+    hold_s: NotNegative = 300.0
+    """Seconds for which fewer hosts must do before there are fewer."""
+    timetable: tuple[Timed, ...] = ()
+    """Numbers of hosts of each router over time, instead of a planner."""
+
+
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """A fleet as a file describes it, checked."""
 
@@ -102,6 +135,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     hosts: dict[str, HostKind]
     routers: dict[str, RouterKind]
     faults: tuple[FaultRule, ...]
+    scaling: tuple[ScalingRule, ...]
     steps: dict[str, StepTimes]
     """Step times by kind of host."""
     prices: dict[str, float]
@@ -136,7 +170,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{name}: {self.steps[name].error()}" for name in self.hosts]
 
 
-_FIELDS = ("name", "model", "root", "hosts", "routers", "devices", "faults")
+_FIELDS = ("name", "model", "root", "hosts", "routers", "devices", "faults", "scaling")
 
 
 def read_topology(path: Path) -> Topology:
@@ -147,6 +181,7 @@ def read_topology(path: Path) -> Topology:
             raise file.error((str(field),), f"{field} is none of {', '.join(_FIELDS)}")
     hosts, routers = file.section("hosts", HostKind), file.section("routers", RouterKind)
     faults = file.convert(file.value.get("faults") or [], list[FaultRule], ("faults",))
+    scaling = file.convert(file.value.get("scaling") or [], list[ScalingRule], ("scaling",))
     root = file.convert(file.value.get("root", ""), str, ("root",))
     if root not in routers:
         raise file.error(("root",), f"root is to name one of routers, not {root!r}")
@@ -155,6 +190,8 @@ def read_topology(path: Path) -> Topology:
     _check_all_are_used(file, root, hosts, routers)
     for index, rule in enumerate(faults):
         _check_fault(file, ("faults", index), rule, root, hosts, routers)
+    for number in range(len(scaling)):
+        _check_scaling(file, number, scaling, hosts, routers)
     steps, prices, block_s = _step_times(file, hosts)
     topology = Topology(
         name=file.convert(file.value.get("name", path.stem), str, ("name",)),
@@ -162,6 +199,7 @@ def read_topology(path: Path) -> Topology:
         hosts=hosts,
         routers=routers,
         faults=tuple(faults),
+        scaling=tuple(scaling),
         steps=steps,
         prices=prices,
         block_s=block_s,
@@ -251,6 +289,34 @@ def _check_fault(
         raise file.error(place, f"{rule.kind} is for routers; of hosts there is fail")
     if (rule.every_s is None) == (rule.at_s is None):
         raise file.error(place, "a fault has either every_s or at_s")
+
+
+def _check_scaling(
+    file: YamlFile,
+    number: int,
+    rules: list[ScalingRule],
+    hosts: dict[str, HostKind],
+    routers: dict[str, RouterKind],
+) -> None:
+    rule, place = rules[number], ("scaling", number)
+    if rule.what not in routers:
+        raise file.error((*place, "what"), f"{rule.what} is none of routers")
+    if rule.what in (other.what for other in rules[:number]):
+        raise file.error((*place, "what"), f"{rule.what} has a rule of scaling already")
+    children = routers[rule.what].children
+    if not children.keys() <= hosts.keys():
+        raise file.error(place, f"{rule.what} has other routers behind it, and hosts are scaled")
+    if rule.timetable and len(children) > 1:
+        raise file.error(
+            place, f"{rule.what} has hosts of several kinds, which no timetable tells apart"
+        )
+    if list(rule.timetable) != sorted(rule.timetable, key=lambda it: it.at_s):
+        raise file.error(
+            (*place, "timetable"), "a timetable goes from the earliest time to the latest"
+        )
+    fewest = max(rule.least, rule.begin or 0)
+    if fewest > sum(children.values()):
+        raise file.error(place, f"{rule.what} has fewer than {fewest} hosts behind it")
 
 
 def _step_times(
