@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import cast
 
 import msgspec
@@ -87,6 +87,8 @@ class Dispatcher:
         self.requests = self._placer.requests
         """The requests that have not ended, by id."""
         self._admission = Admission(self.slots.sums, self._clock, max_requests)
+        self.on_end: Callable[[TrackedRequest], None] | None = None
+        """The dispatcher calls this with every request that it had accepted, at the request's end."""
         self._judge_timer: asyncio.TimerHandle | None = None
         for replica in replicas:
             self.slots.add(replica)
@@ -250,6 +252,8 @@ class Dispatcher:
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.observe_length(len(tracked.token_ids))
+            if self.on_end is not None:
+                self.on_end(tracked)
             del self.requests[tracked.request_id]
 
     def _accept(self, request: GenerateRequest) -> TrackedRequest:

@@ -61,8 +61,8 @@ class Clients:
         for turn in session.turns:
             if turn.pause_s:
                 await asyncio.sleep(turn.pause_s)
-            if self.now() > self._workload.duration_s:
-                return  # users would go on for ever
+                if self.now() > self._workload.duration_s:
+                    return  # users would go on for ever
             tokens = [] if turn.fresh else tokens.copy()  # the turn before may still be read
             for piece in turn.pieces:
                 tokens += token_ids(piece)
@@ -87,6 +87,7 @@ class Clients:
             request_id=turn.name,
             prompt_token_ids=tokens,
             work=Work(sampling),
+            priority=turn.priority,
             session=session or None,
             speculates=False,
         )
