@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import cast
 
 import msgspec
@@ -28,7 +28,13 @@ from pagoda.errors import (
 from pagoda.fleet.admission import Admission
 from pagoda.fleet.endpoint import Health, ReplicaState
 from pagoda.fleet.offload import Offload
-from pagoda.fleet.placement import Placement, ReplicaSlot, TrackedRequest, TrackedState
+from pagoda.fleet.placement import (
+    Counted,
+    Placement,
+    ReplicaSlot,
+    TrackedRequest,
+    TrackedState,
+)
 from pagoda.fleet.placer import Placer
 from pagoda.fleet.policies import Policy
 from pagoda.fleet.replica import Replica
@@ -162,6 +168,18 @@ class Dispatcher:
             await tracked.placement.slot.replica.abort(request_id)
         else:
             tracked.wake()
+
+    @contextlib.contextmanager
+    def counted_prefill(
+        self, request: GenerateRequest, there: Counted
+    ) -> Iterator[ReplicaSlot | None]:
+        """The replica that is to compute the prompt of a request which `counted` counts `there`, as
+        `Offload.counted`; None without an offload."""
+        if self._offload is None:
+            yield None
+            return
+        with self._offload.counted(request, there) as slot:
+            yield slot
 
     def complain(self, request_id: str) -> None:
         """Counts that the request's replica does not do in time what takes no time."""
