@@ -108,11 +108,12 @@ async def serve(
         if not await signals.before(loading):
             return
         await cancel_all([telling])
-        service.generator = loading.result()
         if server.api.models:
-            named = asyncio.ensure_future(_load_models(service, fleet))
+            named = asyncio.ensure_future(_load_models(service, fleet, loading.result().text))
             if not await signals.before(named):
                 return
+        else:
+            service.generator = loading.result()
         service.has_settled.set()
         for state in service.states.values():
             state.start()
@@ -147,13 +148,13 @@ async def serve(
         signals.restore()
 
 
-async def _load_models(service: Service, fleet: Fleet) -> None:
-    """Completes the models of a server of several, of which the default one is loaded.
+async def _load_models(service: Service, fleet: Fleet, default: ModelText) -> None:
+    """Loads the models of a server of several, of which the default one's text side is loaded. Until all are, none
+    is served: a name would count as unknown.
     Raises ConfigError: the text side of one cannot be loaded."""
-    default, tracker = service.ready_generator(), service.tracker
-    served: list[ServedModel] = []
+    tracker, served = service.tracker, list[ServedModel]()
     for model, dispatcher in zip(service.config.models, fleet.pools.values(), strict=True):
-        text = default.text if not served else await asyncio.to_thread(model.load_text)
+        text = default if not served else await asyncio.to_thread(model.load_text)
         generator = TextGenerator(
             dispatcher, text, tracker, model.adapters, fleet.faults, model.name
         )

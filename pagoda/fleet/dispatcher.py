@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import cast
 
 import msgspec
@@ -28,7 +28,13 @@ from pagoda.errors import (
 from pagoda.fleet.admission import Admission
 from pagoda.fleet.endpoint import Health, ReplicaState
 from pagoda.fleet.offload import Offload
-from pagoda.fleet.placement import Placement, ReplicaSlot, TrackedRequest, TrackedState
+from pagoda.fleet.placement import (
+    Counted,
+    Placement,
+    ReplicaSlot,
+    TrackedRequest,
+    TrackedState,
+)
 from pagoda.fleet.placer import Placer
 from pagoda.fleet.policies import Policy
 from pagoda.fleet.replica import Replica
@@ -87,6 +93,8 @@ class Dispatcher:
         self.requests = self._placer.requests
         """The requests that have not ended, by id."""
         self._admission = Admission(self.slots.sums, self._clock, max_requests)
+        self.on_end: Callable[[TrackedRequest], None] | None = None
+        """The dispatcher calls this with every request that it had accepted, at the request's end."""
         self._judge_timer: asyncio.TimerHandle | None = None
         for replica in replicas:
             self.slots.add(replica)
@@ -160,6 +168,18 @@ class Dispatcher:
             await tracked.placement.slot.replica.abort(request_id)
         else:
             tracked.wake()
+
+    @contextlib.contextmanager
+    def counted_prefill(
+        self, request: GenerateRequest, there: Counted
+    ) -> Iterator[ReplicaSlot | None]:
+        """The replica that is to compute the prompt of a request which `counted` counts `there`, as
+        `Offload.counted`; None without an offload."""
+        if self._offload is None:
+            yield None
+            return
+        with self._offload.counted(request, there) as slot:
+            yield slot
 
     def complain(self, request_id: str) -> None:
         """Counts that the request's replica does not do in time what takes no time."""
@@ -250,6 +270,8 @@ class Dispatcher:
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.observe_length(len(tracked.token_ids))
+            if self.on_end is not None:
+                self.on_end(tracked)
             del self.requests[tracked.request_id]
 
     def _accept(self, request: GenerateRequest) -> TrackedRequest:

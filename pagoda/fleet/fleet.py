@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,7 @@ from pagoda.errors import OverloadedError
 from pagoda.faults.injector import Faults
 from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.fleet.dispatcher import Dispatcher
-from pagoda.fleet.endpoint import Health
+from pagoda.fleet.endpoint import Health, StepListener
 from pagoda.fleet.engine_client import EngineClient
 from pagoda.fleet.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.messages.engine_config import EngineConfig
@@ -220,6 +221,13 @@ class Fleet:
         return msgspec.structs.replace(
             merged(reports), is_worker_ready=is_ready, replicas=tuple(named)
         )
+
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
+        """Tells of the steps of all pools, as `Endpoint.subscribe_steps`."""
+        ends = ExitStack()
+        for dispatcher in self.pools.values():
+            ends.callback(dispatcher.subscribe_steps(listener))
+        return ends.close
 
     async def drain(self, timeout_s: float) -> None:
         await asyncio.gather(*(one.drain(timeout_s) for one in self.pools.values()))

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
-from pagoda.fleet.placement import Placement, TrackedRequest
+from pagoda.fleet.placement import Counted, Placement, ReplicaSlot, TrackedRequest
 from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.messages.frontend import GenerateRequest
 
@@ -25,3 +25,10 @@ class Offload(Protocol):
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
+
+    def counted(
+        self, request: GenerateRequest, there: Counted
+    ) -> AbstractContextManager[ReplicaSlot | None]:
+        """The replica that is to compute the prompt of a request that somebody else brings to both, and to the
+        one where it is counted `there` for the answer. The prompt counts as work of the replica that computes it,
+        as long as the context lasts. None if that is where the answer comes from."""

@@ -74,6 +74,18 @@ class Placement:
         return Waiting(self.waits_since, num_tokens, kv_s if num_tokens > block_size else 0.0)
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A request that is counted at a replica, to which somebody else brings it."""
+
+    slot: ReplicaSlot
+    work: RequestWork
+
+    def began(self) -> None:
+        """Counts that the answer has begun: the prompt is computed."""
+        self.work.prompt_progress(self.work.num_tokens)
+
+
 class TrackedRequest:
     """A request, the tokens so far, and the replica that has it."""
 

@@ -9,7 +9,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
@@ -21,6 +20,7 @@ from pagoda.fleet.load_tracker import RequestWork, SenderWork
 from pagoda.fleet.placement import (
     LONE_CRASHES,
     MAX_CRASHES,
+    Counted,
     Placement,
     ReplicaSlot,
     TrackedRequest,
@@ -37,18 +37,6 @@ MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 _RETRY_S = 1
 """Delay told to clients while all replicas count as full."""
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A request that is counted at a replica, to which somebody else brings it."""
-
-    slot: ReplicaSlot
-    work: RequestWork
-
-    def began(self) -> None:
-        """Counts that the answer has begun: the prompt is computed."""
-        self.work.prompt_progress(self.work.num_tokens)
 
 
 class Placer:

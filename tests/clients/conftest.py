@@ -51,14 +51,14 @@ def get(url: str) -> str:
 @contextmanager
 def running(
     command: Sequence[str], ready: str, environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a program for as long as the context lasts, from when `ready` answers 200. `environment` has variables
     besides those of the tests."""
     variables = {**os.environ, **(environment or {})}
     program = subprocess.Popen(command, start_new_session=True, env=variables)
     try:
         _await(program, ready)
-        yield
+        yield program
     finally:
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGTERM)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import cast
 
@@ -21,7 +21,7 @@ from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import PagodaError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.load_tracker import RequestWork
-from pagoda.fleet.placement import Placement, ReplicaSlot, TrackedRequest
+from pagoda.fleet.placement import Counted, Placement, ReplicaSlot, TrackedRequest
 from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 
@@ -80,6 +80,33 @@ class PrefillOffload:
                 yield request
         finally:
             await cancel_all([computing])
+
+    @contextmanager
+    def counted(self, request: GenerateRequest, there: Counted) -> Iterator[ReplicaSlot | None]:
+        """The same as `Offload.counted`. Hosts that answer as well compute no prompts of such requests."""
+        slot, work = there.slot, there.work
+        pending_there = self._prefill.slots.takers.least_pending_tokens()
+        if (
+            pending_there is None
+            or work.prompt_tokens < self._min_tokens
+            or not slot.role.fetches_kv
+            or is_better_here(
+                work.prompt_tokens,
+                pending_here=slot.work.pending_tokens - work.pending_tokens,
+                num_streams=slot.num_streams,
+                pending_there=pending_there,
+            )
+        ):
+            yield None
+            return
+        sampling = msgspec.structs.replace(request.work.sampling, max_tokens=1)
+        copy = msgspec.structs.replace(
+            request, work=msgspec.structs.replace(request.work, sampling=sampling)
+        )
+        with self._prefill.counted(copy) as counted:
+            if counted is not None:
+                there.began()
+            yield None if counted is None else counted.slot
 
     def _prompt_source(
         self,

@@ -17,6 +17,8 @@ from pagoda.plugins.epp.wire import encode, field_of, fields_of, number_of
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Header, and key of dynamic metadata, of the picked endpoint."""
+PREFILLER = "x-prefiller-host-port"
+"""Header of the endpoint that is to compute the prompt, which llm-d's routing proxy at the picked one reads."""
 _NAMESPACE = "envoy.lb"
 _SUBSET_NAMESPACE, _SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 _OVERWRITE = 2
@@ -132,13 +134,21 @@ def empty_reply(part: Part) -> bytes:
     return encode(part.reply, inner)
 
 
-def picked_reply(part: Part, endpoint: str) -> bytes:
-    """Goes on with the part, and tells the gateway the endpoint, in the header and in the metadata."""
-    value = encode(1, encode(1, DESTINATION) + encode(3, endpoint)) + encode(3, _OVERWRITE)
-    common = encode(2, encode(1, value)) + encode(5, 1)  # the route may depend on the header
+def picked_reply(part: Part, endpoint: str, prefill: str | None = None) -> bytes:
+    """Goes on with the part, and tells the gateway the endpoint, in the header and in the metadata, and whoever is
+    behind it the endpoint for the prompt. A header for that which the client has sent counts for nothing."""
+    set_headers = encode(1, _header(DESTINATION, endpoint))
+    set_headers += (
+        encode(2, PREFILLER) if prefill is None else encode(1, _header(PREFILLER, prefill))
+    )
+    common = encode(2, set_headers) + encode(5, 1)  # the route may depend on the header
     place = _struct({DESTINATION: encode(3, endpoint)})
     metadata = encode(8, _struct({_NAMESPACE: encode(5, place)}))
     return encode(part.reply, encode(1, common)) + metadata
+
+
+def _header(name: str, value: str) -> bytes:
+    return encode(1, encode(1, name) + encode(3, value)) + encode(3, _OVERWRITE)
 
 
 def _struct(values: Mapping[str, bytes]) -> bytes:

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,7 @@ from pagoda.api.openai.bodies import Tools
 from pagoda.api.service import Service
 from pagoda.errors import PagodaError
 from pagoda.fleet.dispatcher import Dispatcher
-from pagoda.fleet.placer import Counted
+from pagoda.fleet.placement import Counted, ReplicaSlot
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
@@ -42,6 +42,15 @@ class AskedBody(msgspec.Struct, frozen=True):
 
 
 _decode = msgspec.json.Decoder(AskedBody).decode
+
+
+class Picked(NamedTuple):
+    """The hosts of a request, as `IP:PORT`."""
+
+    endpoint: str
+    counted: Counted
+    prefill: str | None
+    """The host that is to compute the prompt; None if that is the one that answers."""
 
 
 class Picker:
@@ -136,9 +145,9 @@ class Picker:
     @contextlib.contextmanager
     def picked(
         self, request: GenerateRequest, pool: Dispatcher | None, subset: Sequence[str] | None
-    ) -> Iterator[tuple[str, Counted] | None]:
-        """The endpoint of a host of a pool, `IP:PORT`, where the request counts as long as the context lasts; None
-        if no host that may be picked takes requests."""
+    ) -> Iterator[Picked | None]:
+        """The host of a pool that answers, where the request counts as long as the context lasts, and the one that
+        computes its prompt; None if no host that may be picked takes requests."""
         if pool is None:
             yield None
             return
@@ -149,8 +158,15 @@ class Picker:
         with pool.counted(request, excluded) as counted:
             if counted is None:
                 yield None
-            else:
-                yield f"{_host_of(counted.slot.name)}:{self._port}", counted
+                return
+            with pool.counted_prefill(request, counted) as prefill:
+                endpoint = self._endpoint(counted.slot)
+                yield Picked(
+                    endpoint, counted, None if prefill is None else self._endpoint(prefill)
+                )
+
+    def _endpoint(self, slot: ReplicaSlot) -> str:
+        return f"{_host_of(slot.name)}:{self._port}"
 
 
 def _host_of(name: str) -> str:

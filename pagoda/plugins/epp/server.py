@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import grpc
 
     from pagoda.api.plugin import ApiPlugin
-    from pagoda.fleet.placer import Counted
+    from pagoda.fleet.placement import Counted
 
 PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 _MOST_STREAMS = 16_384
@@ -239,8 +239,8 @@ class Exchange:
         picked = self._stack.enter_context(self._picker.picked(request, pool, message.subset))
         if picked is None:
             return self._refused(503, "No host takes requests.")
-        endpoint, self._counted = picked
-        replies = [picked_reply(part, endpoint)]
+        self._counted = picked.counted
+        replies = [picked_reply(part, picked.endpoint, picked.prefill)]
         if part is Part.REQUEST_HEADERS and message.part is Part.REQUEST_BODY:
             replies += body_replies(Part.REQUEST_BODY, body, is_end=True)
         return replies

@@ -57,15 +57,18 @@ def _file(context: RequestContext, name: str) -> web.StreamResponse:
 async def live(context: RequestContext) -> web.StreamResponse:
     """A snapshot a second, until the client has enough or the server ends."""
     service = context.service
-    endpoint = service.ready_generator().endpoint
+    state = service.state(PageState)
+    watched = state.watched
+    pools = [] if service.fleet is None else [name for name in service.fleet.pools if name]
 
     async def send(stream: EventStream) -> None:
-        async with aclosing(service.state(PageState).live_stats.watch(endpoint)) as snapshots:
+        async with aclosing(state.live_stats.watch(watched)) as snapshots:
             async for snapshot in snapshots:
                 values = {
                     "started": service.created,
                     "draining": service.draining,
                     "is_router": service.is_router,
+                    "pools": pools,
                     **snapshot,
                     "num_answers": len(context.running),
                     "answers": running_answers(context.running, service.tracker.clock_ns()),

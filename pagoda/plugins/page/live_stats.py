@@ -14,12 +14,12 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pagoda.errors import EngineDeadError
-from pagoda.fleet.endpoint import Endpoint
+from pagoda.fleet.endpoint import StepListener
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.plugins.page.live_history import LiveHistory
@@ -43,6 +43,14 @@ MAX_STEP_BINS = 1024
 LiveSnapshot = dict[str, Any]
 
 
+class Watched(Protocol):
+    """The one that is shown: an endpoint, or a fleet of several."""
+
+    async def load(self) -> LoadReport: ...
+
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]: ...
+
+
 class LiveStats:
     """Makes snapshots while somebody watches or something goes on. Belongs to one event loop."""
 
@@ -52,11 +60,11 @@ class LiveStats:
         self._feed: _Feed | None = None
         self._closed = False
 
-    def begin(self, endpoint: Endpoint) -> None:
+    def begin(self, endpoint: Watched) -> None:
         """Keeps figures of `endpoint` from now on, also while nobody watches."""
         self._feed = _Feed(endpoint, self._tracker, self._progress)
 
-    async def watch(self, endpoint: Endpoint) -> AsyncGenerator[LiveSnapshot, None]:
+    async def watch(self, endpoint: Watched) -> AsyncGenerator[LiveSnapshot, None]:
         """Yields snapshots until `close` is called or `endpoint` has ended; a slow watcher misses some.
 
         The first one comes at once, with the steps of the last minute, and with `history`, the points of charts
@@ -86,7 +94,7 @@ class LiveStats:
 class _Feed:
     """The snapshots for all watchers, made by one task, and what is compared from one to the next."""
 
-    def __init__(self, endpoint: Endpoint, tracker: RequestTracker, progress: Progress) -> None:
+    def __init__(self, endpoint: Watched, tracker: RequestTracker, progress: Progress) -> None:
         loop = asyncio.get_running_loop()
         self.num_watchers = 0
         self.next: asyncio.Future[LiveSnapshot | None] = loop.create_future()
@@ -295,6 +303,7 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
     report = replica.report
     return {
         "name": replica.name,
+        "model": replica.model,
         "state": replica.state,
         "num_requests": replica.num_requests,
         **{n: None if report is None else of(report) for n, of in _REPLICA_FIGURES.items()},

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pagoda.api.plugin import ApiPlugin
 from pagoda.api.service import Service
-from pagoda.plugins.page.live_stats import LiveStats
+from pagoda.plugins.page.live_stats import LiveStats, Watched
 
 
 class PageState:
@@ -20,7 +20,16 @@ class PageState:
     def start(self) -> None:
         """Begins to keep figures, also while nobody watches."""
         if self._service.generator is not None:
-            self.live_stats.begin(self._service.generator.endpoint)
+            self.live_stats.begin(self.watched)
+
+    @property
+    def watched(self) -> Watched:
+        """The model that is served, or all of them. Raises ApiError: as `Service.ready_generator`."""
+        service = self._service
+        generator = service.ready_generator()
+        if service.catalogue is None or service.fleet is None:
+            return generator.endpoint
+        return service.fleet
 
     async def stop(self) -> None:
         """Pages see how the server drains."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from pagoda.api.catalogue import NamedModel
 from pagoda.checkpoints.adapters import MAX_RANK
@@ -39,6 +40,7 @@ from pagoda.plugins.router.members import HostMembers, RouterConfig
 from pagoda.plugins.router.pools import PoolConfig
 from pagoda.plugins.router.pools_file import PoolSpec, read_pools
 from pagoda.plugins.router.prefill_decode import DEFAULT_MIN_TOKENS
+from pagoda.plugins.router.recording import TRACE_BLOCK, Recorder
 from pagoda.telemetry.tracer import Tracer
 
 _JOIN_LISTEN = "127.0.0.1:5600"
@@ -65,6 +67,10 @@ class RouterOptions:
     """Serve several models, as a YAML file says: pools of hosts, and what goes for each of them."""
     no_replica_timeout: Seconds = DEFAULT_NO_REPLICA_TIMEOUT_S
     """Seconds that a request waits while no host takes requests; then it is refused with 503."""
+    record: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Write down when requests came, their lengths and which began alike, but no text, for pagoda simulate."""
+    record_block_size: Annotated[int, Parameter(validator=Number(gte=16))] = TRACE_BLOCK
+    """Tokens of a prompt by which beginnings are compared there."""
 
     @property
     def pool(self) -> PoolConfig:
@@ -89,6 +95,9 @@ class RouterOptions:
         for flag, is_given in given.items():
             if is_given:
                 raise ConfigError(f"{flag} and --pools exclude each other; say it of each pool.")
+
+    def recorder(self) -> Recorder | None:
+        return None if self.record is None else Recorder(self.record, self.record_block_size)
 
     def discover(self, keys: CurveKeys, etcd_files: TlsFiles) -> Discover:
         """Raises ConfigError if the flags name no way to find hosts."""
@@ -130,7 +139,7 @@ def route(
         named = [_named(name, spec, pools[name], server) for name, spec in file.pools.items()]
         splits = file.models
     configs = {name: pool.config for name, pool in pools.items()}
-    routed = RouterConfig(discover, keys, configs, flags.region)
+    routed = RouterConfig(discover, keys, configs, flags.region, router.recorder())
     first = next(iter(pools.values()))
     tracer = Tracer("router")
     faults = Faults(plan_of(os.environ))

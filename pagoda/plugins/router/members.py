@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
 from pagoda.fleet.fleet import Fleet
 from pagoda.fleet.policies import POLICIES
+from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.frontend import HostPool
 from pagoda.messages.tracing import StartTrace
@@ -20,6 +22,7 @@ from pagoda.plugins.router.host_client import Identity
 from pagoda.plugins.router.host_sockets import CurveSockets
 from pagoda.plugins.router.pools import PoolConfig, router_identity
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
+from pagoda.plugins.router.recording import Recorder
 from pagoda.plugins.router.registry import Registry
 from pagoda.telemetry.tracer import Tracer
 
@@ -33,6 +36,8 @@ class RouterConfig:
     pools: Mapping[str, PoolConfig]
     region: str = ""
     """The router's own."""
+    recorder: Recorder | None = None
+    """Writes down the requests of all pools."""
 
 
 class HostMembers:
@@ -47,21 +52,24 @@ class HostMembers:
         self._context: Context = zmq.Context()
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._hosts = {name: self._opened(pool) for name, pool in config.pools.items()}
+        self._hosts = {name: self._opened(name, pool) for name, pool in config.pools.items()}
         self.pools = {name: hosts.dispatcher for name, hosts in self._hosts.items()}
         self.registry: Registry | None = None
         """None before the start."""
         self._order: StartTrace | None = None
         """The trace under way."""
 
-    def _opened(self, pool: PoolConfig) -> PrefillDecodeRouter:
-        return PrefillDecodeRouter(
+    def _opened(self, name: str, pool: PoolConfig) -> PrefillDecodeRouter:
+        hosts = PrefillDecodeRouter(
             POLICIES[pool.policy],
             pool.remote_prefill_min_tokens,
             self._tracer,
             no_replica_timeout_s=pool.no_replica_timeout_s,
             max_requests=pool.max_requests,
         )
+        if self._config.recorder is not None:
+            hosts.dispatcher.on_end = partial(self._config.recorder.ended, name)
+        return hosts
 
     def identity(self, fleet_id: str) -> Identity:
         """This router as its hosts, and routers above, see it."""
@@ -72,8 +80,11 @@ class HostMembers:
         return 0 if pool is None else pool.distance.tokens(place, round_trip_s, self._config.region)
 
     async def start(self, fleet: Fleet) -> None:
-        """Returns when a host has been found. Raises ConfigError: hosts cannot be looked for."""
+        """Returns when a host has been found. Raises ConfigError: hosts cannot be looked for, or requests not be
+        recorded."""
         config = self._config
+        if config.recorder is not None:
+            config.recorder.start(LoopClock().now())
         start_authenticator(self._context, config.keys)
         self.registry = Registry(
             self._hosts,
@@ -103,4 +114,6 @@ class HostMembers:
         if self.registry is not None:
             await self.registry.close()
         await asyncio.gather(*(hosts.close() for hosts in self._hosts.values()))
+        if self._config.recorder is not None:
+            await asyncio.to_thread(self._config.recorder.close)
         self._context.term()

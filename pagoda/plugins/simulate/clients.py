@@ -106,6 +106,7 @@ class Clients:
             request_id=turn.name,
             prompt_token_ids=tokens,
             work=Work(sampling),
+            priority=turn.priority,
             session=session or None,
             speculates=False,
         )

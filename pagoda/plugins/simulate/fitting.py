@@ -13,9 +13,12 @@ from pagoda.cli import output
 from pagoda.cli.files import read_jsonl, write_json
 from pagoda.errors import ConfigError
 from pagoda.plugins.simulate.step_times import StepSample, fit
+from pagoda.plugins.simulate.traced_steps import traced_samples
 
 MIN_SAMPLES = 8
 """Fewer kinds of steps do not tell five costs apart."""
+_TRACES = (".json", ".gz")
+"""Ends of files of pagoda trace merge."""
 
 
 def fit_steps(
@@ -26,10 +29,11 @@ def fit_steps(
     """Fit the time of a step to measured ones, print how far it is off, and write it for a topology's `steps`.
 
     Args:
-        samples: A file of pagoda bench steps, a line of JSON for each kind of step.
+        samples: A file of pagoda bench steps, or a trace of a server: a directory of fragments, or the file that
+            pagoda trace merge made of them.
         output_file: Write the step times to this file.
     """
-    read = [sample for _, sample in read_jsonl(samples, StepSample, "SAMPLES")]
+    read = _read(samples)
     if len(read) < MIN_SAMPLES:
         raise ConfigError(
             f"SAMPLES: {samples} has {len(read)} steps; a fit takes {MIN_SAMPLES} or more."
@@ -44,3 +48,9 @@ def fit_steps(
     if output_file is not None:
         write_json(output_file, msgspec.structs.asdict(fitted))
     return 0
+
+
+def _read(samples: Path) -> list[StepSample]:
+    if samples.is_dir() or samples.suffix in _TRACES:
+        return traced_samples(samples)
+    return [sample for _, sample in read_jsonl(samples, StepSample, "SAMPLES")]

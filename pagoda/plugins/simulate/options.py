@@ -28,6 +28,8 @@ class WorkloadOptions:
     """Users who come for each of the workload."""
     requests: Count | None = None
     """Take so many lines of a trace; by default all."""
+    model: str = ""
+    """Take only lines of a trace that name this model, as those of a router of several models do."""
     seed: int = 0
     """Seed of all that is drawn; the same seed gives the same bytes."""
     known_lengths: bool = False
@@ -39,7 +41,13 @@ class WorkloadOptions:
 
     def read(self) -> Workload:
         """The workload anew: sessions can be read once. Raises ConfigError."""
-        return read_workload(self.workload, self.seed, scale=self.scale, num_requests=self.requests)
+        return read_workload(
+            self.workload,
+            self.seed,
+            scale=self.scale,
+            num_requests=self.requests,
+            model=self.model,
+        )
 
     def limits(self) -> Slo:
         """Raises ConfigError: --slo is not such a list."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of a simulation: traces, which servers recorded, or drawn sessions. Texts are made up.
 
-A trace has a line of JSON for each request: `timestamp` in milliseconds, `input_length` and `output_length` in
-tokens, and `hash_ids`, one for each 512 tokens of the prompt; equal ids at the beginning are a shared prefix. That
-is the format published with Mooncake (Qin et al., FAST 2025).
+A trace has a line of JSON for each request (`TracedRequest`) in the format published with Mooncake (Qin et al.,
+FAST 2025), as `pagoda route --record` writes it too.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ import msgspec
 from pagoda.cli.yaml_file import YamlFile
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
+from pagoda.plugins.router.recording import TracedRequest
 from pagoda.plugins.simulate.step_times import NotNegative, Positive, Whole
 
 FLAG = "--workload"
 MAX_SESSIONS = 10_000_000
-TRACE_BLOCK = 512
-"""Tokens that an id of a trace stands for."""
 COMMON_SHARE = 0.01
 """A text that this share of a trace's requests has is one that further users have, too, when it is scaled."""
 _DIGITS = 8
@@ -53,6 +51,7 @@ class Turn(NamedTuple):
     """Text behind all turns before, or the whole prompt if the turn is `fresh`."""
     output_tokens: int
     fresh: bool = True
+    priority: int = 0
 
 
 class Session(NamedTuple):
@@ -74,16 +73,6 @@ class Workload:
     """Number of requests, or about so many."""
     duration_s: float
     """Seconds in which sessions begin; turns of users end then."""
-
-
-class TracedRequest(msgspec.Struct, frozen=True):
-    """One line of a trace."""
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    """Milliseconds since its beginning."""
-    input_length: Whole
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
-    hash_ids: list[int]
 
 
 class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,8 +140,11 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return math.prod(during)
 
 
-def read_workload(path: Path, seed: int, *, scale: float, num_requests: int | None) -> Workload:
-    """The workload in a YAML file (`Synthetic`) or a trace; `scale` times as many users come.
+def read_workload(
+    path: Path, seed: int, *, scale: float, num_requests: int | None, model: str = ""
+) -> Workload:
+    """The workload in a YAML file (`Synthetic`) or a trace; `scale` times as many users come. Of a trace only
+    lines that name `model` count, if one is given, and of these the first `num_requests`.
 
     Raises ConfigError, which names the file and the line: there is none.
     """
@@ -160,7 +152,9 @@ def read_workload(path: Path, seed: int, *, scale: float, num_requests: int | No
         if num_requests is not None:
             raise ConfigError(f"--requests is for traces, and {path} has drawn sessions.")
         return _synthetic(path, seed, scale)
-    trace = read_trace(path)[:num_requests]
+    trace = [it for it in read_trace(path) if not model or it.model == model][:num_requests]
+    if not trace:
+        raise ConfigError(f"--model: {path} has no request of {model!r}.")
     if len(trace) * scale > MAX_SESSIONS:
         raise ConfigError(f"--scale: there would be more than {MAX_SESSIONS:,} requests.")
     if max(it.timestamp for it in trace) > 1e14:
@@ -169,7 +163,7 @@ def read_workload(path: Path, seed: int, *, scale: float, num_requests: int | No
         path.stem,
         list(_traced_sessions(trace, random.Random(seed), scale)),
         round(len(trace) * scale),
-        max(it.timestamp for it in trace) / 1000,
+        _span_s(trace),
     )
 
 
@@ -187,9 +181,9 @@ def read_trace(path: Path) -> list[TracedRequest]:
             traced = decode(line)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path} line {number}: {error}.") from None
-        if TRACE_BLOCK * len(traced.hash_ids) < traced.input_length:
+        if traced.block_size * len(traced.hash_ids) < traced.input_length:
             raise ConfigError(
-                f"{path} line {number}: {len(traced.hash_ids)} hash_ids of {TRACE_BLOCK} tokens are too few "
+                f"{path} line {number}: {len(traced.hash_ids)} hash_ids of {traced.block_size} tokens are too few "
                 f"for input_length {traced.input_length}."
             )
         trace.append(traced)
@@ -205,19 +199,21 @@ def _traced_sessions(
     uses = Counter(key for traced in trace for key in traced.hash_ids)
     common = {key for key, count in uses.items() if count >= COMMON_SHARE * len(trace)}
     stride = 1 + max(uses, default=0)
-    duration_s = max(it.timestamp for it in trace) / 1000
+    duration_s = _span_s(trace)
     first = min(it.timestamp for it in trace) / 1000
     sessions = []
     for index, traced in enumerate(trace):
         copies = int(scale) + (rng.random() < scale % 1)
         for copy in range(copies):
             at = traced.timestamp / 1000 - first
-            # Copies of one user stay together: what follows shortly on something still does.
-            shift = 0.0 if copy == 0 else (copy * 0.6180339887498949) % 1 * duration_s
+            if copy and duration_s:
+                # Copies of one user stay together: what follows shortly on something still does.
+                at = (at + copy * 0.6180339887498949 % 1 * duration_s) % duration_s
             pieces = _pieces(traced, copy * stride, common)
             name = f"r{index}" if copy == 0 else f"r{index}.{copy}"
-            turn = Turn(name, 0.0, pieces, max(1, traced.output_length))
-            sessions.append(Session("", (at + shift) % max(duration_s, 1e-9), iter((turn,))))
+            turn = Turn(name, 0.0, pieces, max(1, traced.output_length), priority=traced.priority)
+            session = "" if traced.session is None else f"{traced.session}.{copy}"
+            sessions.append(Session(session, at, iter((turn,))))
     sessions.sort(key=lambda session: session.at)
     return sessions
 
@@ -227,9 +223,15 @@ def _pieces(traced: TracedRequest, offset: int, common: set[int]) -> tuple[Piece
     for key in traced.hash_ids:
         if left <= 0:
             break
-        pieces.append(Piece(key if key in common else key + offset, min(TRACE_BLOCK, left)))
-        left -= TRACE_BLOCK
+        content = key if key in common else key + offset
+        pieces.append(Piece(content, min(traced.block_size, left)))
+        left -= traced.block_size
     return tuple(pieces)
+
+
+def _span_s(trace: Sequence[TracedRequest]) -> float:
+    times = [it.timestamp for it in trace]
+    return (max(times) - min(times)) / 1000
 
 
 # ---- drawn sessions

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,14 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 from pagoda.errors import ConfigError
 from pagoda.fleet.fleet import Fleet
 from pagoda.ipc.tls import TlsFiles
-from pagoda.plugins.epp.messages import DESTINATION, Part, Processing, decode_processing
+from pagoda.messages.worker_config import Role
+from pagoda.plugins.epp.messages import (
+    DESTINATION,
+    PREFILLER,
+    Part,
+    Processing,
+    decode_processing,
+)
 from pagoda.plugins.epp.picker import Picker
 from pagoda.plugins.epp.server import (
     HEALTH,
@@ -36,6 +43,7 @@ from pagoda.plugins.epp.wire import encode
 from pagoda.plugins.router.discovery.joins import JoinDiscovery, Membership
 from pagoda.plugins.router.members import HostMembers, RouterConfig
 from pagoda.plugins.router.pools import PoolConfig
+from pagoda.plugins.router.registry import Registry
 from pagoda.text.text_generator import TextGenerator
 
 grpc = pytest.importorskip("grpc")
@@ -45,7 +53,10 @@ FIELDS = {
     "HeaderValue": {"key": (1, "string"), "raw_value": (3, "bytes")},
     "HeaderMap": {"headers": (1, "HeaderValue*")},
     "HeaderValueOption": {"header": (1, "HeaderValue"), "append_action": (3, "int32")},
-    "HeaderMutation": {"set_headers": (1, "HeaderValueOption*")},
+    "HeaderMutation": {
+        "set_headers": (1, "HeaderValueOption*"),
+        "remove_headers": (2, "string*"),
+    },
     "Metadata": {"filter_metadata": (1, "Entry*")},
     "Entry": {"key": (1, "string"), "value": (2, ".google.protobuf.Struct")},
     "HttpHeaders": {"headers": (1, "HeaderMap"), "end_of_stream": (3, "bool")},
@@ -152,7 +163,10 @@ class Gateway(NamedTuple):
 
 
 @asynccontextmanager
-async def gateway(serve_api: Any, num_hosts: int = 1) -> AsyncIterator[Gateway]:
+async def gateway(
+    serve_api: Any, num_hosts: int = 1, roles: Sequence[Role] = ()
+) -> AsyncIterator[Gateway]:
+    """Hosts with `roles`, or `num_hosts` without any."""
     discoveries: list[JoinDiscovery] = []
 
     def discover(context: object) -> JoinDiscovery:
@@ -167,13 +181,16 @@ async def gateway(serve_api: Any, num_hosts: int = 1) -> AsyncIterator[Gateway]:
     fleet = service.fleet = Fleet(HostMembers(config))
     starting = asyncio.create_task(fleet.start())
     await until(lambda: bool(discoveries))
-    hosts = [Host(ScriptedEndpoint("hello")) for _ in range(num_hosts)]
+    given = roles or [Role.NONE] * num_hosts
+    hosts = [Host(ScriptedEndpoint("hello", role=role)) for role in given]
     members = [
         Membership(host.context, f"127.0.0.1:{discoveries[0].port}", KEYS, host.record)
         for host in hosts
     ]
     await starting
-    await until(lambda: len(fleet.dispatcher.replicas) == num_hosts)
+    registry = cast(Registry, cast(HostMembers, fleet.members).registry)
+    while [host.state for host in await registry.hosts()] != ["ready"] * len(hosts):
+        await asyncio.sleep(0.01)
     service.generator = TextGenerator(fleet.dispatcher, TEXT, service.tracker)
     state = PickerState(service, {})
     state.start()
@@ -214,6 +231,7 @@ def endpoint_of(reply: Any, kind: str) -> str:
     """The endpoint in the header of a reply, which is that of the metadata, too."""
     common = getattr(reply, kind).response
     [option] = common.header_mutation.set_headers
+    assert list(common.header_mutation.remove_headers) == [PREFILLER]
     told = json.loads(_json(reply.dynamic_metadata))
     value: str = told["envoy.lb"][DESTINATION]
     assert (option.header.key, option.header.raw_value.decode()) == (DESTINATION, value)
@@ -258,6 +276,26 @@ async def test_a_gateway_is_told_a_host_which_has_the_work_until_the_answer_ends
         assert asked.pending == [0]
         await call.done_writing()
         assert await call.read() == grpc.aio.EOF
+
+
+async def test_a_long_prompt_has_a_prefill_host_which_has_its_work(serve_api: Any) -> None:
+    """A header that the client sent is overwritten, or removed."""
+    long = json.dumps({"prompt": [1] * 300, "max_tokens": 7}).encode()
+    async with gateway(serve_api, roles=[Role.PREFILL, Role.DECODE]) as asked:
+        call = asked.process()
+        await call.write(headers())
+        await call.write(body(long, is_end=True))
+        told = (await call.read()).request_headers.response.header_mutation
+        headers_told = [
+            (option.header.key, option.header.raw_value.decode()) for option in told.set_headers
+        ]
+        endpoint = "127.0.0.1:8000"
+        assert headers_told == [(DESTINATION, endpoint), (PREFILLER, endpoint)]
+        assert (sum(asked.pending), list(told.remove_headers)) == (7, [])
+        call = asked.process()
+        await call.write(headers())
+        await call.write(body(CHAT, is_end=True))
+        assert endpoint_of(await call.read(), "request_headers") == endpoint
 
 
 async def test_work_is_spread_and_ends_with_the_stream(serve_api: Any) -> None:

@@ -102,10 +102,18 @@ export function startLive() {
 
 function showReplicas(snapshot) {
   const list = $("replicas");
-  while (list.children.length > snapshot.replicas.length) list.lastChild.remove();
-  snapshot.replicas.forEach((replica, index) => {
+  const entries = snapshot.pools.length ? snapshot.pools.flatMap((pool) => ofPool(pool, snapshot)) : snapshot.replicas;
+  while (list.children.length > entries.length) list.lastChild.remove();
+  entries.forEach((replica, index) => {
     const row = list.children[index] ?? list.appendChild(replicaRow());
     const [name, state, text] = row.firstChild.children;
+    row.classList.toggle("pool", "of" in replica);
+    state.hidden = "of" in replica;
+    if ("of" in replica) {
+      setText(name, replica.of);
+      setText(text, replica.text);
+      return;
+    }
     setText(name, replica.name);
     setText(state, replica.state);
     state.dataset.state = replica.state;
@@ -116,6 +124,14 @@ function showReplicas(snapshot) {
   });
   const hidden = snapshot.num_replicas - snapshot.replicas.length;
   setText($("replicas-more"), hidden > 0 ? `and ${count(hidden)} more` : "");
+}
+
+// A pool of a router, and its hosts behind it.
+function ofPool(pool, snapshot) {
+  const hosts = snapshot.replicas.filter((host) => host.model === pool);
+  const sum = (name) => count(hosts.reduce((all, host) => all + (host[name] ?? 0), 0));
+  const some = `${count(hosts.length)} ${hosts.length === 1 ? "host" : "hosts"} · ${sum("num_running")} running, ${sum("num_waiting")} waiting`;
+  return [{ of: pool, text: hosts.length ? some : "no host" }, ...hosts];
 }
 
 const replicaRow = () =>

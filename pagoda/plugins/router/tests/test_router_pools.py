@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from contextlib import AsyncExitStack
@@ -130,5 +131,10 @@ async def test_three_pools_answer_through_two_levels_also_when_a_host_and_a_rout
                 metrics = await response.text()
             async with session.get(f"{lower.base_url}/v1/load") as response:
                 models = {one["model"] for one in (await response.json())["replicas"]}
+            async with session.get(f"{lower.base_url}/v1/live") as response:
+                line = await anext(aiter(response.content))
+                shown = json.loads(line.removeprefix(b"data: "))
         assert answered == {"alpha", "beta"} == models
+        assert shown["pools"] == list(VOCABULARIES)
+        assert {one["model"] for one in shown["replicas"]} == models
         assert 'pagoda_answer_tokens_total{key="",model_name="beta"}' in metrics
