@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from pagoda.errors import OverloadedError, PagodaError
+from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.sim.model import seed_of_length, token_by_seed
@@ -30,9 +31,11 @@ class Clients:
         known_lengths: bool,
         max_model_len: int,
         on_done: Callable[[], None],
+        clock: Clock | None = None,
     ) -> None:
         """Routers are told how long answers will be with `known_lengths`. A request of more than `max_model_len`
-        tokens is turned down before it is sent."""
+        tokens is turned down before it is sent. `clock` tells the time; None takes the event loop's."""
+        self._clock = clock or LoopClock()
         self._workload = workload
         self._generate = generate
         self._records = records
@@ -45,7 +48,7 @@ class Clients:
 
     async def run(self) -> None:
         """Returns when the last answer is complete."""
-        self._began = asyncio.get_running_loop().time()
+        self._began = self._clock.now()
         async with asyncio.TaskGroup() as tasks:
             for session in self._workload.sessions:
                 if session.at > self.now():
@@ -54,7 +57,7 @@ class Clients:
 
     def now(self) -> float:
         """Seconds since the first client could come."""
-        return asyncio.get_running_loop().time() - self._began
+        return self._clock.now() - self._began
 
     async def _live(self, session: Session) -> None:
         tokens: list[int] = []

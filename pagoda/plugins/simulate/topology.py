@@ -67,6 +67,9 @@ class RouterKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy: PolicyName = DEFAULT_POLICY
     round_trip_ms: NotNegative = 1.0
     """Milliseconds to the router above it and back."""
+    cores: Positive | None = None
+    """Cores that the router and the hosts right behind it share: those of a machine with one server of several
+    replicas; None: no process waits for another."""
     min_prefill_tokens: Whole = DEFAULT_MIN_TOKENS
     """Tokens from which on a prompt is computed by another host, where there are such hosts."""
 
