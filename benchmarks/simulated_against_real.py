@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated replicas against real ones on this machine: `python -m benchmarks.simulated_against_real STEPS`.
 
-STEPS is what `pagoda simulate fit` made of `pagoda bench steps --threads N`, with the threads of a replica here. The
-same clients ask the same requests of the dispatcher of real replicas and of simulated ones, at shares of what the
-real ones finish when many come at once. Requests are none of those that steps were measured with. The clients run in
-the process of the dispatcher, as those of `pagoda bench steps` did, so that what they take of the cores is that of
-its frontend.
+STEPS is what `pagoda simulate fit` made of `pagoda bench steps --threads N`, with the threads of a replica here.
+The same clients ask the same requests of the dispatcher of real replicas and of simulated ones, at shares of what
+the real ones finish when many come at once. Requests are none of those that steps were measured with. The clients
+run in the process of the dispatcher, as those of `pagoda bench steps` did, so that what they take of the cores is
+that of its frontend.
 """
 
 from __future__ import annotations

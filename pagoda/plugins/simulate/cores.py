@@ -2,9 +2,9 @@
 """Cores of a machine that the processes of a server share.
 
 A server is a frontend, and an engine and a worker for each replica. Workers compute steps; engines plan them and
-tell of their results; the frontend takes requests and passes tokens on. Each does one thing after the other, and all
-at once share the cores: as on Linux, those that sleep most of the time, engines and the frontend, run when they wake,
-and workers share what these leave (processor sharing, Kleinrock 1967).
+tell of their results; the frontend takes requests and passes tokens on. Each does one thing after the other, and
+all at once share the cores: as on Linux, those that sleep most of the time, engines and the frontend, run when
+they wake, and workers share what these leave (processor sharing, Kleinrock 1967).
 """
 
 from __future__ import annotations

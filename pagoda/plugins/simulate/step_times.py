@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
+from operator import mul
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -226,7 +227,7 @@ def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
     rows = [it.features() for it in samples]
     costs = _without_negative(rows, [it.time_s for it in samples])
     errors = sorted(
-        abs(sum(map(float.__mul__, row, costs)) / it.time_s - 1)
+        abs(sum(map(mul, row, costs)) / it.time_s - 1)
         for row, it in zip(rows, samples, strict=True)
     )
     base_s, per_token_s, per_sequence_s, per_context_token_s, per_pair_s = costs
@@ -291,7 +292,7 @@ def _without_negative(
         for i in range(width):
             if not products[i][i]:
                 continue
-            gradient = sum(map(float.__mul__, products[i], costs)) - sums[i]
+            gradient = sum(map(mul, products[i], costs)) - sums[i]
             value = max(0.0, costs[i] - gradient / products[i][i])
             change = max(change, abs(value - costs[i]) * products[i][i] ** 0.5)
             costs[i] = value
