@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,21 +23,30 @@ import msgspec
 
 from pagoda.cli import output
 from pagoda.concurrency import event_loop
-from pagoda.fleet.fleet import Fleet
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.policies import POLICIES, PolicyName
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.engine_config import EngineConfig
-from pagoda.plugins.simulate.clients import Clients
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.worker_config import Role
+from pagoda.plugins.disaggregation.options import HandoffOptions
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
+from pagoda.plugins.simulate.clients import Clients, Generate
 from pagoda.plugins.simulate.records import Records, percentile
 from pagoda.plugins.simulate.simulation import simulate
 from pagoda.plugins.simulate.topology import Topology, read_topology
 from pagoda.plugins.simulate.workload import Workload, read_workload
 
-_POLICY = "least-pending-tokens"
+ConfigOf = Callable[[Role], EngineConfig]
+_POLICY: PolicyName = "least-pending-tokens"
 _FLEET = """
 root: server
-routers: {{server: {{cores: {cores}, policy: {policy}, children: {{replica: {replicas}}}}}}}
-hosts: {{replica: {{steps: {steps}, block_size: {block_size}, num_blocks: {blocks}, max_num_seqs: {seqs}}}}}
+routers: {{server: {{cores: {cores}, policy: {policy}, children: {children}}}}}
+hosts:
+"""
+_HOST = """
+  {role}: {{role: {role}, steps: {steps}, block_size: {block_size}, num_blocks: {blocks}, max_num_seqs: {seqs}}}
 """
 _REQUESTS = """
 duration_s: {seconds}
@@ -50,7 +62,6 @@ class Cell(msgspec.Struct, frozen=True):
     """Requests that both have answered; times in seconds."""
 
     model: str
-    replicas: int
     load: float
     rate: float
     """Requests a second."""
@@ -91,14 +102,14 @@ def _figures(records: Records) -> dict[str, float]:
     return {name: value or 0.0 for name, value in zip(_LIMITS, values, strict=True)}
 
 
-async def _ask(fleet: Fleet, workload: Workload) -> Records:
+async def _ask(generate: Generate, workload: Workload, max_model_len: int) -> Records:
     records = Records()
     clients = Clients(
         workload,
-        fleet.dispatcher.generate,
+        generate,
         records,
         known_lengths=True,
-        max_model_len=fleet.dispatcher.limits.max_model_len,
+        max_model_len=max_model_len,
         on_done=lambda: None,
         clock=MonotonicClock(),
     )
@@ -107,38 +118,91 @@ async def _ask(fleet: Fleet, workload: Workload) -> Records:
     return records
 
 
+class _Server:
+    """Engines in processes of this machine, behind one router."""
+
+    def __init__(self, config_of: ConfigOf, chosen: argparse.Namespace) -> None:
+        self._chosen = chosen
+        self._engines = [EngineClient(config_of(role)) for role in _roles(chosen)]
+        self._members = PrefillDecodeRouter(POLICIES[_POLICY])
+        self.generate = self._members.dispatcher.generate
+
+    async def start(self) -> None:
+        for engine in self._engines:
+            await engine.start()
+            self._members.add(engine.replica)
+
+    async def close(self) -> None:
+        await self._members.close()
+        for engine in self._engines:
+            await engine.close()
+
+    @property
+    def limits(self) -> EngineReady:
+        return self._engines[0].replica.limits
+
+    def topology(self) -> str:
+        """The same server for the simulator."""
+        chosen, roles = self._chosen, Counter(str(role) for role in _roles(self._chosen))
+        children = ", ".join(f"{role}: {count}" for role, count in roles.items())
+        text = _FLEET.format(cores=chosen.cores, policy=_POLICY, children=f"{{{children}}}")
+        for role in roles:
+            text += _HOST.format(
+                role=role,
+                steps=chosen.steps.resolve(),
+                block_size=self.limits.block_size,
+                blocks=self.limits.num_blocks,
+                seqs=chosen.seqs,
+            )
+        return text
+
+
+def _roles(chosen: argparse.Namespace) -> list[Role]:
+    return [Role.PREFILL, Role.DECODE] if chosen.pair else [Role.NONE] * chosen.replicas
+
+
 async def _measure(
-    config: EngineConfig, chosen: argparse.Namespace, name: str, topology_file: Path
+    config_of: ConfigOf, chosen: argparse.Namespace, name: str, topology_file: Path
 ) -> list[Cell]:
     """Asks real replicas, and writes the topology that stands for them."""
     load, cells = _Load(chosen.prompt, chosen.answer), []
-    fleet = Fleet.of_engines(config, _POLICY)
+    server = _Server(config_of, chosen)
     try:
-        await fleet.start()
-        limits = fleet.dispatcher.limits
-        topology_file.write_text(
-            _FLEET.format(
-                cores=chosen.cores,
-                policy=_POLICY,
-                replicas=chosen.replicas,
-                steps=chosen.steps.resolve(),
-                block_size=limits.block_size,
-                blocks=limits.num_blocks // chosen.replicas,
-                seqs=chosen.seqs,
-            )
-        )
-        many = 3 * chosen.seqs * chosen.replicas
-        await _ask(fleet, load.drawn(chosen.seqs, 1.0, 7))  # warm
-        full = await _ask(fleet, load.drawn(many, 1.0, 8))
+        await server.start()
+        topology_file.write_text(server.topology())
+
+        async def ask(rate: float, seconds: float, seed: int) -> Records:
+            workload = load.drawn(rate, seconds, seed)
+            return await _ask(server.generate, workload, server.limits.max_model_len)
+
+        await ask(chosen.seqs, 1.0, 7)  # warm
+        full = await ask(3 * chosen.seqs * len(_roles(chosen)), 1.0, 8)
         capacity = len(full.requests) / full.ended_at
         for share in chosen.loads:
             rate = share * capacity
-            seconds = max(chosen.seconds, chosen.requests / rate)
-            records = await _ask(fleet, load.drawn(rate, seconds, chosen.seed))
-            cells.append(Cell(name, chosen.replicas, share, rate, chosen.seed, _figures(records)))
+            records = await ask(rate, max(chosen.seconds, chosen.requests / rate), chosen.seed)
+            cells.append(Cell(name, share, rate, chosen.seed, _figures(records)))
     finally:
-        await fleet.close()
+        await server.close()
     return cells
+
+
+def _configs(chosen: argparse.Namespace, folder: Path) -> tuple[ConfigOf, str]:
+    """Configurations of engines by their roles, and the name of the model."""
+    executor = ExecutorOptions()
+    engine = EngineOptions(
+        threads=chosen.threads, max_num_seqs=chosen.seqs, num_kv_blocks=chosen.blocks
+    )
+    files = executor.resolve(engine, chosen.model, ParallelOptions())
+    key = folder / "key"
+    key.write_text(secrets.token_hex())
+
+    def config_of(role: Role) -> EngineConfig:
+        options = HandoffOptions(role=role.value)
+        handoff = options.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
+        return executor.engine_config(engine, files.model, ParallelOptions(), handoff)
+
+    return config_of, files.served_name
 
 
 def _compare(
@@ -169,12 +233,14 @@ def main() -> None:
     parser.add_argument("steps", type=Path)
     parser.add_argument("--model", help="by default the embedded one")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--pair", action="store_true", help="a prefill and a decode host instead")
     parser.add_argument("--threads", type=int, default=1, help="of each replica")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="of this machine")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load, at least")
     parser.add_argument("--requests", type=int, default=200, help="of each load, at least")
     parser.add_argument("--loads", nargs="+", type=float, default=(0.3, 0.7, 0.95, 1.2))
     parser.add_argument("--seqs", type=int, default=32, help="the most sequences of a replica")
+    parser.add_argument("--blocks", type=int, default=2048, help="KV blocks of a replica")
     parser.add_argument("--prompt", type=int, default=120, help="tokens, on average")
     parser.add_argument("--answer", type=int, default=60, help="tokens, on average")
     parser.add_argument("--seed", type=int, default=1)
@@ -183,18 +249,15 @@ def main() -> None:
     folder = chosen.real or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cells_file, topology_file = folder / "cells.json", folder / "server.yaml"
-    executor = ExecutorOptions()
-    engine = EngineOptions(threads=chosen.threads, max_num_seqs=chosen.seqs)
-    files = executor.resolve(engine, chosen.model, ParallelOptions())
+    config_of, name = _configs(chosen, folder)
     if cells_file.exists():
         cells = msgspec.json.decode(cells_file.read_bytes(), type=list[Cell])
     else:
-        parallel = ParallelOptions(data_parallel_size=chosen.replicas)
-        config = executor.engine_config(engine, files.model, parallel)
-        cells = event_loop.run(_measure(config, chosen, files.served_name, topology_file))
+        cells = event_loop.run(_measure(config_of, chosen, name, topology_file))
         cells_file.write_bytes(msgspec.json.encode(cells))
     rows = _compare(cells, read_topology(topology_file), chosen)
-    title = f"{files.served_name}, {chosen.replicas} replicas of {chosen.threads} threads"
+    what = "a prefill and a decode host" if chosen.pair else f"{chosen.replicas} replicas"
+    title = f"{name}, {what} of {chosen.threads} threads"
     output.stdout().print(output.table(title, ("load", "", *_LIMITS), rows))
 
 
