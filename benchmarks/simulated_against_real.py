@@ -55,7 +55,7 @@ prompt_tokens: {{mean: {prompt}, sigma: 0.7, most: {most_prompt}}}
 output_tokens: {{mean: {answer}, sigma: 0.6, most: {most_answer}}}
 """
 _LIMITS = {"tokens/s": 0.05, "TTFT p50": 0.1, "TTFT p99": 0.2, "ITL p50": 0.1, "ITL p99": 0.2}
-"""How far a simulated figure may be off."""
+"""Relative error that a simulated figure may have."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -100,6 +100,13 @@ def _figures(records: Records) -> dict[str, float]:
         *(records.itl.percentile(share) for share in (0.5, 0.99)),
     )
     return {name: value or 0.0 for name, value in zip(_LIMITS, values, strict=True)}
+
+
+def _rate(records: Records) -> float:
+    """Requests a second that end while there are enough of them."""
+    ends = sorted(it.ended or 0.0 for it in records.requests)
+    first, last = len(ends) // 5, len(ends) * 4 // 5
+    return (last - first) / (ends[last] - ends[first])
 
 
 async def _ask(generate: Generate, workload: Workload, max_model_len: int) -> Records:
@@ -176,8 +183,7 @@ async def _measure(
             return await _ask(server.generate, workload, server.limits.max_model_len)
 
         await ask(chosen.seqs, 1.0, 7)  # warm
-        full = await ask(3 * chosen.seqs * len(_roles(chosen)), 1.0, 8)
-        capacity = len(full.requests) / full.ended_at
+        capacity = _rate(await ask(4 * chosen.seqs * len(_roles(chosen)), 1.0, 8))
         for share in chosen.loads:
             rate = share * capacity
             records = await ask(rate, max(chosen.seconds, chosen.requests / rate), chosen.seed)

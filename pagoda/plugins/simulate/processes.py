@@ -29,7 +29,7 @@ class Machine:
 
 
 class ReplicaProcesses:
-    """What the processes of one replica take of a machine."""
+    """Time that the processes of one replica take of a machine."""
 
     def __init__(self, machine: Machine, times: StepTimes, seed: str) -> None:
         """`seed` is that of the variation of steps."""

@@ -28,6 +28,8 @@ Whole = Annotated[int, msgspec.Meta(ge=1)]
 _MEMORY_SHARE = 0.9
 """Share of a device's memory that weights and KV may take."""
 _NUM_QUANTILES = 257
+_LEAST_TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens that a step may compute in the time in which it reads the weights, among which a fit chooses."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,9 +153,18 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
     gaps_s: tuple[Positive, ...] = ()
     """Seconds between single steps that are of one kind."""
 
-    def features(self) -> tuple[float, ...]:
-        """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`."""
-        return (1.0, self.num_tokens, self.num_seqs, self.context_tokens, self.pairs)
+    def features(self, least: float = 0.0) -> tuple[float, ...]:
+        """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`.
+
+        No step takes less than `least` tokens do. Of several steps, those with a prompt have one each.
+        """
+        share = min(1.0, self.num_requests)
+        num_decodes = self.num_seqs - self.num_requests
+        tokens = max(least, self.num_tokens)
+        if share:
+            with_prompt = num_decodes + (self.num_tokens - num_decodes) / share
+            tokens = share * max(least, with_prompt) + (1 - share) * max(least, num_decodes)
+        return (1.0, tokens, self.num_seqs, self.context_tokens, self.pairs)
 
     def process_features(self) -> tuple[float, ...]:
         """Multipliers of the fields of `ProcessCosts`."""
@@ -224,17 +235,21 @@ def read_step_times(path: Path, flag: str) -> StepTimes:
 
 def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
     """The cost model that is closest to `samples` in relative terms, without negative costs."""
-    rows = [it.features() for it in samples]
-    costs = _without_negative(rows, [it.time_s for it in samples])
-    errors = sorted(
-        abs(sum(map(mul, row, costs)) / it.time_s - 1)
-        for row, it in zip(rows, samples, strict=True)
-    )
+    times = [it.time_s for it in samples]
+    found = []
+    for least in _LEAST_TOKENS:
+        rows = [it.features(least) for it in samples]
+        costs = _without_negative(rows, times)
+        pairs = zip(rows, times, strict=True)
+        errors = sorted(abs(sum(map(mul, row, costs)) / time_s - 1) for row, time_s in pairs)
+        found.append((sum(error**2 for error in errors), least, costs, errors))
+    _, least, costs, errors = min(found)
     base_s, per_token_s, per_sequence_s, per_context_token_s, per_pair_s = costs
     return StepTimes(
         source=source,
         base_s=base_s,
         per_token_s=per_token_s,
+        floor_s=least * per_token_s,
         per_sequence_s=per_sequence_s,
         per_context_token_s=per_context_token_s,
         per_pair_s=per_pair_s,
