@@ -28,6 +28,7 @@ Whole = Annotated[int, msgspec.Meta(ge=1)]
 _MEMORY_SHARE = 0.9
 """Share of a device's memory that weights and KV may take."""
 _NUM_QUANTILES = 257
+_LEAST_SHARE = 0.01
 _LEAST_TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens that a step may compute in the time in which it reads the weights, among which a fit chooses."""
 
@@ -280,14 +281,22 @@ def _process_costs(samples: Sequence[StepSample], seconds: Sequence[float]) -> P
 
 
 def _spread(samples: Sequence[StepSample]) -> tuple[float, ...]:
-    """Quantiles of single steps, whose mean is 1."""
-    shares = sorted(gap / mean(it.gaps_s) for it in samples for gap in it.gaps_s)
-    if not shares:
+    """Quantiles of single steps, whose mean is 1.
+
+    Gaps tell of steps and of messages: one that is late makes a gap longer and the next one shorter by as much.
+    So the variance of steps is that of gaps with twice the covariance of neighbours, and gaps are drawn together.
+    """
+    runs = [[gap / mean(it.gaps_s) - 1 for gap in it.gaps_s] for it in samples if it.gaps_s]
+    offs = sorted(off for run in runs for off in run)
+    if not offs:
         return ()
+    together = sum(map(mul, offs, offs))
+    neighbours = sum(one * other for run in runs for one, other in pairwise(run))
+    share = max(0.0, 1 + 2 * neighbours / together) ** 0.5 if together else 0.0
     last = _NUM_QUANTILES - 1
-    chosen = [shares[index * (len(shares) - 1) // last] for index in range(_NUM_QUANTILES)]
+    chosen = [1 + share * offs[index * (len(offs) - 1) // last] for index in range(_NUM_QUANTILES)]
     center = mean(map(mean, pairwise(chosen)))
-    return tuple(share / center for share in chosen)
+    return tuple(max(_LEAST_SHARE, it / center) for it in chosen)
 
 
 def _without_negative(
