@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -39,6 +40,8 @@ from pagoda.plugins.simulate.network import SimNetwork
 from pagoda.plugins.simulate.processes import ReplicaProcesses, WorkerExecutor
 from pagoda.plugins.simulate.sockets import Channel, Process
 from pagoda.telemetry.tracer import Tracer
+
+T = TypeVar("T")
 
 
 class SimEngine:
@@ -113,8 +116,7 @@ class SimEngine:
         if self._processes is None:
             self._put(message)
         else:
-            core = self._core
-            self._processes.send(message, lambda: self._core is core and self._put(message))
+            self._processes.send(message, self._unless_gone(self._put, message))
 
     def _put(self, message: FrontendMessage) -> None:
         if self._ways is None:
@@ -185,8 +187,18 @@ class SimEngine:
         if self._processes is None:
             self.replica.receive(message)
         else:
-            core, receive = self._core, self.replica.receive
-            self._processes.receive(message, lambda: self._core is core and receive(message))
+            on_read = self._unless_gone(self.replica.receive, message)
+            self._processes.receive(message, on_read)
+
+    def _unless_gone(self, handle: Callable[[T], None], message: T) -> Callable[[], None]:
+        """Handles a message later, unless the engine that runs now is gone by then."""
+        core = self._core
+
+        def handle_it() -> None:
+            if self._core is core:
+                handle(message)
+
+        return handle_it
 
     # ---- faults
 
