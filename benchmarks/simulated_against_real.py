@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=60, help="tokens, on average")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", type=Path, help="keep real figures here, or take those here")
+    parser.add_argument("--only-real", action="store_true", help="compare in a later run")
     chosen = parser.parse_args()
     folder = chosen.real or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,6 +262,8 @@ def main() -> None:
     else:
         cells = event_loop.run(_measure(config_of, chosen, name, topology_file))
         cells_file.write_bytes(msgspec.json.encode(cells))
+    if chosen.only_real:
+        return
     rows = _compare(cells, read_topology(topology_file), chosen)
     what = "a prefill and a decode host" if chosen.pair else f"{chosen.replicas} replicas"
     title = f"{name}, {what} of {chosen.threads} threads"
