@@ -46,7 +46,9 @@ routers: {{server: {{cores: {cores}, policy: {policy}, children: {children}}}}}
 hosts:
 """
 _HOST = """
-  {role}: {{role: {role}, steps: {steps}, block_size: {block_size}, num_blocks: {blocks}, max_num_seqs: {seqs}}}
+  {role}:
+    {{role: {role}, steps: {steps}, block_size: {block_size}, num_blocks: {blocks}, max_num_seqs: {seqs},
+      block_ms: {block_ms}}}
 """
 _REQUESTS = """
 duration_s: {seconds}
@@ -160,6 +162,7 @@ class _Server:
                 block_size=self.limits.block_size,
                 blocks=self.limits.num_blocks,
                 seqs=chosen.seqs,
+                block_ms=chosen.block_ms,
             )
         return text
 
@@ -247,6 +250,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", type=float, default=(0.3, 0.7, 0.95, 1.2))
     parser.add_argument("--seqs", type=int, default=32, help="the most sequences of a replica")
     parser.add_argument("--blocks", type=int, default=2048, help="KV blocks of a replica")
+    parser.add_argument("--block-ms", type=float, default=0.1, help="to receive a block of KV")
     parser.add_argument("--prompt", type=int, default=120, help="tokens, on average")
     parser.add_argument("--answer", type=int, default=60, help="tokens, on average")
     parser.add_argument("--seed", type=int, default=1)
