@@ -8,6 +8,7 @@ processor is measured besides, so that a simulation can let all of them share a 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import sys
@@ -37,6 +38,9 @@ _WARM_STEPS = 4
 """Steps behind the last first token that are not counted."""
 _LONG = 4096
 """Tokens of an answer that is ended before."""
+_LEFT = 64
+"""Tokens of an answer for which there is room besides."""
+_BLOCK_SIZE = 16
 _NUM_PROMPTS = 8
 """Prompts of one measurement."""
 
@@ -100,6 +104,7 @@ def steps(
         rounds: Measure all kinds so many times, and take the median of each.
     """
     general.apply()
+    engine = _with_few_blocks(engine, max(batches), max(*contexts, *prompts) + 2 * num_steps)
     files = executor.resolve(engine, model, ParallelOptions())
     config = executor.engine_config(engine, files.model)
     kinds = [_Kind(batch, context) for batch in batches for context in contexts]
@@ -114,6 +119,7 @@ def steps(
             limits = fleet.dispatcher.limits
             fitting = [it for it in kinds if it.has_room(limits, num_steps)]
             bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps, threads)
+            await bench.measure(max(fitting, key=lambda it: it.batch * it.context))  # touches all
             found: dict[_Kind, list[StepSample]] = {kind: [] for kind in fitting}
             with progress("kinds of steps", rounds * len(fitting)) as advance:
                 for kind in fitting * rounds:
@@ -138,6 +144,18 @@ def steps(
     return 0
 
 
+def _with_few_blocks(engine: EngineOptions, batch: int, length: int) -> EngineOptions:
+    """A KV cache just large enough, unless its size is given.
+
+    Blocks are used in turn, and memory that nobody has touched before is slow: not that of a replica that has run
+    for a while.
+    """
+    if engine.num_kv_blocks is not None:
+        return engine
+    num_blocks = (batch + 1) * -(-(length + _LEFT) // (engine.block_size or _BLOCK_SIZE))
+    return dataclasses.replace(engine, num_kv_blocks=num_blocks)
+
+
 class _Kind(NamedTuple):
     """A kind of steps."""
 
@@ -150,7 +168,7 @@ class _Kind(NamedTuple):
 
     def has_room(self, limits: EngineReady, num_steps: int) -> bool:
         """True if the replica's KV cache has room for such steps."""
-        longest = max(self.context, self.prompt) + 2 * num_steps + 64
+        longest = max(self.context, self.prompt) + 2 * num_steps + _LEFT
         blocks = (self.batch + 1) * -(-longest // limits.block_size)
         return longest <= limits.max_model_len and blocks <= limits.num_blocks
 
