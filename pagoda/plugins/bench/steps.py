@@ -104,12 +104,12 @@ def steps(
         rounds: Measure all kinds so many times, and take the median of each.
     """
     general.apply()
-    engine = _with_few_blocks(engine, max(batches), max(*contexts, *prompts) + 2 * num_steps)
-    files = executor.resolve(engine, model, ParallelOptions())
-    config = executor.engine_config(engine, files.model)
     kinds = [_Kind(batch, context) for batch in batches for context in contexts]
     beside = (0, 1, max(batches) // 2)
     kinds += [_Kind(batch, 16, length) for batch in beside for length in prompts]
+    engine = _with_few_blocks(engine, kinds, num_steps)
+    files = executor.resolve(engine, model, ParallelOptions())
+    config = executor.engine_config(engine, files.model)
     threads = engine.threads or available_cores()
 
     async def measure() -> list[StepSample]:
@@ -119,7 +119,8 @@ def steps(
             limits = fleet.dispatcher.limits
             fitting = [it for it in kinds if it.has_room(limits, num_steps)]
             bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps, threads)
-            await bench.measure(max(fitting, key=lambda it: it.batch * it.context))  # touches all
+            # The one that touches most of it.
+            await bench.measure(max(fitting, key=lambda it: it.batch * it.context))
             found: dict[_Kind, list[StepSample]] = {kind: [] for kind in fitting}
             with progress("kinds of steps", rounds * len(fitting)) as advance:
                 for kind in fitting * rounds:
@@ -144,7 +145,9 @@ def steps(
     return 0
 
 
-def _with_few_blocks(engine: EngineOptions, batch: int, length: int) -> EngineOptions:
+def _with_few_blocks(
+    engine: EngineOptions, kinds: Sequence[_Kind], num_steps: int
+) -> EngineOptions:
     """A KV cache just large enough, unless its size is given.
 
     Blocks are used in turn, and memory that nobody has touched before is slow: not that of a replica that has run
@@ -152,7 +155,8 @@ def _with_few_blocks(engine: EngineOptions, batch: int, length: int) -> EngineOp
     """
     if engine.num_kv_blocks is not None:
         return engine
-    num_blocks = (batch + 1) * -(-(length + _LEFT) // (engine.block_size or _BLOCK_SIZE))
+    block_size = engine.block_size or _BLOCK_SIZE
+    num_blocks = max(it.num_blocks(num_steps, block_size) for it in kinds)
     return dataclasses.replace(engine, num_kv_blocks=num_blocks)
 
 
@@ -166,11 +170,16 @@ class _Kind(NamedTuple):
     prompt: int = 0
     """Tokens of a prompt in the same step."""
 
+    def num_blocks(self, num_steps: int, block_size: int) -> int:
+        """Blocks of KV that such steps take at most."""
+        decoded = self.context + 2 * num_steps + _LEFT
+        return self.batch * -(-decoded // block_size) + -(-(self.prompt + _LEFT) // block_size)
+
     def has_room(self, limits: EngineReady, num_steps: int) -> bool:
         """True if the replica's KV cache has room for such steps."""
-        longest = max(self.context, self.prompt) + 2 * num_steps + _LEFT
-        blocks = (self.batch + 1) * -(-longest // limits.block_size)
-        return longest <= limits.max_model_len and blocks <= limits.num_blocks
+        longest = max(self.context + 2 * num_steps, self.prompt) + _LEFT
+        num_blocks = self.num_blocks(num_steps, limits.block_size)
+        return longest <= limits.max_model_len and num_blocks <= limits.num_blocks
 
 
 def _gaps(times: Sequence[float]) -> list[float]:
