@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from pagoda.cli import output
 from pagoda.cli.progress import progress
+from pagoda.cli.yaml_file import YamlFile
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.plan.capacity import hosts_needed
 from pagoda.plugins.plan.figures import PlanConfig
@@ -33,7 +34,6 @@ from pagoda.plugins.simulate.scaling import plan_config
 from pagoda.plugins.simulate.simulation import simulate
 from pagoda.plugins.simulate.topology import Timed, Topology, read_topology
 from pagoda.plugins.simulate.workload import Synthetic, read_workload
-from pagoda.plugins.simulate.yaml_lines import YamlFile
 
 _FLEET = """
 model: llama-3.1-8b

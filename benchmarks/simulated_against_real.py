@@ -2,164 +2,276 @@
 """Simulated replicas against real ones on this machine: `python -m benchmarks.simulated_against_real STEPS`.
 
 STEPS is what `pagoda simulate fit` made of `pagoda bench steps --threads N`, with the threads of a replica here.
-The same clients ask the same requests, at shares of what the replicas finish when all come at once, of the real
-engine's dispatcher and of a simulated one.
+The same clients ask the same requests of the dispatcher of real replicas and of simulated ones, at shares of what
+the real ones finish when many come at once. Requests are none of those that steps were measured with. The clients
+run in the process of the dispatcher, as those of `pagoda bench steps` did, so that what they take of the cores is
+that of its frontend.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import os
+import secrets
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from pagoda.cli import output
-from pagoda.fleet.fleet import Fleet
+from pagoda.concurrency import event_loop
+from pagoda.fleet.engine_client import EngineClient
+from pagoda.fleet.policies import POLICIES, PolicyName
+from pagoda.ipc.clock import MonotonicClock
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.plugins.simulate.clients import Clients
-from pagoda.plugins.simulate.records import Histogram, Records, Slo, figures
+from pagoda.messages.engine_config import EngineConfig
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.worker_config import Role
+from pagoda.plugins.disaggregation.options import HandoffOptions
+from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
+from pagoda.plugins.simulate.clients import Clients, Generate
+from pagoda.plugins.simulate.records import Records, percentile
 from pagoda.plugins.simulate.simulation import simulate
-from pagoda.plugins.simulate.topology import read_topology
+from pagoda.plugins.simulate.topology import Topology, read_topology
 from pagoda.plugins.simulate.workload import Workload, read_workload
 
+ConfigOf = Callable[[Role], EngineConfig]
+_POLICY: PolicyName = "least-pending-tokens"
 _FLEET = """
-root: pool
-routers: {{pool: {{children: {{host: {replicas}}}}}}}
-hosts: {{host: {{steps: {steps}, block_size: 16, num_blocks: {blocks}, max_num_seqs: {seqs}}}}}
+root: server
+routers: {{server: {{cores: {cores}, policy: {policy}, children: {children}}}}}
+hosts:
+"""
+_HOST = """
+  {role}:
+    {{role: {role}, steps: {steps}, block_size: {block_size}, num_blocks: {blocks}, max_num_seqs: {seqs},
+      block_ms: {block_ms}}}
 """
 _REQUESTS = """
 duration_s: {seconds}
 rate: {rate}
-prompt_tokens: {{mean: 120, sigma: 0.7, most: 900}}
-output_tokens: {{mean: 60, sigma: 0.6, most: 400}}
+prompt_tokens: {{mean: {prompt}, sigma: 0.7, most: {most_prompt}}}
+output_tokens: {{mean: {answer}, sigma: 0.6, most: {most_answer}}}
 """
+_LIMITS = {"tokens/s": 0.05, "TTFT p50": 0.1, "TTFT p99": 0.2, "ITL p50": 0.1, "ITL p99": 0.2}
+"""Relative error that a simulated figure may have."""
 
 
-@dataclass
-class Seen:
-    """Figures of one run: tokens a second, the others in seconds."""
+class Cell(msgspec.Struct, frozen=True):
+    """Requests that both have answered; times in seconds."""
 
-    throughput: float
-    ttft_p50: float
-    ttft_p99: float
-    itl_p50: float
-    itl_p99: float
+    model: str
+    load: float
+    rate: float
+    """Requests a second."""
+    seed: int
+    real: dict[str, float]
 
 
-def _seen(records: Records) -> Seen:
-    whole = figures(records.requests, records.ended_at, Slo()).as_json()
-    ttft = whole["ttft_ms"]
-    itl: Histogram = records.itl
-    return Seen(
-        float(str(whole["output_tokens_per_s"])),
-        ttft["p50"] / 1000,  # type: ignore[index]
-        ttft["p99"] / 1000,  # type: ignore[index]
-        itl.percentile(0.5) or 0.0,
-        itl.percentile(0.99) or 0.0,
+@dataclass(frozen=True)
+class _Load:
+    """Lengths of requests, in tokens."""
+
+    prompt: int
+    answer: int
+
+    def drawn(self, rate: float, seconds: float, seed: int) -> Workload:
+        text = _REQUESTS.format(
+            seconds=seconds,
+            rate=rate,
+            prompt=self.prompt,
+            most_prompt=8 * self.prompt,
+            answer=self.answer,
+            most_answer=6 * self.answer,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "requests.yaml"
+            path.write_text(text)
+            return read_workload(path, seed, scale=1, num_requests=None)
+
+
+def _figures(records: Records) -> dict[str, float]:
+    ttfts = sorted(it.ttft for it in records.requests if it.ttft is not None)
+    tokens = sum(it.num_output_tokens for it in records.requests)
+    values = (
+        tokens / records.ended_at,
+        *(percentile(ttfts, share) for share in (0.5, 0.99)),
+        *(records.itl.percentile(share) for share in (0.5, 0.99)),
     )
+    return {name: value or 0.0 for name, value in zip(_LIMITS, values, strict=True)}
 
 
-async def _real(fleet: Fleet, workload: Workload) -> Records:
+def _rate(records: Records) -> float:
+    """Requests a second that end while there are enough of them."""
+    ends = sorted(it.ended or 0.0 for it in records.requests)
+    first, last = len(ends) // 5, len(ends) * 4 // 5
+    return (last - first) / (ends[last] - ends[first])
+
+
+async def _ask(generate: Generate, workload: Workload, max_model_len: int) -> Records:
     records = Records()
     clients = Clients(
         workload,
-        fleet.dispatcher.generate,
+        generate,
         records,
         known_lengths=True,
-        max_model_len=fleet.dispatcher.limits.max_model_len,
+        max_model_len=max_model_len,
         on_done=lambda: None,
+        clock=MonotonicClock(),
     )
     await clients.run()
     records.ended_at = clients.now()
     return records
 
 
+class _Server:
+    """Engines in processes of this machine, behind one router."""
+
+    def __init__(self, config_of: ConfigOf, chosen: argparse.Namespace) -> None:
+        self._chosen = chosen
+        self._engines = [EngineClient(config_of(role)) for role in _roles(chosen)]
+        self._members = PrefillDecodeRouter(POLICIES[_POLICY])
+        self.generate = self._members.dispatcher.generate
+
+    async def start(self) -> None:
+        for engine in self._engines:
+            await engine.start()
+            self._members.add(engine.replica)
+
+    async def close(self) -> None:
+        await self._members.close()
+        for engine in self._engines:
+            await engine.close()
+
+    @property
+    def limits(self) -> EngineReady:
+        return self._engines[0].replica.limits
+
+    def topology(self) -> str:
+        """The same server for the simulator."""
+        chosen, roles = self._chosen, Counter(str(role) for role in _roles(self._chosen))
+        children = ", ".join(f"{role}: {count}" for role, count in roles.items())
+        text = _FLEET.format(cores=chosen.cores, policy=_POLICY, children=f"{{{children}}}")
+        for role in roles:
+            text += _HOST.format(
+                role=role,
+                steps=chosen.steps.resolve(),
+                block_size=self.limits.block_size,
+                blocks=self.limits.num_blocks,
+                seqs=chosen.seqs,
+                block_ms=chosen.block_ms,
+            )
+        return text
+
+
+def _roles(chosen: argparse.Namespace) -> list[Role]:
+    return [Role.PREFILL, Role.DECODE] if chosen.pair else [Role.NONE] * chosen.replicas
+
+
+async def _measure(
+    config_of: ConfigOf, chosen: argparse.Namespace, name: str, topology_file: Path
+) -> list[Cell]:
+    """Asks real replicas, and writes the topology that stands for them."""
+    load, cells = _Load(chosen.prompt, chosen.answer), []
+    server = _Server(config_of, chosen)
+    try:
+        await server.start()
+        topology_file.write_text(server.topology())
+
+        async def ask(rate: float, seconds: float, seed: int) -> Records:
+            workload = load.drawn(rate, seconds, seed)
+            return await _ask(server.generate, workload, server.limits.max_model_len)
+
+        await ask(chosen.seqs, 1.0, 7)  # warm
+        capacity = _rate(await ask(4 * chosen.seqs * len(_roles(chosen)), 1.0, 8))
+        for share in chosen.loads:
+            rate = share * capacity
+            records = await ask(rate, max(chosen.seconds, chosen.requests / rate), chosen.seed)
+            cells.append(Cell(name, share, rate, chosen.seed, _figures(records)))
+    finally:
+        await server.close()
+    return cells
+
+
+def _configs(chosen: argparse.Namespace, folder: Path) -> tuple[ConfigOf, str]:
+    """Configurations of engines by their roles, and the name of the model."""
+    executor = ExecutorOptions()
+    engine = EngineOptions(
+        threads=chosen.threads, max_num_seqs=chosen.seqs, num_kv_blocks=chosen.blocks
+    )
+    files = executor.resolve(engine, chosen.model, ParallelOptions())
+    key = folder / "key"
+    key.write_text(secrets.token_hex())
+
+    def config_of(role: Role) -> EngineConfig:
+        options = HandoffOptions(role=role.value)
+        handoff = options.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
+        return executor.engine_config(engine, files.model, ParallelOptions(), handoff)
+
+    return config_of, files.served_name
+
+
+def _compare(
+    cells: list[Cell], topology: Topology, chosen: argparse.Namespace
+) -> list[tuple[str, ...]]:
+    load, rows = _Load(chosen.prompt, chosen.answer), []
+    for cell in cells:
+        seconds = max(chosen.seconds, chosen.requests / cell.rate)
+        workload = load.drawn(cell.rate, seconds, cell.seed)
+        outcome = simulate(topology, workload, cell.seed, known_lengths=True)
+        simulated = _figures(outcome.records)
+        rows.append((f"{cell.load:.0%}", "real", *_shown(cell.real)))
+        rows.append(("", "simulated", *_shown(simulated)))
+        offs = {name: simulated[name] / cell.real[name] - 1 for name in _LIMITS}
+        marked = (f"{off:+.1%}{' !' * (abs(off) > _LIMITS[name])}" for name, off in offs.items())
+        rows.append(("", "off by", *marked))
+    return rows
+
+
+def _shown(figures: dict[str, float]) -> list[str]:
+    tokens_per_s, *times = figures.values()
+    return [f"{tokens_per_s:,.0f}", *(f"{1000 * it:,.2f} ms" for it in times)]
+
+
 def main() -> None:
-    """Prints a table of figures and how far the simulated ones are off."""
+    """Prints a table of figures and how far the simulated ones are off; `!` marks those outside the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("steps", type=Path)
     parser.add_argument("--model", help="by default the embedded one")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--pair", action="store_true", help="a prefill and a decode host instead")
     parser.add_argument("--threads", type=int, default=1, help="of each replica")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="of this machine")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load, at least")
+    parser.add_argument("--requests", type=int, default=200, help="of each load, at least")
     parser.add_argument("--loads", nargs="+", type=float, default=(0.3, 0.7, 0.95, 1.2))
     parser.add_argument("--seqs", type=int, default=32, help="the most sequences of a replica")
+    parser.add_argument("--blocks", type=int, default=2048, help="KV blocks of a replica")
+    parser.add_argument("--block-ms", type=float, default=0.1, help="to receive a block of KV")
+    parser.add_argument("--prompt", type=int, default=120, help="tokens, on average")
+    parser.add_argument("--answer", type=int, default=60, help="tokens, on average")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--real", type=Path, help="keep real figures here, or take those here")
+    parser.add_argument("--only-real", action="store_true", help="compare in a later run")
     chosen = parser.parse_args()
-    executor, engine = (
-        ExecutorOptions(),
-        EngineOptions(threads=chosen.threads, max_num_seqs=chosen.seqs),
-    )
-    files = executor.resolve(engine, chosen.model, ParallelOptions())
-    parallel = ParallelOptions(data_parallel_size=chosen.replicas)
-    config = executor.engine_config(engine, files.model, parallel)
-    with tempfile.TemporaryDirectory() as folder:
-
-        def drawn(rate: float, seconds: float, seed: int) -> Workload:
-            path = Path(folder) / "requests.yaml"
-            path.write_text(_REQUESTS.format(rate=rate, seconds=seconds))
-            return read_workload(path, seed, scale=1, num_requests=None)
-
-        # The clock of other event loops is coarse.
-        rows = asyncio.run(_measure(config, chosen, drawn, Path(folder)))
-    columns = ("load", "", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
-    title = f"{files.served_name}, {chosen.replicas} replicas of {chosen.threads} threads"
-    output.stdout().print(output.table(title, columns, rows))
-
-
-async def _measure(
-    config: object,
-    chosen: argparse.Namespace,
-    drawn: Callable[[float, float, int], Workload],
-    folder: Path,
-) -> list[tuple[str, ...]]:
-    fleet = Fleet.of_engines(config, "least-pending-tokens")  # type: ignore[arg-type]
-    rows: list[tuple[str, ...]] = []
-    try:
-        await fleet.start()
-        limits = fleet.dispatcher.limits
-        text = _FLEET.format(
-            replicas=chosen.replicas,
-            steps=chosen.steps.resolve(),
-            blocks=limits.num_blocks // chosen.replicas,
-            seqs=chosen.seqs,
-        )
-        path = folder / "fleet.yaml"
-        path.write_text(
-            text.replace("children: {host", "policy: least-pending-tokens, children: {host")
-        )
-        topology = read_topology(path)
-        await _real(fleet, drawn(50.0, 1.0, 7))  # warm
-        full = await _real(fleet, drawn(400.0, 0.5 * chosen.replicas, 8))
-        capacity = len(full.requests) / full.ended_at
-        for load in chosen.loads:
-            rate = load * capacity
-            real = _seen(await _real(fleet, drawn(rate, chosen.seconds, 1)))
-            outcome = await asyncio.to_thread(
-                simulate, topology, drawn(rate, chosen.seconds, 1), 1, known_lengths=True
-            )
-            simulated = _seen(outcome.records)
-            rows += _rows(load, real, simulated)
-    finally:
-        await fleet.close()
-    return rows
-
-
-def _rows(load: float, real: Seen, simulated: Seen) -> list[tuple[str, ...]]:
-    def shown(name: str, seen: Seen) -> tuple[str, ...]:
-        times = (seen.ttft_p50, seen.ttft_p99, seen.itl_p50, seen.itl_p99)
-        return (name, f"{seen.throughput:,.0f}", *(f"{1000 * it:,.2f} ms" for it in times))
-
-    pairs = [
-        (getattr(simulated, name), getattr(real, name))
-        for name in ("throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
-    ]
-    return [
-        (f"{load:.0%}", *shown("real", real)),
-        ("", *shown("simulated", simulated)),
-        ("", "off by", *(f"{ours / theirs - 1:+.1%}" for ours, theirs in pairs)),
-    ]
+    folder = chosen.real or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    cells_file, topology_file = folder / "cells.json", folder / "server.yaml"
+    config_of, name = _configs(chosen, folder)
+    if cells_file.exists():
+        cells = msgspec.json.decode(cells_file.read_bytes(), type=list[Cell])
+    else:
+        cells = event_loop.run(_measure(config_of, chosen, name, topology_file))
+        cells_file.write_bytes(msgspec.json.encode(cells))
+    if chosen.only_real:
+        return
+    rows = _compare(cells, read_topology(topology_file), chosen)
+    what = "a prefill and a decode host" if chosen.pair else f"{chosen.replicas} replicas"
+    title = f"{name}, {what} of {chosen.threads} threads"
+    output.stdout().print(output.table(title, ("load", "", *_LIMITS), rows))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pagoda bench steps`: the time of steps of one replica, by what is in them, for `pagoda simulate fit`.
 
-Times are those between tokens as they reach the frontend: all that a step costs on this machine is in them.
+A step's time is that in which the worker is busy; what the engine and this process, the frontend, take of the
+processor is measured besides, so that a simulation can let all of them share a machine's cores.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Annotated, NamedTuple
 
 import msgspec
+import psutil
 from cyclopts import Parameter
 
 from pagoda.cli import output
@@ -25,28 +28,46 @@ from pagoda.cli.progress import progress
 from pagoda.concurrency import event_loop
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.fleet import Fleet
+from pagoda.ipc.machine import available_cores
 from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.frontend import EngineReady, GenerateRequest, Work
+from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 
 _WARM_STEPS = 4
 """Steps behind the last first token that are not counted."""
 _LONG = 4096
 """Tokens of an answer that is ended before."""
+_LEFT = 64
+"""Tokens of an answer for which there is room besides."""
+_BLOCK_SIZE = 16
+_NUM_PROMPTS = 8
+"""Prompts of one measurement."""
 
 
 class StepSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of step and what it takes."""
+    """A kind of step and what it takes: means."""
 
-    num_tokens: int
-    num_seqs: int
-    context_tokens: int = 0
+    num_tokens: float
+    num_seqs: float
+    num_requests: float = 0.0
+    """Requests whose prompts are computed."""
+    context_tokens: float = 0.0
     """Tokens in front of those that the step computes, of all requests."""
     pairs: float = 0.0
     """Pairs of a token of a prompt and one in front of it."""
     time_s: float
+    """Seconds in which the worker is busy."""
+    engine_s: float
+    """Processor seconds of the engine."""
+    frontend_s: float
+    """Processor seconds of the frontend."""
     round_trip_s: float = 0.0
-    """Seconds besides from a request to its first token, where that was measured."""
+    """Seconds from a request to its first token in which no process works, where that was measured."""
+    threads: int
+    """Threads of the worker."""
+    gaps_s: list[float] = []
+    """Seconds between single steps that are of one kind."""
 
 
 def steps(
@@ -78,15 +99,18 @@ def steps(
         output_file: Write the measured steps to this file.
         batches: Numbers of requests that decode at once.
         contexts: Lengths of their contexts in tokens.
-        prompts: Lengths of prompts that are computed beside one request that decodes, and beside many.
+        prompts: Lengths of prompts that are computed alone, beside one request that decodes, and beside many.
         num_steps: Steps of each kind.
         rounds: Measure all kinds so many times, and take the median of each.
     """
     general.apply()
+    kinds = [_Kind(batch, context) for batch in batches for context in contexts]
+    beside = (0, 1, max(batches) // 2)
+    kinds += [_Kind(batch, 16, length) for batch in beside for length in prompts]
+    engine = _with_few_blocks(engine, kinds, num_steps)
     files = executor.resolve(engine, model, ParallelOptions())
     config = executor.engine_config(engine, files.model)
-    kinds = [_Kind(batch, context) for batch in batches for context in contexts]
-    kinds += [_Kind(batch, 16, length) for batch in (1, max(batches) // 2) for length in prompts]
+    threads = engine.threads or available_cores()
 
     async def measure() -> list[StepSample]:
         fleet = Fleet.of_engines(config, "round-robin")
@@ -94,7 +118,9 @@ def steps(
             await fleet.start()
             limits = fleet.dispatcher.limits
             fitting = [it for it in kinds if it.has_room(limits, num_steps)]
-            bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps)
+            bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps, threads)
+            # The one that touches most of it.
+            await bench.measure(max(fitting, key=lambda it: it.batch * it.context))
             found: dict[_Kind, list[StepSample]] = {kind: [] for kind in fitting}
             with progress("kinds of steps", rounds * len(fitting)) as advance:
                 for kind in fitting * rounds:
@@ -106,14 +132,32 @@ def steps(
 
     samples = event_loop.run(measure())
     write_file(output_file, b"".join(msgspec.json.encode(it) + b"\n" for it in samples), "--output")
-    columns = ("requests", "tokens", "context", "time")
+    columns = ("requests", "tokens", "context", "worker", "engine", "frontend")
     rows = [
-        (str(it.num_seqs), str(it.num_tokens), str(it.context_tokens), f"{1000 * it.time_s:.3f} ms")
-        for it in samples
+        (
+            *(f"{it:.1f}" for it in (one.num_seqs, one.num_tokens, one.context_tokens)),
+            *(f"{1000 * it:.3f} ms" for it in (one.time_s, one.engine_s, one.frontend_s)),
+        )
+        for one in samples
     ]
     title = f"Steps of {files.served_name}"
     output.stdout().print(output.table(title, columns, rows))
     return 0
+
+
+def _with_few_blocks(
+    engine: EngineOptions, kinds: Sequence[_Kind], num_steps: int
+) -> EngineOptions:
+    """A KV cache just large enough, unless its size is given.
+
+    Blocks are used in turn, and memory that nobody has touched before is slow: not that of a replica that has run
+    for a while.
+    """
+    if engine.num_kv_blocks is not None:
+        return engine
+    block_size = engine.block_size or _BLOCK_SIZE
+    num_blocks = max(it.num_blocks(num_steps, block_size) for it in kinds)
+    return dataclasses.replace(engine, num_kv_blocks=num_blocks)
 
 
 class _Kind(NamedTuple):
@@ -126,82 +170,152 @@ class _Kind(NamedTuple):
     prompt: int = 0
     """Tokens of a prompt in the same step."""
 
+    def num_blocks(self, num_steps: int, block_size: int) -> int:
+        """Blocks of KV that such steps take at most."""
+        decoded = self.context + 2 * num_steps + _LEFT
+        return self.batch * -(-decoded // block_size) + -(-(self.prompt + _LEFT) // block_size)
+
     def has_room(self, limits: EngineReady, num_steps: int) -> bool:
         """True if the replica's KV cache has room for such steps."""
-        longest = max(self.context, self.prompt) + 2 * num_steps + 64
-        blocks = (self.batch + 1) * -(-longest // limits.block_size)
-        return longest <= limits.max_model_len and blocks <= limits.num_blocks
+        longest = max(self.context + 2 * num_steps, self.prompt) + _LEFT
+        num_blocks = self.num_blocks(num_steps, limits.block_size)
+        return longest <= limits.max_model_len and num_blocks <= limits.num_blocks
 
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
+class _Used(NamedTuple):
+    """An instant, and what processes have taken until then."""
+
+    at: float
+    engine_s: float
+    frontend_s: float
+
+
 class _Bench:
     """Requests for one replica that is otherwise idle."""
 
-    def __init__(self, dispatcher: Dispatcher, vocab_size: int, num_steps: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, vocab_size: int, num_steps: int, threads: int
+    ) -> None:
         self._dispatcher = dispatcher
         self._vocab_size = vocab_size
         self._num_steps = num_steps
+        self._threads = threads
         self._rng = random.Random(0)
         self._names: Iterator[int] = itertools.count()
 
     async def measure(self, kind: _Kind) -> StepSample:
         """A step of this kind."""
-        streams = [_Stream(self._ask(kind.context)) for _ in range(kind.batch)]
+        streams = [self._stream(kind.context) for _ in range(kind.batch)]
         try:
             await asyncio.gather(*(it.first.wait() for it in streams))
+            if not streams:
+                return await self._prompts_alone(kind)
             await streams[0].have(len(streams[0].times) + _WARM_STEPS)
-            if kind.prompt:
-                return await self._with_prompt(kind, streams[0])
             return await self._decode(kind, streams[0])
         finally:
             await asyncio.gather(*(it.close() for it in streams))
 
     async def _decode(self, kind: _Kind, stream: _Stream) -> StepSample:
-        begin = len(stream.times)
-        await stream.have(begin + self._num_steps)
+        """Steps of requests that decode, and of a few prompts beside them."""
+        prompts = [self._request(kind.prompt, 1) for _ in range(_NUM_PROMPTS if kind.prompt else 0)]
+        before = await self._dispatcher.load()
+        pid = _engine_pid(before)
+        await stream.have(len(stream.times) + 1)
+        first, begin = len(stream.times), _used(pid)
+        for request in prompts:
+            await _last(self._dispatcher, request)
+            await stream.have(len(stream.times) + 1)
+        await stream.have(max(first + self._num_steps, len(stream.times)))
+        count, end = len(stream.times) - first, _used(pid)
+        after = await self._dispatcher.load()
+        idle_s = after.steps.idle_s - before.steps.idle_s
+        share = len(prompts) / count
+        gaps = _gaps(stream.times[first - 1 :])
         return StepSample(
-            num_tokens=kind.batch,
-            num_seqs=kind.batch,
-            context_tokens=kind.batch * (kind.context + begin + self._num_steps // 2),
-            time_s=median(_gaps(stream.times[begin:])),
+            num_tokens=kind.batch + share * kind.prompt,
+            num_seqs=kind.batch + share,
+            num_requests=share,
+            context_tokens=kind.batch * (kind.context + first + count / 2),
+            pairs=share * kind.prompt**2 / 2,
+            time_s=(end.at - begin.at) / count - idle_s / (after.num_steps - before.num_steps),
+            engine_s=(end.engine_s - begin.engine_s) / count,
+            frontend_s=(end.frontend_s - begin.frontend_s) / count,
+            threads=self._threads,
+            gaps_s=[] if prompts else gaps,
         )
 
-    async def _with_prompt(self, kind: _Kind, other: _Stream) -> StepSample:
-        """The longest gap between tokens of others is the step with the prompt, which has room in one step."""
-        times, trips = [], []
-        for _ in range(3):
-            begin, asked = len(other.times) - 1, time.perf_counter()
-            stream = _Stream(self._ask(kind.prompt))
-            await stream.first.wait()
-            await other.have(len(other.times) + 2)
-            await stream.close()
-            gaps = _gaps(other.times[begin:])
-            times.append(max(gaps))
-            # It comes in the middle of a step, and the next one is planned.
-            trips.append(stream.times[0] - asked - max(gaps) - 1.5 * min(gaps))
+    async def _prompts_alone(self, kind: _Kind) -> StepSample:
+        """Steps of one prompt each, which wait for each other's answers."""
+        warm, *requests = [self._request(kind.prompt, 1) for _ in range(1 + _NUM_PROMPTS)]
+        pid = _engine_pid(await self._dispatcher.load())
+        await _last(self._dispatcher, warm)
+        at = time.perf_counter()  # the worker has been idle since
+        before = await self._dispatcher.load()
+        begin, taken = _used(pid), 0.0
+        for request in requests:
+            asked = time.perf_counter()
+            await _last(self._dispatcher, request)
+            taken += time.perf_counter() - asked
+        end, count = _used(pid), len(requests)
+        idle_s = (await self._dispatcher.load()).steps.idle_s - before.steps.idle_s
+        time_s = (end.at - at - idle_s) / count
+        engine_s = (end.engine_s - begin.engine_s) / count
+        frontend_s = (end.frontend_s - begin.frontend_s) / count
         return StepSample(
-            num_tokens=kind.prompt + kind.batch,
-            num_seqs=1 + kind.batch,
-            context_tokens=kind.batch * (kind.context + len(other.times)),
+            num_tokens=kind.prompt,
+            num_seqs=1,
+            num_requests=1,
             pairs=kind.prompt**2 / 2,
-            time_s=median(times),
-            round_trip_s=max(0.0, median(trips)),
+            time_s=time_s,
+            engine_s=engine_s,
+            frontend_s=frontend_s,
+            round_trip_s=max(0.0, taken / count - time_s - engine_s - frontend_s),
+            threads=self._threads,
         )
 
-    async def _ask(self, num_prompt_tokens: int) -> AsyncIterator[float]:
-        """Times of tokens."""
+    def _request(self, num_prompt_tokens: int, max_tokens: int) -> GenerateRequest:
         tokens = [self._rng.randrange(self._vocab_size) for _ in range(num_prompt_tokens)]
+        work = Work(SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0))
         name = f"steps{next(self._names)}"
-        work = Work(SamplingParams(seed=1, max_tokens=_LONG, temperature=0.0))
-        request = GenerateRequest(
+        return GenerateRequest(
             request_id=name, prompt_token_ids=tokens, work=work, speculates=False
         )
-        async for chunk in self._dispatcher.generate(request):
-            for _ in chunk.token_ids:
-                yield time.perf_counter()
+
+    def _stream(self, num_prompt_tokens: int) -> _Stream:
+        return _Stream(_times(self._dispatcher, self._request(num_prompt_tokens, _LONG)))
+
+
+async def _times(dispatcher: Dispatcher, request: GenerateRequest) -> AsyncIterator[float]:
+    """Times of tokens."""
+    async for chunk in dispatcher.generate(request):
+        for _ in chunk.token_ids:
+            yield time.perf_counter()
+
+
+async def _last(dispatcher: Dispatcher, request: GenerateRequest) -> None:
+    """Returns with the last token."""
+    async for _ in dispatcher.generate(request):
+        pass
+
+
+def _engine_pid(report: LoadReport) -> int:
+    return next(it.pid for it in report.processes if it.role.startswith("engine"))
+
+
+def _used(engine: int) -> _Used:
+    return _Used(time.perf_counter(), _processor_s(engine), time.process_time())
+
+
+def _processor_s(pid: int) -> float:
+    """Processor seconds of a process, to the nanosecond where Linux tells them (clock_getcpuclockid(3))."""
+    if sys.platform == "linux":
+        return time.clock_gettime(~pid << 3 | 2)
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 class _Stream:

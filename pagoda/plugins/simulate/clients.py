@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import OverloadedError, PagodaError
+from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.sim.model import seed_of_length, token_by_seed
@@ -32,9 +33,11 @@ class Clients:
         max_model_len: int,
         on_done: Callable[[], None],
         patience: Patience | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Routers are told how long answers will be with `known_lengths`. A request of more than `max_model_len`
-        tokens is turned down before it is sent."""
+        tokens is turned down before it is sent. `clock` tells the time; None takes the event loop's."""
+        self._clock = clock or LoopClock()
         self._workload = workload
         self._generate = generate
         self._records = records
@@ -50,7 +53,7 @@ class Clients:
 
     async def run(self) -> None:
         """Returns when the last answer is complete, or patience is over."""
-        self._began = asyncio.get_running_loop().time()
+        self._began = self._clock.now()
         both = [asyncio.create_task(it) for it in (self._live_all(), self._ended.wait())]
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +72,7 @@ class Clients:
 
     def now(self) -> float:
         """Seconds since the first client could come."""
-        return asyncio.get_running_loop().time() - self._began
+        return self._clock.now() - self._began
 
     async def _live(self, session: Session) -> None:
         tokens: list[int] = []

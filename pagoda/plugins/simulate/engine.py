@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -36,8 +37,11 @@ from pagoda.plugins.disaggregation.hooks import HandoffLinks
 from pagoda.plugins.sim.executor import SimExecutor
 from pagoda.plugins.simulate.leaps import Leaper, LeapExecutor
 from pagoda.plugins.simulate.network import SimNetwork
+from pagoda.plugins.simulate.processes import ReplicaProcesses, WorkerExecutor
 from pagoda.plugins.simulate.sockets import Channel, Process
 from pagoda.telemetry.tracer import Tracer
+
+T = TypeVar("T")
 
 
 class SimEngine:
@@ -56,20 +60,25 @@ class SimEngine:
         name: str = "",
         latency_s: float = 0.0,
         leap: int = 1,
+        processes: ReplicaProcesses | None = None,
     ) -> None:
         """`check_kv` makes the simulated worker refuse to read KV that is not the sequence's own.
 
         An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
         event loop, and where it has `address`, `tcp://HOST:PORT`. `name` is that of the replica; messages from and
         to it take `latency_s`. Of a model that answers by seed, steps that only decode are computed `leap` at a
-        time as long as nothing else happens (`pagoda.plugins.simulate.leaps`).
+        time as long as nothing else happens (`pagoda.plugins.simulate.leaps`). With `processes` there are no
+        leaps, and what engine and frontend do takes time, too.
         """
         self.on_request: Callable[[GenerateRequest], None] = lambda _: None
         """Listener for requests that reach the engine."""
         self.on_ready: Callable[[], None] = lambda: None
         """Listener for each start of the engine."""
         self._latency_s = latency_s
-        self._leap = leap
+        self._leap = 1 if processes else leap
+        self._processes = processes
+        self._arrived: list[GenerateRequest] = []
+        """Requests that the engine's process has not read."""
         self._leaper: Leaper | None = None
         self._late: list[GenerateRequest] = []
         """Requests that came during a leap, which the engine is told of when it has ended."""
@@ -81,7 +90,7 @@ class SimEngine:
         self._num_starts = 0
         self._check_kv = check_kv
         self._core: EngineCore | None = None
-        self._executor: SimExecutor | LeapExecutor | None = None
+        self._executor: SimExecutor | LeapExecutor | WorkerExecutor | None = None
         self._links: HandoffLinks | None = None
         self._running: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
@@ -104,6 +113,12 @@ class SimEngine:
 
     def send(self, message: FrontendMessage) -> None:
         """Takes a message as an engine process would; drops messages to an engine that is gone."""
+        if self._processes is None:
+            self._put(message)
+        else:
+            self._processes.send(message, self._unless_gone(self._put, message))
+
+    def _put(self, message: FrontendMessage) -> None:
         if self._ways is None:
             self._handle(message)
         else:
@@ -115,7 +130,10 @@ class SimEngine:
         match message:
             case GenerateRequest():
                 self.on_request(message)
-                if self._leaper is not None and self._cut_leap():
+                if self._processes is not None:
+                    self._arrived.append(message)
+                    self._news.set()
+                elif self._leaper is not None and self._cut_leap():
                     self._leaper.is_ahead = True
                     self._late.append(message)
                 else:
@@ -126,6 +144,7 @@ class SimEngine:
                 self._cut_leap()
                 aborted = set(message.request_ids)
                 self._late = [it for it in self._late if it.wire_id not in aborted]
+                self._arrived = [it for it in self._arrived if it.wire_id not in aborted]
                 for wire_id in message.request_ids:
                     self._core.abort(wire_id)
             case SubscribeCache():
@@ -159,9 +178,27 @@ class SimEngine:
 
     def _tell(self, message: EngineMessage) -> None:
         if self._ways is None:
-            self.replica.receive(message)
+            self._receive(message)
         else:
             self._ways[1].put(message)
+
+    def _receive(self, message: EngineMessage) -> None:
+        """The frontend reads a message, unless its engine is gone by then."""
+        if self._processes is None:
+            self.replica.receive(message)
+        else:
+            on_read = self._unless_gone(self.replica.receive, message)
+            self._processes.receive(message, on_read)
+
+    def _unless_gone(self, handle: Callable[[T], None], message: T) -> Callable[[], None]:
+        """Handles a message later, unless the engine that runs now is gone by then."""
+        core = self._core
+
+        def handle_it() -> None:
+            if self._core is core:
+                handle(message)
+
+        return handle_it
 
     # ---- faults
 
@@ -270,8 +307,12 @@ class SimEngine:
         simulated = SimExecutor(
             self.config.sim, clock=clock, check_kv=self._check_kv, neighbours=neighbours
         )
-        executor: SimExecutor | LeapExecutor = simulated
-        if self._leap > 1:
+        executor: SimExecutor | LeapExecutor | WorkerExecutor = simulated
+        if self._processes is not None:
+            executor = WorkerExecutor(
+                simulated, self.config.sim, clock, self._processes, self._news.set
+            )
+        elif self._leap > 1:
             executor = LeapExecutor(simulated, self.config.sim, clock)
         self._executor = executor
         core = self._core = EngineCore(self.config, executor, clock, handoff=self._links)
@@ -285,7 +326,7 @@ class SimEngine:
         self._running.add_done_callback(raise_failure)
         if self._latency_s:
             there = Process(self._address, lambda: self._latency_s)
-            self._ways = Channel(there, self._handle), Channel(there, self.replica.receive)
+            self._ways = Channel(there, self._handle), Channel(there, self._receive)
         self.replica.receive(core.ready)
         self.on_ready()
 
@@ -298,6 +339,8 @@ class SimEngine:
             while loop.time() < self._hangs_until:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
+            if self._processes is not None:
+                await self._think(core, self._processes)
             self.deliver(core.step())
             if self._late and not self._is_leaping:
                 self._add_late(core)
@@ -312,6 +355,22 @@ class SimEngine:
             await self._news.wait()
             if timer is not None:
                 timer.cancel()
+
+    async def _think(self, core: EngineCore, processes: ReplicaProcesses) -> None:
+        """Reads requests and results, for which the engine's process takes its time."""
+        executor, costs = self._executor, processes.times.engine
+        if not isinstance(executor, WorkerExecutor):
+            return
+        arrived, self._arrived = self._arrived, []
+        seconds = costs.steps_s(executor.num_done, executor.num_seqs_done)
+        executor.num_done = executor.num_seqs_done = 0
+        seconds += sum(costs.request_s(len(it.prompt_token_ids)) for it in arrived)
+        if seconds:
+            done = asyncio.Event()
+            processes.engine.do(seconds, done.set)
+            await done.wait()
+        for request in arrived:
+            self._add(core, request)
 
     @property
     def _is_leaping(self) -> bool:
@@ -340,6 +399,7 @@ class SimEngine:
             way.close()
         self._ways = None
         self._late = []
+        self._arrived = []
         self._leaper = None
         self._core = self._running = self._restart = self._executor = self._links = None
 

@@ -42,8 +42,22 @@ def fit_steps(
     rows = [
         ("samples", f"{fitted.num_samples:,}"),
         ("step times", fitted.error()),
-        *((name, f"{1e6 * value:,.3f} µs") for name, value in fitted.costs().items() if value),
+        *(
+            (f"{process} {name}".strip(), f"{1e6 * value:,.3f} µs")
+            for process, costs in (
+                ("worker", fitted.costs()),
+                ("engine", msgspec.structs.asdict(fitted.engine)),
+                ("frontend", msgspec.structs.asdict(fitted.frontend)),
+                ("", {"round_trip_s": fitted.round_trip_s}),
+            )
+            for name, value in costs.items()
+            if value
+        ),
     ]
+    if fitted.spread:
+        last = len(fitted.spread) - 1
+        shown = (f"p{share} {fitted.spread[share * last // 100]:.2f}" for share in (5, 50, 95, 99))
+        rows.append(("single steps", ", ".join(shown)))
     output.stdout().print(output.facts(rows))
     if output_file is not None:
         write_json(output_file, msgspec.structs.asdict(fitted))

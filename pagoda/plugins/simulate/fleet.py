@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from pagoda.plugins.router.host_server import HostServer
 from pagoda.plugins.router.messages import HostRecord
 from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
 from pagoda.plugins.router.registry import Registry
+from pagoda.plugins.simulate.cores import Cores, SimProcess
 from pagoda.plugins.simulate.engine import SimEngine
 from pagoda.plugins.simulate.network import SimNetwork
+from pagoda.plugins.simulate.processes import Machine, ReplicaProcesses
 from pagoda.plugins.simulate.sockets import Network, Process, SimSockets
 from pagoda.plugins.simulate.topology import HostKind, RouterKind, Topology
 from pagoda.telemetry.request_tracker import RequestTracker
@@ -87,9 +90,10 @@ class SimHost:
         *,
         latency_s: float,
         leap: int,
+        processes: ReplicaProcesses | None,
     ) -> None:
-        """`above` are the kinds of the routers in front of it, and its own; `latency_s` and `leap` are as in
-        `SimEngine`."""
+        """`above` are the kinds of the routers in front of it, and its own; `latency_s`, `leap` and
+        `processes` are as in `SimEngine`."""
         self.path = path
         self.kind = kind
         self.spec = spec
@@ -109,6 +113,7 @@ class SimHost:
             name=path,
             latency_s=latency_s,
             leap=leap,
+            processes=processes,
         )
         self.engine.on_request = lambda request: observers.on_placed(request.request_id, self)
         self.engine.on_ready = self._join
@@ -293,9 +298,10 @@ class SimRouter:
 class SimFleet:
     """All hosts and routers of a topology; belongs to one event loop."""
 
-    def __init__(self, topology: Topology, observers: Observers, leap: int) -> None:
-        """`leap` is as in `SimEngine`."""
+    def __init__(self, topology: Topology, observers: Observers, leap: int, seed: int) -> None:
+        """`leap` is as in `SimEngine`; `seed` is that of the variation of steps."""
         self._leap = leap
+        self._seed = seed
         self.hosts: list[SimHost] = []
         self.routers: list[SimRouter] = []
         self._topology = topology
@@ -309,6 +315,7 @@ class SimFleet:
         topology, spec = self._topology, self._topology.routers[kind]
         router = SimRouter(path, kind, spec, self._sockets, self._observers)
         self.routers.append(router)
+        machine = None if spec.cores is None else _machine(spec.cores)
         for child, count in spec.children.items():
             for number in range(count):
                 inner = f"{path}/{child}" + (f".{number}" if count > 1 else "")
@@ -317,10 +324,17 @@ class SimFleet:
                     below.above = router
                     router.routers.append(below)
                 else:
-                    router.hosts.append(self._host(inner, child, (*above, kind, child)))
+                    router.hosts.append(self._host(inner, child, (*above, kind, child), machine))
         return router
 
-    def _host(self, path: str, kind: str, above: tuple[str, ...]) -> SimHost:
+    def _host(
+        self, path: str, kind: str, above: tuple[str, ...], machine: Machine | None
+    ) -> SimHost:
+        """A host on the machine of its router; None: on one of its own, where no process waits for another."""
+        times, processes = self._topology.steps[kind], None
+        if machine is not None or times.has_processes:
+            seed = f"{self._seed} {path}"
+            processes = ReplicaProcesses(machine or _machine(math.inf), times, seed)
         host = SimHost(
             path,
             kind,
@@ -332,6 +346,7 @@ class SimFleet:
             above,
             latency_s=self._topology.latency_s(kind),
             leap=self._leap,
+            processes=processes,
         )
         self.hosts.append(host)
         return host
@@ -367,6 +382,11 @@ class SimFleet:
     async def close(self) -> None:
         for router in self.routers:
             await router.close()
+
+
+def _machine(num_cores: float) -> Machine:
+    cores = Cores(num_cores)
+    return Machine(cores, SimProcess(cores))
 
 
 def _now_ns() -> int:

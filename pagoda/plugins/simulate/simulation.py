@@ -116,7 +116,7 @@ class _Run:
         self.records = Records()
         self.events: list[tuple[float, str]] = []
         on_choice = self._on_choice if watched else None
-        self.fleet = SimFleet(topology, Observers(self._on_placed, on_choice), leap)
+        self.fleet = SimFleet(topology, Observers(self._on_placed, on_choice), leap, seed)
         self._scaling = Scaling(topology, self.fleet, journal)
         self.clients = Clients(
             workload,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import pairwise
+from operator import mul
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +29,10 @@ Blocks = Annotated[int, msgspec.Meta(ge=0, le=10**7)]
 _Large = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _MEMORY_SHARE = 0.9
 """Share of a device's memory that weights and KV may take."""
+_NUM_QUANTILES = 257
+_LEAST_SHARE = 0.01
+_LEAST_TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens that a step may compute in the time in which it reads the weights, among which a fit chooses."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +66,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Operations of attention for one token and one in front of it."""
 
 
+class ProcessCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Processor seconds that an engine or a frontend takes."""
+
+    per_step_s: NotNegative = 0.0
+    per_sequence_s: NotNegative = 0.0
+    """Seconds for each request in a step."""
+    per_request_s: NotNegative = 0.0
+    """Seconds for a request, once."""
+    per_prompt_token_s: NotNegative = 0.0
+
+    def steps_s(self, num_steps: int, num_seqs: int) -> float:
+        """Seconds for steps with so many requests in all."""
+        return num_steps * self.per_step_s + num_seqs * self.per_sequence_s
+
+    def request_s(self, num_prompt_tokens: int) -> float:
+        return self.per_request_s + num_prompt_tokens * self.per_prompt_token_s
+
+
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cost model of a host's steps, with the error that every figure drawn from it carries.
 
@@ -78,7 +102,13 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     error_p95: float | None = None
     num_samples: int = 0
     round_trip_s: NotNegative = 0.0
-    """Seconds from a request to its first token besides steps, of a fit."""
+    """Seconds from a request to its first token in which no process works, of a fit."""
+    threads: Whole = 1
+    """Threads that compute a step."""
+    engine: ProcessCosts = ProcessCosts()
+    frontend: ProcessCosts = ProcessCosts()
+    spread: tuple[Positive, ...] = ()
+    """Times of single steps as shares of what the costs say, at even quantiles; empty: all take just that."""
     num_blocks: Blocks = 0
     """Blocks of the KV cache there; 0 if not known."""
     block_size: Whole = 16
@@ -89,6 +119,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         more = ("per_sequence_s", "per_context_token_s", "per_pair_s")
         return {name: getattr(self, name) for name in (*names, *more)}
 
+    @property
+    def has_processes(self) -> bool:
+        """True if more is known than what a step takes by itself."""
+        idle = ProcessCosts()
+        return bool(self.spread) or self.engine != idle or self.frontend != idle
+
     def error(self) -> str:
         """Words about how far step times are off."""
         if self.error_p50 is None or self.error_p95 is None:
@@ -97,21 +133,46 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StepSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of step and its time, as `pagoda bench steps` writes a line of."""
+    """Steps of a kind, as `pagoda bench steps` writes a line of: their mean."""
 
-    num_tokens: Whole
-    num_seqs: Whole
-    context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_tokens: Positive
+    num_seqs: Positive
+    num_requests: NotNegative = 0.0
+    """Requests whose prompts are computed."""
+    context_tokens: NotNegative = 0.0
     """Tokens in front of those that the step computes, of all requests."""
     pairs: _Large = 0.0
     """Pairs of a token of a prompt's chunk and one in front of it."""
     time_s: Positive
+    """Seconds in which the worker is busy."""
+    engine_s: NotNegative = 0.0
+    """Processor seconds of the engine."""
+    frontend_s: NotNegative = 0.0
+    """Processor seconds of the frontend."""
     round_trip_s: NotNegative = 0.0
-    """Seconds besides from a request to its first token, where that was measured."""
+    """Seconds from a request to its first token in which no process works, where that was measured."""
+    threads: Whole = 1
+    """Threads of the worker."""
+    gaps_s: tuple[Positive, ...] = ()
+    """Seconds between single steps that are of one kind."""
 
-    def features(self) -> tuple[float, ...]:
-        """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`."""
-        return (1.0, self.num_tokens, self.num_seqs, self.context_tokens, self.pairs)
+    def features(self, least: float = 0.0) -> tuple[float, ...]:
+        """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`.
+
+        No step takes less than `least` tokens do. Of several steps, those with a prompt have one each.
+        """
+        share = min(1.0, self.num_requests)
+        num_decodes = self.num_seqs - self.num_requests
+        tokens = max(least, self.num_tokens)
+        if share:
+            with_prompt = num_decodes + (self.num_tokens - num_decodes) / share
+            tokens = share * max(least, with_prompt) + (1 - share) * max(least, num_decodes)
+        return (1.0, tokens, self.num_seqs, self.context_tokens, self.pairs)
+
+    def process_features(self) -> tuple[float, ...]:
+        """Multipliers of the fields of `ProcessCosts`."""
+        num_prompt_tokens = max(0.0, self.num_tokens - self.num_seqs + self.num_requests)
+        return (1.0, self.num_seqs, self.num_requests, num_prompt_tokens * (self.num_requests > 0))
 
 
 def device_table(own: Mapping[str, Device]) -> dict[str, Device]:
@@ -176,11 +237,78 @@ def read_step_times(path: Path, flag: str) -> StepTimes:
 
 
 def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
-    """The cost model that is closest to `samples` in relative terms, without negative costs.
+    """The cost model that is closest to `samples` in relative terms, without negative costs."""
+    times = [it.time_s for it in samples]
+    found = []
+    for least in _LEAST_TOKENS:
+        rows = [it.features(least) for it in samples]
+        costs = _without_negative(rows, times)
+        pairs = zip(rows, times, strict=True)
+        errors = sorted(abs(sum(map(mul, row, costs)) / time_s - 1) for row, time_s in pairs)
+        found.append((sum(error**2 for error in errors), least, costs, errors))
+    _, least, costs, errors = min(found)
+    base_s, per_token_s, per_sequence_s, per_context_token_s, per_pair_s = costs
+    return StepTimes(
+        source=source,
+        base_s=base_s,
+        per_token_s=per_token_s,
+        floor_s=least * per_token_s,
+        per_sequence_s=per_sequence_s,
+        per_context_token_s=per_context_token_s,
+        per_pair_s=per_pair_s,
+        error_p50=errors[len(errors) // 2],
+        error_p95=errors[int(0.95 * (len(errors) - 1))],
+        num_samples=len(samples),
+        round_trip_s=median([it.round_trip_s for it in samples if it.round_trip_s] or [0.0]),
+        threads=samples[0].threads,
+        engine=_process_costs(samples, [it.engine_s for it in samples]),
+        frontend=_process_costs(samples, [it.frontend_s for it in samples]),
+        spread=_spread(samples),
+    )
+
+
+def _process_costs(samples: Sequence[StepSample], seconds: Sequence[float]) -> ProcessCosts:
+    known = [(it.process_features(), s) for it, s in zip(samples, seconds, strict=True) if s]
+    if not known:
+        return ProcessCosts()
+    per_step_s, per_sequence_s, per_request_s, per_prompt_token_s = _without_negative(
+        [row for row, _ in known], [s for _, s in known]
+    )
+    return ProcessCosts(
+        per_step_s=per_step_s,
+        per_sequence_s=per_sequence_s,
+        per_request_s=per_request_s,
+        per_prompt_token_s=per_prompt_token_s,
+    )
+
+
+def _spread(samples: Sequence[StepSample]) -> tuple[float, ...]:
+    """Quantiles of single steps, whose mean is 1.
+
+    Gaps tell of steps and of messages: one that is late makes a gap longer and the next one shorter by as much.
+    So the variance of steps is that of gaps with twice the covariance of neighbours, and gaps are drawn together.
+    """
+    runs = [[gap / mean(it.gaps_s) - 1 for gap in it.gaps_s] for it in samples if it.gaps_s]
+    offs = sorted(off for run in runs for off in run)
+    if not offs:
+        return ()
+    together = sum(map(mul, offs, offs))
+    neighbours = sum(one * other for run in runs for one, other in pairwise(run))
+    share = max(0.0, 1 + 2 * neighbours / together) ** 0.5 if together else 0.0
+    last = _NUM_QUANTILES - 1
+    chosen = [1 + share * offs[index * (len(offs) - 1) // last] for index in range(_NUM_QUANTILES)]
+    center = mean(map(mean, pairwise(chosen)))
+    return tuple(max(_LEAST_SHARE, it / center) for it in chosen)
+
+
+def _without_negative(
+    features: Sequence[tuple[float, ...]], seconds: Sequence[float]
+) -> list[float]:
+    """The costs whose sums with `features` are closest to `seconds`, in relative terms.
 
     Least squares with non-negative unknowns, by coordinate descent (Franc, Hlaváč and Navara 2005).
     """
-    rows = [[value / it.time_s for value in it.features()] for it in samples]
+    rows = [[value / s for value in row] for row, s in zip(features, seconds, strict=True)]
     width = len(rows[0])
     products = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
     sums = [sum(row[i] for row in rows) for i in range(width)]
@@ -190,23 +318,10 @@ def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
         for i in range(width):
             if not products[i][i]:
                 continue
-            gradient = sum(map(float.__mul__, products[i], costs)) - sums[i]
+            gradient = sum(map(mul, products[i], costs)) - sums[i]
             value = max(0.0, costs[i] - gradient / products[i][i])
             change = max(change, abs(value - costs[i]) * products[i][i] ** 0.5)
             costs[i] = value
         if change < 1e-9:
             break
-    errors = sorted(abs(sum(map(float.__mul__, row, costs)) - 1) for row in rows)
-    base_s, per_token_s, per_sequence_s, per_context_token_s, per_pair_s = costs
-    return StepTimes(
-        source=source,
-        base_s=base_s,
-        per_token_s=per_token_s,
-        per_sequence_s=per_sequence_s,
-        per_context_token_s=per_context_token_s,
-        per_pair_s=per_pair_s,
-        error_p50=errors[len(errors) // 2],
-        error_p95=errors[int(0.95 * (len(errors) - 1))],
-        num_samples=len(samples),
-        round_trip_s=median([it.round_trip_s for it in samples if it.round_trip_s] or [0.0]),
-    )
+    return costs

@@ -59,6 +59,8 @@ class HostKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Price of a host; by default that of its devices."""
     round_trip_ms: NotNegative | None = None
     """Milliseconds to its router and back; by default as measured with the step times, or 0.2."""
+    block_ms: NotNegative | None = None
+    """Milliseconds to receive a block of KV from another host; by default as the device's link takes, or 1."""
 
 
 class RouterKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +73,9 @@ class RouterKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy: PolicyName = DEFAULT_POLICY
     round_trip_ms: NotNegative = 1.0
     """Milliseconds to the router above it and back."""
+    cores: Positive | None = None
+    """Cores that the router and the hosts right behind it share: those of a machine with one server of several
+    replicas; None: no process waits for another."""
     min_prefill_tokens: Whole = DEFAULT_MIN_TOKENS
     """Tokens from which on a prompt is computed by another host, where there are such hosts."""
 
@@ -328,14 +333,15 @@ def _step_times(
     prices: dict[str, float] = {}
     block_s: dict[str, float] = {}
     for name, host in hosts.items():
-        place = ("hosts", name)
+        place, given = ("hosts", name), host.block_ms
         if bool(host.device) == bool(host.steps):
             raise file.error(place, f"{name} is to have either a device or steps")
         if host.steps:
             steps[name] = read_step_times(
                 file.path.parent / host.steps, f"{FLAG}: hosts.{name}.steps"
             )
-            prices[name], block_s[name] = host.price_per_hour or 0.0, 0.001
+            prices[name] = host.price_per_hour or 0.0
+            block_s[name] = 0.001 if given is None else given / 1000
             continue
         if host.device not in devices:
             known = ", ".join(sorted(devices))
@@ -350,7 +356,8 @@ def _step_times(
         price = host.devices * device.price_per_hour
         prices[name] = price if host.price_per_hour is None else host.price_per_hour
         rate = host.devices * device.link_gb_per_s * 1e9
-        block_s[name] = host.block_size * model.kv_bytes_per_token / rate
+        linked_s = host.block_size * model.kv_bytes_per_token / rate
+        block_s[name] = linked_s if given is None else given / 1000
     return steps, prices, block_s
 
 

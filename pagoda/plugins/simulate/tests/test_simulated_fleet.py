@@ -159,3 +159,35 @@ def test_a_failure_of_an_engine_ends_the_simulation(
     monkeypatch.setattr(EngineCore, "drain_refusals", fail)
     with pytest.raises(ZeroDivisionError):
         place.run(ONE)
+
+
+STEPS = {
+    "source": "made up",
+    "base_s": 0.01,
+    "per_token_s": 1e-5,
+    "engine": {"per_step_s": 2e-3, "per_sequence_s": 1e-4, "per_request_s": 1e-3},
+    "frontend": {"per_step_s": 1e-3, "per_sequence_s": 1e-4, "per_request_s": 1e-3},
+    "spread": [0.9, 0.95, 1.0, 1.3],
+    "num_blocks": 2000,
+}
+
+
+@pytest.mark.parametrize("role", ["none", "both"])
+def test_replicas_of_one_server_share_its_cores(place: Place, tmp_path: Path, role: str) -> None:
+    (tmp_path / "steps.json").write_bytes(msgspec.json.encode(STEPS))
+
+    def figures(cores: int, seed: int = 1) -> dict[str, float]:
+        outcome = place.run(
+            f"root: s\nrouters: {{s: {{cores: {cores}, children: {{r: 4}}}}}}\n"
+            f"hosts: {{r: {{steps: steps.json, max_num_seqs: 16, role: {role}}}}}\n",
+            sessions="duration_s: 10\nrate: 40\noutput_tokens: {mean: 40}\n",
+            seed=seed,
+        )
+        _all_answered(outcome)
+        return {it.name: (it.ended or 0.0) - it.arrived for it in outcome.records.requests}
+
+    crowded, roomy = figures(2), figures(16)
+    assert crowded == figures(2)
+    assert crowded != figures(2, seed=2)
+    # Of the 4 × 14 ms that all take of the cores for a step of each, 2 cores do 28 at once.
+    assert sum(crowded.values()) > 2 * sum(roomy.values())

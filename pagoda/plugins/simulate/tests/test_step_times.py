@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import random
 
+import msgspec
 import pytest
 
 from pagoda.plugins.simulate.step_times import (
@@ -36,6 +37,32 @@ def test_a_fit_finds_the_costs_that_samples_were_made_of() -> None:
     assert fitted.error_p95 is not None
     assert fitted.error_p95 < 0.02
     assert fitted.error().startswith("made up: ±")
+
+
+def test_a_fit_tells_what_engine_and_frontend_take_and_how_steps_vary() -> None:
+    samples = []
+    for seqs in (1, 4, 16, 64):
+        for requests, prompt in ((0.0, 0), (0.1, 50), (0.2, 800)):
+            costs = (1.0, seqs + requests, requests, requests * prompt)
+            samples.append(
+                StepSample(
+                    num_tokens=seqs + requests * prompt,
+                    num_seqs=seqs + requests,
+                    num_requests=requests,
+                    time_s=0.01,
+                    engine_s=sum(map(float.__mul__, costs, (3e-4, 2e-5, 4e-4, 1e-6))),
+                    frontend_s=sum(map(float.__mul__, costs, (1e-4, 1e-5, 3e-4, 5e-7))),
+                    threads=2,
+                    gaps_s=() if requests else (0.008, 0.009, 0.01, 0.01, 0.013),
+                )
+            )
+    fitted = fit(samples, "made up")
+    assert msgspec.structs.astuple(fitted.engine) == pytest.approx((3e-4, 2e-5, 4e-4, 1e-6), 0.01)
+    assert msgspec.structs.astuple(fitted.frontend) == pytest.approx((1e-4, 1e-5, 3e-4, 5e-7), 0.01)
+    assert fitted.spread[0] == pytest.approx(0.8, rel=0.02)
+    assert fitted.spread[-1] == pytest.approx(1.3, rel=0.02)
+    assert sum(fitted.spread) / len(fitted.spread) == pytest.approx(1.0, rel=0.01)
+    assert fitted.threads == 2
 
 
 def test_a_fit_has_no_negative_costs() -> None:
