@@ -125,6 +125,10 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
         }
         linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
+        if spec.layers[index].attention.kv_layer is not None:
+            # Keys and values that nobody reads, as their makers publish them.
+            stems = spec.names.key, spec.names.value, spec.names.key_norm
+            read |= {f"{spec.names.of_layer(index, stem)}.weight" for stem in stems}
         for name in named:
             stem, _, end = name.rpartition(".")
             is_part = end in _PARTS and stem in linears

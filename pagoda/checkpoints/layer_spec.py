@@ -23,6 +23,18 @@ XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 @dataclass(frozen=True)
+class OwnHeads:
+    """Sizes of the heads of a layer whose heads are narrower, or whose keys have fewer, than the model's.
+
+    They are filled with zeros, and keys and values repeated, up to the model's sizes."""
+
+    head_dim: int
+    """Elements of queries and keys."""
+    value_dim: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer."""
 
@@ -60,6 +72,16 @@ class AttentionSpec:
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
     latent: LatentSpec | None = None
     """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
+    own_heads: OwnHeads | None = None
+    """Sizes where they are not the model's (Gemma 4, MiMo-V2)."""
+    value_norm: bool = False
+    """Values of every head are brought to a mean square of one (Gemma 3n)."""
+    values_are_keys: bool = False
+    """Values are keys before their norm and rotation (Gemma 4)."""
+    value_scale: float = 1.0
+    """Factor of values (MiMo-V2)."""
+    kv_layer: int | None = None
+    """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
     distances: DistanceBuckets | Disentangled | None = None
     """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
 
@@ -90,6 +112,8 @@ class MlpSpec:
     gated: bool = True
     down_bias: bool | None = None
     """Bias of the map back to hidden states, where it is not as `bias`."""
+    deviations: float | None = None
+    """Gates count by how much they are above the mean of all plus so many standard deviations (Gemma 3n)."""
 
     @property
     def has_down_bias(self) -> bool:
@@ -122,6 +146,8 @@ class ExpertsSpec:
     """Biases of the router and of all linear layers of experts."""
     clamp: ClampedGate | None = None
     """Gates of experts where they are not plain SiLU."""
+    jitter: float | None = None
+    """Weights of experts come of sparse mixing, with this reach (Phi-3.5-MoE)."""
 
 
 LayerKind = LatentSpec | StateSpec

@@ -63,6 +63,11 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
             f"--tensor-parallel-size {tp_size} is more than the {experts} experts of {model}; with "
             f"--enable-expert-parallel it may be at most {experts}."
         )
+    if num_stages > 1 and config.is_whole:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages} does not go with {model}, whose layers are given embeddings, or "
+            "keys and values, of the first ones; leave it out."
+        )
     if num_stages > config.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the {config.num_layers} layers of {model}; "

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from pagoda.backend.base import LinearT
 from pagoda.backend.decoder_operations import xielu
+from pagoda.backend.family_operations import above_deviations, sparse_mixing
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
+from pagoda.backend.relative_attention import columns
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import DenseMlp, Layer
 from pagoda.model.recording import with_adapters
@@ -44,6 +46,8 @@ def own_part(
     if isinstance(mlp, DenseMlp):
         return _dense(ops, mlp, h, maps, adapters)
     scores = ops.linear(h, mlp.router)
+    if mlp.jitter is not None:
+        scores = sparse_mixing(ops, scores, mlp.jitter)
     if shard.dispatches:
         out = dispatched_experts(ops, h, scores, mlp.experts, shard.first_experts)
     else:
@@ -72,7 +76,12 @@ def _dense(
 
 
 def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
-    """Activation of gates [n, d] times what is beside them in [n, 2 d]."""
+    """Activation of gates [n, d] times what is beside them in [n, 2 d], or of this rank's ones of all gates."""
+    if mlp.sparse is not None:
+        deviations, own, count = mlp.sparse
+        gates = above_deviations(ops, columns(ops, both, 0, count), deviations)
+        gates = ops.gelu_tanh(columns(ops, gates, own.start, len(own)))
+        return ops.mul(gates, columns(ops, both, count, len(own)))
     recorded = {
         "silu": ops.silu_and_mul,
         "gelu_tanh": ops.gelu_and_mul,

@@ -215,6 +215,8 @@ class Shard:
         if self.is_first:
             yield config.embedding
             yield from config.encoder_linears
+            if config.beside is not None:
+                yield from config.beside.outer_linears(config.hidden_size)
         tied = self.is_first and config.tie_word_embeddings
         if self.is_last and config.gives_logits and not tied:
             yield config.head
@@ -238,11 +240,11 @@ class Shard:
         """Numbers of a token in the widest layer, about: its hidden state, which parallel parts of a layer read
         later and add up behind, and what all linear layers give."""
         kinds = {self.config.layers[layer]: layer for layer in self.layers}
-        hidden = self.config.hidden_size
+        config, hidden = self.config, self.config.hidden_size
         return max(
             (2 + 2 * one.parallel) * hidden + self._outputs_of(layer)
             for one, layer in kinds.items()
-        )
+        ) + (0 if config.beside is None else config.beside.width(hidden))
 
     def _outputs_of(self, layer: int) -> int:
         """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only, and what

@@ -53,6 +53,28 @@ _YARN_BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 _GEMMA = {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+_LAYER_INPUTS = {
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 320,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+_GEMMA3N = {
+    **_LAYER_INPUTS,
+    "head_dim": 24,
+    "laurel_rank": 8,
+    "altup_num_inputs": 3,
+    "intermediate_size": [96, 96, 80, 80, 96, 64],
+    "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0, 0.0, 0.0],
+    "vocab_size_per_layer_input": 300,
+}
+_GEMMA4 = {
+    **_LAYER_INPUTS,
+    **{"head_dim": 16, "global_head_dim": 40, "use_double_wide_mlp": True},
+    "final_logit_softcapping": 20.0,
+}
 _CAPS = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 2.5}
 _MULTIPLIERS = {
     "embedding_multiplier": 6.0,
@@ -251,6 +273,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": _ROPE_BY_KIND,
+        },
+    ),
+    "gemma3n": ("Gemma3nForCausalLM", _GEMMA3N),
+    "gemma4": ("Gemma4ForCausalLM", _GEMMA4),
+    "gemma4-plain": (
+        "Gemma4ForCausalLM",
+        {
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 24},
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
     "granite": ("GraniteForCausalLM", _MULTIPLIERS),
@@ -469,6 +501,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_config": {"clip_qkv": 1.5},
         },
     ),
+    "phimoe": ("PhimoeForCausalLM", {**_EXPERTS, "lm_head_bias": True, "router_jitter_noise": 0.3}),
+    "dbrx": (
+        "DbrxForCausalLM",
+        {
+            **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
+            "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
+        },
+    ),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "num_hidden_layers": 4}),
 }
 """Class in transformers and values that are not those of `_SHAPE`, by name."""
@@ -550,13 +591,14 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(
-        ("gemma", "qwen3-next", "qwen3.5", "nemotron")
-    )  # of weights of norms
+    less_one = name.startswith(("gemma", "qwen3-next", "qwen3.5", "nemotron"))  # weights of norms
+    less_one &= not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
+            elif parameter_name.endswith("correct_output_scale"):
+                parameter.normal_(mean=1, std=0.2)
             elif "act_fn" in parameter_name:
                 parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
@@ -565,4 +607,6 @@ def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
