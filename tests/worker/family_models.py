@@ -455,6 +455,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"mup_enabled": True, "num_shared_experts": 1},
         },
     ),
+    "mimo-v2": (
+        "MiMoV2FlashForCausalLM",
+        {
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            **{"head_dim": 24, "v_head_dim": 16, "sliding_window": 25, "num_key_value_heads": 1},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "minicpm3": (
         "MiniCPM3ForCausalLM",
         {

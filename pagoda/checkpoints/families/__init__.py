@@ -90,6 +90,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "ExaoneMoeForCausalLM": "sigmoid_experts",
         "MiniMaxM2ForCausalLM": "sigmoid_experts",
         "AfmoeForCausalLM": "sigmoid_experts",
+        "MiMoV2FlashForCausalLM": "mimo",
         "PhimoeForCausalLM": "layer_norm_experts",
         "DbrxForCausalLM": "layer_norm_experts",
         "InternLMForCausalLM": "own_code",
