@@ -112,14 +112,18 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
     Layers behind the model's own predict several tokens at once, and have none. Takes time by the number of names,
     however many layers and experts the model should have."""
     layer = re.compile(rf"{re.escape(spec.names.layers)}\.(\d{{1,9}})\.")
+    together = 1 + spec.names.halves
     by_layer: dict[int, list[str]] = {}
     for name in names:
         within = layer.match(name)
-        if within is not None and int(within[1]) < spec.num_layers:
+        if within is not None and int(within[1]) < spec.num_layers // together:
             by_layer.setdefault(int(within[1]), []).append(name)
     for index, named in by_layer.items():
         read = {
-            name for choices in _of_layer(spec, index, _experts(spec, named)) for name in choices
+            name
+            for layer_index in range(index * together, (index + 1) * together)
+            for choices in _of_layer(spec, layer_index, _experts(spec, named))
+            for name in choices
         }
         linears = {
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
@@ -154,7 +158,7 @@ def no_place(name: str, where: Path, spec: ModelSpec) -> ConfigError:
 
 def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     """Names of each tensor of a model, any one of which will do."""
-    experts = range(spec.experts.routing.num_experts if spec.experts else 0)
+    experts = range(spec.experts.num_stored if spec.experts else 0)
     for linear in spec.outer_linears:
         yield _weight(linear)
     for index in range(spec.num_layers):

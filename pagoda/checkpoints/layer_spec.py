@@ -148,6 +148,15 @@ class ExpertsSpec:
     """Gates of experts where they are not plain SiLU."""
     jitter: float | None = None
     """Weights of experts come of sparse mixing, with this reach (Phi-3.5-MoE)."""
+    identities: int = 0
+    """The last experts, so many of them, give back what they are given (LongCat-Flash)."""
+    carried: bool = False
+    """What experts give counts behind the next layer."""
+
+    @property
+    def num_stored(self) -> int:
+        """Experts that have weights."""
+        return self.routing.num_experts - self.identities
 
 
 LayerKind = LatentSpec | StateSpec

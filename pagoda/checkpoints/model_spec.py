@@ -113,6 +113,11 @@ class ModelSpec:
         ]
 
     @property
+    def layers_together(self) -> int:
+        """Neighbouring layers that stay on one stage: two where one's experts count behind the next."""
+        return 2 if self.experts is not None and self.experts.carried else 1
+
+    @property
     def is_whole(self) -> bool:
         """True of a model whose later layers need what only the first ones have, so that stages cannot share them."""
         reads = any(layer.attention.kv_layer is not None for layer in self.layers)
@@ -422,7 +427,7 @@ class ModelSpec:
             LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
             tuple(
                 self._mlp(layer, spelled, inner, roles, expert, count)
-                for expert in (range(count) if chosen is None else chosen)
+                for expert in (range(experts.num_stored) if chosen is None else chosen)
             ),
             shared,
             shared_router,

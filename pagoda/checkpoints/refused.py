@@ -38,10 +38,6 @@ REFUSED: Mapping[str, Refusal] = {
         "has layers of lightning attention", "MiniMaxM2ForCausalLM"
     ),
     "MiniMaxM1ForCausalLM": Refusal("has layers of lightning attention", "MiniMaxM2ForCausalLM"),
-    "LongcatFlashForCausalLM": Refusal(
-        "has two attentions in every layer, and experts that give their input back",
-        "DeepseekV3ForCausalLM",
-    ),
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),

@@ -193,7 +193,13 @@ class TensorNames:
     flat_convolutions: bool = False
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
+    halves: bool = False
+    """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+
     def of_layer(self, layer: int, name: str) -> str:
+        if self.halves:
+            layer, half = divmod(layer, 2)
+            name = name.replace("{half}", str(half))
         return f"{self.layers}.{self.first_layer + layer}.{name}"
 
 

@@ -42,7 +42,7 @@ from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
 from pagoda.model.loader import Layer, Norm, WeightLoader
-from pagoda.model.mlp import own_part, whole_mlp
+from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import normed, scaled, through, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
@@ -437,6 +437,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         }
         adapted: Sequence[AdaptedLayer | None] = [None] * len(self._layers)
         adapters: Value | None = None
+        carried: Value | None = None
         if self.adapters is not None:
             adapters, adapted = ops.input("adapters"), self.adapters.layers
         for index, layer, maps, cache, states in zip(
@@ -458,6 +459,8 @@ class Decoder(Generic[LinearT, MetadataT]):
                 rows = ops.input("rows")
                 attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
+                if carried is not None:
+                    carried = ops.select_rows(ops.share_rows(carried), rows)
                 if frame is not None:
                     frame.select(ops, rows)
                 if layer.spec.parallel and not layer.spec.parallel_norms:
@@ -479,8 +482,10 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer.spec.parallel:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
+            before, carried = carried, carried_part(ops, self._shard, layer, h)
             out = whole_mlp(ops, self._shard, layer, maps, h, adapters)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
+            x = x if before is None else ops.add(x, before)
             if frame is not None and layer.beside is not None:
                 x = frame.leave(ops, index, layer.beside, x)
         x = x if frame is None else frame.close(ops, x)

@@ -82,6 +82,8 @@ class SparseMlp(Generic[LinearT]):
     shared: DenseMlp[LinearT] | None
     """MLP that every token goes through as well, times a sigmoid of `shared_router` if there is one."""
     shared_router: LinearT | None
+    identity: Tensor | None
+    """[num_experts] float32, factors of weights, where some experts give back what they are given."""
     jitter: float | None
     """Reach of sparse mixing, which makes weights of scores; None where experts choose by scores."""
 
@@ -351,7 +353,11 @@ class WeightLoader(Generic[LinearT]):
             else ExpertActivation(),
             correction,
         )
-        return SparseMlp(router, experts, shared, shared_router, spec.jitter)
+        identity = None
+        if spec.identities:
+            identity = torch.full((spec.routing.num_experts,), spec.routing.scaling_factor)
+            identity = identity.to(self.backend.device)
+        return SparseMlp(router, experts, shared, shared_router, identity, spec.jitter)
 
     def _dense(
         self, index: int, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from pagoda.backend.base import LinearT
 from pagoda.backend.decoder_operations import xielu
-from pagoda.backend.family_operations import above_deviations, sparse_mixing
+from pagoda.backend.family_operations import above_deviations, expert_weights, sparse_mixing
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
 from pagoda.backend.relative_attention import columns
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import DenseMlp, Layer
 from pagoda.model.recording import with_adapters
@@ -33,6 +34,31 @@ def whole_mlp(
     return scatter_rows(ops, own_part(ops, shard, layer, maps, gathered, adapters))
 
 
+def carried_part(ops: GraphBuilder, shard: Shard, layer: Layer[LinearT], h: Value) -> Value | None:
+    """What a layer's experts give behind the next layer [n, hidden], of the normed h [n, hidden]; None of others.
+
+    It is summed over all ranks.
+    """
+    mlp, spec = layer.mlp, layer.spec.mlp
+    if isinstance(mlp, DenseMlp) or isinstance(spec, MlpSpec) or not spec.carried:
+        return None
+    scores = ops.linear(h, mlp.router)
+    out = ops.all_reduce(ops.experts(h, scores, mlp.experts))
+    if mlp.identity is None:
+        return out
+    kept = spec.num_stored
+    weights = expert_weights(
+        ops,
+        scores,
+        mlp.identity,
+        mlp.experts.correction,
+        per_token=spec.routing.experts_per_token,
+        renormalize=False,
+        kept=kept,
+    )
+    return ops.add(out, ops.scale_rows(h, columns(ops, weights, kept, 1)))
+
+
 def own_part(
     ops: GraphBuilder,
     shard: Shard,
@@ -45,6 +71,8 @@ def own_part(
     mlp = layer.mlp
     if isinstance(mlp, DenseMlp):
         return _dense(ops, mlp, h, maps, adapters)
+    if isinstance(layer.spec.mlp, ExpertsSpec) and layer.spec.mlp.carried and mlp.shared is not None:
+        return _dense(ops, mlp.shared, h, None, adapters)
     scores = ops.linear(h, mlp.router)
     if mlp.jitter is not None:
         scores = sparse_mixing(ops, scores, mlp.jitter)

@@ -68,6 +68,8 @@ def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
             return {_GATED[mlp.activation]}
         return _PLAIN.get(mlp.activation, {mlp.activation})
     found = {"experts"}
+    if mlp.identities:
+        found |= {"expert_weights", "columns", "scale_rows"}
     if mlp.jitter is not None:
         found.add("sparse_mixing")
     if mlp.shared_size:

@@ -463,6 +463,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
+    "longcat-flash": (
+        "LongcatFlashForCausalLM",
+        {
+            **{name: size for name, size in _LATENT.items() if name[:3] not in ("moe", "num")},
+            **{"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48},
+            **{"moe_topk": 3, "zero_expert_num": 3, "n_routed_experts": 6, "head_dim": 8},
+            **{"num_hidden_layers": 4, "routed_scaling_factor": 1.7},
+        },
+    ),
     "minicpm3": (
         "MiniCPM3ForCausalLM",
         {

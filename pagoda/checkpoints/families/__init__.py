@@ -91,6 +91,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MiniMaxM2ForCausalLM": "sigmoid_experts",
         "AfmoeForCausalLM": "sigmoid_experts",
         "MiMoV2FlashForCausalLM": "mimo",
+        "LongcatFlashForCausalLM": "longcat",
         "PhimoeForCausalLM": "layer_norm_experts",
         "DbrxForCausalLM": "layer_norm_experts",
         "InternLMForCausalLM": "own_code",
