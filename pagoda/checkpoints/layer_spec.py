@@ -18,6 +18,13 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
 
 
+APART_NORMS = (
+    "router.scale",
+    "pre_feedforward_layernorm_2.weight",
+    "post_feedforward_layernorm_1.weight",
+    "post_feedforward_layernorm_2.weight",
+)
+"""Norms of the router's input, of that of experts, and of what the shared MLP and experts give."""
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 """Names of the numbers of xIELU (Huang and Schlag 2024)."""
 
@@ -152,6 +159,10 @@ class ExpertsSpec:
     """The last experts, so many of them, give back what they are given (LongCat-Flash)."""
     carried: bool = False
     """What experts give counts behind the next layer."""
+    apart: bool = False
+    """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
+    activation: Activation = "silu"
+    """Activation of experts without clamped gates, and of the shared MLP."""
 
     @property
     def num_stored(self) -> int:

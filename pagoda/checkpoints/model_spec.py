@@ -12,6 +12,7 @@ from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import (
+    APART_NORMS,
     XIELU,
     ExpertsSpec,
     LayerSpec,
@@ -501,6 +502,11 @@ class ModelSpec:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu":
             found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
+        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.apart:
+            hidden = self.hidden_size
+            found += [(names.of_layer(layer, name), hidden) for name in APART_NORMS]
+            factors = names.of_layer(layer, "router.per_expert_scale")
+            found.append((factors, spec.mlp.routing.num_experts))
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
             found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
         return found

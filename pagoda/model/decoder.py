@@ -474,7 +474,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer.spec.parallel:
                 h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 mlp = whole_mlp if self._shard.dp_attention else own_part
-                out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
+                out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters, x))
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
@@ -483,7 +483,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
             before, carried = carried, carried_part(ops, self._shard, layer, h)
-            out = whole_mlp(ops, self._shard, layer, maps, h, adapters)
+            out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
             x = x if before is None else ops.add(x, before)
             if frame is not None and layer.beside is not None:

@@ -25,7 +25,7 @@ from pagoda.backend.weights import (
     weight_bytes,
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
-from pagoda.checkpoints.layer_spec import XIELU, Activation, LayerSpec, MlpSpec
+from pagoda.checkpoints.layer_spec import APART_NORMS, XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
@@ -69,6 +69,17 @@ class DenseMlp(Generic[LinearT]):
     sparse: SparseGate | None = None
 
 
+class ApartMlp(NamedTuple):
+    """Vectors of experts that stand beside the shared MLP, [hidden] float32 all but the last."""
+
+    router_norm: Tensor
+    experts_norm: Tensor
+    shared_post_norm: Tensor
+    experts_post_norm: Tensor
+    factors: Tensor
+    """[num_experts] float32, of the weights of experts."""
+
+
 @dataclass(frozen=True)
 class SparseMlp(Generic[LinearT]):
     """Experts of which each token goes through a few.
@@ -84,6 +95,7 @@ class SparseMlp(Generic[LinearT]):
     shared_router: LinearT | None
     identity: Tensor | None
     """[num_experts] float32, factors of weights, where some experts give back what they are given."""
+    apart: ApartMlp | None
     jitter: float | None
     """Reach of sparse mixing, which makes weights of scores; None where experts choose by scores."""
 
@@ -327,7 +339,8 @@ class WeightLoader(Generic[LinearT]):
         router = self.linear([sparse.router], bias=spec.bias)
         shared = shared_router = None
         if sparse.shared is not None:
-            shared = self._dense(index, sparse.shared, MlpSpec(spec.shared_size))
+            dense = MlpSpec(spec.shared_size, activation=spec.activation)
+            shared = self._dense(index, sparse.shared, dense)
         if sparse.shared_router is not None:
             shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
@@ -350,14 +363,24 @@ class WeightLoader(Generic[LinearT]):
             self.expert_counts,
             ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
             if spec.clamp
-            else ExpertActivation(),
+            else ExpertActivation("gelu_tanh" if spec.activation == "gelu_tanh" else "silu"),
             correction,
         )
         identity = None
         if spec.identities:
             identity = torch.full((spec.routing.num_experts,), spec.routing.scaling_factor)
             identity = identity.to(self.backend.device)
-        return SparseMlp(router, experts, shared, shared_router, identity, spec.jitter)
+        apart = self._apart(index) if spec.apart else None
+        return SparseMlp(router, experts, shared, shared_router, identity, apart, spec.jitter)
+
+    def _apart(self, index: int) -> ApartMlp:
+        """Norms of experts and of what is beside them; the router's input is over the root of its size."""
+        config = self.shard.config
+        hidden, of_layer = config.hidden_size, config.names.of_layer
+        found = [self.vector(of_layer(index, name), hidden) for name in APART_NORMS]
+        count = len(self.expert_counts)
+        factors = self.vector(of_layer(index, "router.per_expert_scale"), count)
+        return ApartMlp(found[0] * hidden**-0.5, found[1], found[2], found[3], factors)
 
     def _dense(
         self, index: int, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec

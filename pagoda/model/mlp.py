@@ -12,7 +12,7 @@ from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_row
 from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.model.adapters import AdaptedLayer
-from pagoda.model.loader import DenseMlp, Layer
+from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
 from pagoda.model.recording import with_adapters
 from pagoda.model.sharding import Shard
 
@@ -24,14 +24,39 @@ def whole_mlp(
     maps: AdaptedLayer | None,
     h: Value,
     adapters: Value | None,
+    x: Value,
 ) -> Value:
-    """The MLP's output [n, hidden], summed over all ranks, from normed hidden states h [n, hidden]."""
+    """The MLP's output [n, hidden], summed over all ranks, from hidden states x [n, hidden], normed in h."""
+    if isinstance(layer.mlp, SparseMlp) and layer.mlp.apart is not None:
+        return _apart(ops, shard, layer.mlp, layer.mlp.apart, h, x)
     if not shard.dp_attention:
         return ops.all_reduce(own_part(ops, shard, layer, maps, h, adapters))
     if shard.dispatches and not isinstance(layer.mlp, DenseMlp):
         return own_part(ops, shard, layer, maps, h, adapters)
     gathered = gather_rows(ops, h)
     return scatter_rows(ops, own_part(ops, shard, layer, maps, gathered, adapters))
+
+
+def _apart(
+    ops: GraphBuilder, shard: Shard, mlp: SparseMlp[LinearT], apart: ApartMlp, h: Value, x: Value
+) -> Value:
+    """The sum of what the shared MLP makes of h and experts of x [n, hidden], each normed."""
+    routing, eps = mlp.experts.routing, shard.config.norm.eps
+    logits = ops.linear(ops.rms_norm(x, apart.router_norm, eps), mlp.router)
+    weights = expert_weights(
+        ops,
+        logits,
+        apart.factors,
+        per_token=routing.experts_per_token,
+        renormalize=True,
+        kept=routing.num_experts,
+    )
+    own = ops.experts(ops.rms_norm(x, apart.experts_norm, eps), weights, mlp.experts)
+    own = ops.rms_norm(ops.all_reduce(own), apart.experts_post_norm, eps)
+    if mlp.shared is None:
+        return own
+    shared = ops.all_reduce(_dense(ops, mlp.shared, h, None, None))
+    return ops.add(ops.rms_norm(shared, apart.shared_post_norm, eps), own)
 
 
 def carried_part(ops: GraphBuilder, shard: Shard, layer: Layer[LinearT], h: Value) -> Value | None:

@@ -68,12 +68,14 @@ def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
             return {_GATED[mlp.activation]}
         return _PLAIN.get(mlp.activation, {mlp.activation})
     found = {"experts"}
+    if mlp.apart:
+        found |= {"expert_weights", "gelu_and_mul", "rms_norm"}
     if mlp.identities:
         found |= {"expert_weights", "columns", "scale_rows"}
     if mlp.jitter is not None:
         found.add("sparse_mixing")
     if mlp.shared_size:
-        found.add("silu_and_mul")
+        found.add(_GATED[mlp.activation])
     if mlp.scores_shared:
         found |= {"sigmoid", "scale_rows"}
     return found

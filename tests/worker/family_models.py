@@ -285,6 +285,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        {
+            **{"head_dim": 16, "global_head_dim": 24, "hidden_size_per_layer_input": 0},
+            **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
+            **{"enable_moe_block": True, "sliding_window": 24},
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "granite": ("GraniteForCausalLM", _MULTIPLIERS),
     "granite4": ("GraniteMoeHybridForCausalLM", {**_MULTIPLIERS, **_NO_STATE}),
     "granite4-nope": (
@@ -614,7 +623,7 @@ def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
-            elif parameter_name.endswith("correct_output_scale"):
+            elif parameter_name.endswith(("output_scale", "router.scale", "expert_scale")):
                 parameter.normal_(mean=1, std=0.2)
             elif "act_fn" in parameter_name:
                 parameter.normal_(std=0.5)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.gemma import NAMES
 from pagoda.checkpoints.families.shared import (
     every_nth_full,
@@ -19,7 +20,7 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_inputs import LayerInputs, StreamsSpec
-from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec, OwnHeads
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, OwnHeads
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.rope import parse_rope, rope_of_kind
@@ -177,7 +178,6 @@ def _wide_heads(fields: Fields) -> OwnHeads:
 def _adapt_4(spec: ModelSpec, fields: Fields) -> ModelSpec:
     if fields.values.get("use_bidirectional_attention") not in (None, "vision"):
         fields.refuse("use_bidirectional_attention", "must be null or vision")
-    fields.require("enable_moe_block", False)
     narrow = fields.positive(_NARROW)
     window = OwnHeads(narrow, narrow, fields.positive(_FEW))
     full = _wide_heads(fields.updated({"head_dim": narrow, "num_key_value_heads": fields.positive(_FEW)}))
@@ -195,7 +195,8 @@ def _adapt_4(spec: ModelSpec, fields: Fields) -> ModelSpec:
         wide = fields.flag("use_double_wide_mlp", False) and changed.kv_layer is not None
         if wide and isinstance(mlp, MlpSpec):
             mlp = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
-        return replace(layer, attention=changed, mlp=mlp)
+        experts = _experts(fields, mlp.intermediate_size)
+        return replace(layer, attention=changed, mlp=experts or mlp)
 
     spec = _with_shared_kv(_adapted(spec, fields, 6, None), fields, 0)
     local = rope_of_kind(fields, "sliding_attention")
@@ -214,6 +215,19 @@ def _adapt_4(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return replace(spec.with_layers(change), rotary=rotary, beside=beside)
 
 
+def _experts(fields: Fields, dense: int) -> ExpertsSpec | None:
+    """Experts beside an MLP of so many inner channels; None in models that have none."""
+    if not fields.flag("enable_moe_block", False):
+        return None
+    count = fields.positive("num_experts", most=65_536)
+    chosen = fields.positive("top_k_experts")
+    if chosen > count:
+        fields.refuse("top_k_experts", f"must be at most num_experts ({count})")
+    routing = ExpertRouting(count, chosen, renormalize=False, scores="given")
+    inner = fields.positive("moe_intermediate_size")
+    return ExpertsSpec(routing, inner, shared_size=dense, apart=True, activation="gelu_tanh")
+
+
 def _full_rope(fields: Fields) -> Fields:
     """Fields of the rotary table of layers that see all."""
     if rope_of_kind(fields, "full_attention") is not None:
@@ -224,9 +238,19 @@ def _full_rope(fields: Fields) -> Fields:
 
 GEMMA4 = Family(
     "Gemma4ForCausalLM",
-    "Gemma 4 E2B, E4B and 31B",
+    "Gemma 4 E2B, E4B, 26B-A4B and 31B",
     _adapt_4,
-    names=_NAMES,
+    names=replace(
+        _NAMES,
+        router="router.proj",
+        expert_gate="experts.gate_up_proj",
+        expert_up="experts.gate_up_proj",
+        expert_down="experts.down_proj",
+        expert_layout="bare",
+        shared_gate="mlp.gate_proj",
+        shared_up="mlp.up_proj",
+        shared_down="mlp.down_proj",
+    ),
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     values=_values_4,
     activation="gelu_tanh",
