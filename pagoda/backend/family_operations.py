@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of one or two families of decoders: what goes in and out of each, and the functions that record them."""
+"""Operations of one or two families of decoders: what goes in and out of each, and functions that record them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def expert_weights(
     renormalize: bool,
     kept: int,
 ) -> Value:
-    """Weights of experts by logits [n, experts]: a softmax times factors [experts] of those chosen, 0 of all others.
+    """Weights of experts by logits [n, experts]: a softmax times factors [experts] of those chosen, 0 of others.
 
     So many experts of a token are chosen by their logits, or by their share plus a correction [experts];
     `renormalize` has their shares add up to one. Gives [n, kept], or [n, kept + 1] where there are more: then the
@@ -97,7 +97,7 @@ def above_deviations(ops: GraphBuilder, x: Value, deviations: float) -> Value:
 
 
 def match_magnitude(ops: GraphBuilder, x: Value, like: Value, least: float) -> Value:
-    """x [n, d] brought to the root mean square of `like` [n, d]; its own mean square counts as `least` at least."""
+    """x [n, d] brought to the root mean square of `like` [n, d]; its own one counts as `least` at least."""
     _expect_width(like, x.width)
     return ops.record("match_magnitude", [x, like], [], {"least": least}, x.width)
 

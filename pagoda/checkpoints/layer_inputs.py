@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of tokens for every layer, and hidden states of several streams, as Gemma 3n and 4 have them; no torch."""
+"""Embeddings of tokens for every layer, and hidden states of several streams (Gemma 3n and 4); no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda.checkpoints.tensor_names import StoredRows, TensorNames
 
 @dataclass(frozen=True)
 class StreamsSpec:
-    """Several hidden states of a token, of which a layer computes one and predicts the others (Baykal et al. 2023).
+    """Several hidden states of a token, of which a layer computes one and predicts others (Baykal et al. 2023).
 
     A low-rank map of its input is added to the output of attention (LAuReL, Menghani et al. 2024).
     """
@@ -111,7 +111,10 @@ class LayerInputs:
         """Names and sizes of a layer's vectors: norms, the scale of corrected states, and of its output."""
         found = [("post_per_layer_input_norm.weight", hidden)] * (self.size > 0)
         if self.streams is not None:
-            found += [("altup.router_norm.weight", hidden), ("laurel.post_laurel_norm.weight", hidden)]
+            found += [
+                ("altup.router_norm.weight", hidden),
+                ("laurel.post_laurel_norm.weight", hidden),
+            ]
             found += [("altup.correct_output_scale", hidden)] * self.streams.scales_corrected
         found += [("layer_scalar", 1)] * self.scaled
         return [(names.of_layer(layer, name), size) for name, size in found]

@@ -107,7 +107,7 @@ class ModelSpec:
 
     @property
     def kept_layers(self) -> list[tuple[str, int] | None]:
-        """What each layer keeps of a sequence, and its reach; None of a layer that reads what another one keeps."""
+        """What each layer keeps of a sequence, and its reach; None of one that reads what another one keeps."""
         return [
             (layer.kv_kind, layer.attention.reach) if layer.attention.kv_layer is None else None
             for layer in self.layers
@@ -120,7 +120,7 @@ class ModelSpec:
 
     @property
     def is_whole(self) -> bool:
-        """True of a model whose later layers need what only the first ones have, so that stages cannot share them."""
+        """True of a model whose later layers need what only the first ones have: stages cannot share them."""
         reads = any(layer.attention.kv_layer is not None for layer in self.layers)
         return reads or (self.beside is not None and self.beside.spans_layers)
 

@@ -57,7 +57,7 @@ class StoredRows:
 
 ExpertLayout = Literal["linear", "bare", "transposed", "interleaved", "flat"]
 """Tensors [experts, outputs, inputs], whose names may be bare, or [experts, inputs, outputs], whose names are, and
-in which gates and ups may take turns; or bare ones [experts inner, hidden], be inner channels outputs or inputs."""
+in which gates and ups may take turns; or bare ones [experts inner, hidden], be inner ones outputs or inputs."""
 
 
 HeadNormLayout = Literal["stacked", "listed", "shared"]

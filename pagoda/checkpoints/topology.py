@@ -65,8 +65,8 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
         )
     if num_stages > 1 and config.is_whole:
         raise ConfigError(
-            f"--pipeline-parallel-size {num_stages} does not go with {model}, whose layers are given embeddings, or "
-            "keys and values, of the first ones; leave it out."
+            f"--pipeline-parallel-size {num_stages} does not go with {model}, whose layers are given "
+            "embeddings, or keys and values, of the first ones; leave it out."
         )
     most = config.num_layers // config.layers_together
     if num_stages > most:
@@ -89,9 +89,7 @@ def _fits(
     return (
         can_share_heads(config.num_heads, config.num_kv_heads, tp_size)
         and all(tp_size <= count for count, _ in channels)
-        and not (
-            expert_parallel and config.experts and tp_size > config.experts.num_stored
-        )
+        and not (expert_parallel and config.experts and tp_size > config.experts.num_stored)
     )
 
 

@@ -482,7 +482,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer.spec.parallel:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
-            before, carried = carried, carried_part(ops, self._shard, layer, h)
+            before, carried = carried, carried_part(ops, layer, h)
             out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
             x = x if before is None else ops.add(x, before)

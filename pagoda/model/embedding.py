@@ -23,8 +23,8 @@ def embed(
 ) -> Value:
     """Embeddings of the tokens times the multiplier, [n, hidden]; hidden states of a stage without a table.
 
-    With `embeds_spans`, those that are given count for tokens of the id behind the vocabulary, whose row of the table
-    is zeros.
+    With `embeds_spans`, those that are given count for tokens of the id behind the vocabulary, whose row of the
+    table is zeros.
     """
     config = shard.config
     if embedding is None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import LinearT
-from pagoda.backend.relative_attention import columns
 from pagoda.backend.family_operations import (
     correct_streams,
     join_columns,
@@ -21,6 +20,7 @@ from pagoda.backend.family_operations import (
 )
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
+from pagoda.backend.relative_attention import columns
 from pagoda.backend.weights import DenseWeight, dequantize
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.model.sharding import Shard
@@ -153,7 +153,7 @@ class Frame:
         return x if layer.factor == 1 else ops.scale(x, layer.factor)
 
     def _with_embedded(self, ops: GraphBuilder, x: Value, out: Value) -> Value:
-        """x [n, hidden] with what comes of a token's embedding, or all streams with it but the first, which x is."""
+        """x [n, hidden] with what comes of a token's embedding; of streams, all but the first, which x is, get it."""
         if self._streams is None:
             return ops.add(x, out)
         width = x.width
@@ -188,9 +188,7 @@ def load_beside(loader: WeightLoader[LinearT]) -> Beside[LinearT] | None:
     table = projection = None
     norm = torch.empty(0)
     if spec.size:
-        table, projection = (
-            loader.linear([it]) for it in list(spec.outer_linears(hidden))[:2]
-        )
+        table, projection = (loader.linear([it]) for it in list(spec.outer_linears(hidden))[:2])
         ((name, size),) = spec.outer_vectors
         norm = loader.vector(name, size).repeat(spec.num_layers)
     openings, closings = (
@@ -210,7 +208,9 @@ def load_layer_beside(loader: WeightLoader[LinearT], index: int) -> LayerBeside[
     sizes = spec.layer_vectors(config.names, index, hidden)
     prefix = config.names.of_layer(index, "")
     vectors = {name.removeprefix(prefix): loader.vector(name, size) for name, size in sizes}
-    maps = {it.name.removeprefix(prefix): it for it in spec.layer_linears(config.names, index, hidden)}
+    maps = {
+        it.name.removeprefix(prefix): it for it in spec.layer_linears(config.names, index, hidden)
+    }
     streams = None
     if spec.streams is not None:
         # Inputs of the router are over their number.

@@ -59,7 +59,7 @@ def _apart(
     return ops.add(ops.rms_norm(shared, apart.shared_post_norm, eps), own)
 
 
-def carried_part(ops: GraphBuilder, shard: Shard, layer: Layer[LinearT], h: Value) -> Value | None:
+def carried_part(ops: GraphBuilder, layer: Layer[LinearT], h: Value) -> Value | None:
     """What a layer's experts give behind the next layer [n, hidden], of the normed h [n, hidden]; None of others.
 
     It is summed over all ranks.
@@ -96,7 +96,11 @@ def own_part(
     mlp = layer.mlp
     if isinstance(mlp, DenseMlp):
         return _dense(ops, mlp, h, maps, adapters)
-    if isinstance(layer.spec.mlp, ExpertsSpec) and layer.spec.mlp.carried and mlp.shared is not None:
+    if (
+        isinstance(layer.spec.mlp, ExpertsSpec)
+        and layer.spec.mlp.carried
+        and mlp.shared is not None
+    ):
         return _dense(ops, mlp.shared, h, None, adapters)
     scores = ops.linear(h, mlp.router)
     if mlp.jitter is not None:

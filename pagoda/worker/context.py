@@ -25,7 +25,7 @@ def check_context_parallel(
         raise ConfigError(f"{flag} does not go with encoders, which keep no context; leave it out.")
     if shape.beside is not None:
         raise ConfigError(
-            f"{flag} does not go with {config.model}, whose layers are given embeddings of all tokens; leave it out."
+            f"{flag} does not go with {config.model}, whose layers are given embeddings; leave it out."
         )
     if any(layer.state is not None for layer in shape.layers):
         raise ConfigError(

@@ -189,7 +189,9 @@ class WorkerMemoryPlan:
             passing = group.kind is KVKind.STEP  # each layer writes what it reads
             places = [0] * len(held) if passing else range(len(held))
             found |= {layer: LayerPlace(number, at) for at, layer in zip(places, held, strict=True)}
-        read = {layer: self.shard.config.layers[layer].attention.kv_layer for layer in self.shard.layers}
+        read = {
+            layer: self.shard.config.layers[layer].attention.kv_layer for layer in self.shard.layers
+        }
         return [found[layer if other is None else other] for layer, other in read.items()]
 
     def layer_caches(self, caches: Sequence[KVCache | LatentCache]) -> list[LayerCache]:

@@ -14,7 +14,6 @@ from pagoda.checkpoints.families.shared import (
     every_nth_full,
     text_sizes,
     with_attention,
-    with_attention_of,
     with_local_rotary,
 )
 from pagoda.checkpoints.family import Family
@@ -180,17 +179,17 @@ def _adapt_4(spec: ModelSpec, fields: Fields) -> ModelSpec:
         fields.refuse("use_bidirectional_attention", "must be null or vision")
     narrow = fields.positive(_NARROW)
     window = OwnHeads(narrow, narrow, fields.positive(_FEW))
-    full = _wide_heads(fields.updated({"head_dim": narrow, "num_key_value_heads": fields.positive(_FEW)}))
+    full = _wide_heads(
+        fields.updated({"head_dim": narrow, "num_key_value_heads": fields.positive(_FEW)})
+    )
     equal = fields.flag("attention_k_eq_v", False)
     usual = OwnHeads(spec.head_dim, spec.head_dim, spec.num_kv_heads)
 
-    def change(index: int, layer: LayerSpec) -> LayerSpec:
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
         is_full = layer.attention.window is None
         heads = full if is_full else window
         own = None if heads == usual and not (is_full and equal) else heads
-        changed = replace(
-            layer.attention, own_heads=own, values_are_keys=is_full and equal
-        )
+        changed = replace(layer.attention, own_heads=own, values_are_keys=is_full and equal)
         mlp = layer.mlp
         wide = fields.flag("use_double_wide_mlp", False) and changed.kv_layer is not None
         if wide and isinstance(mlp, MlpSpec):

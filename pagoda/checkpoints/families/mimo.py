@@ -30,7 +30,9 @@ def _values(fields: Fields) -> Mapping[str, object]:
     full = fields.positive("num_key_value_heads", 4)
     of_windows = fields.positive("swa_num_key_value_heads", 2 * full)
     if of_windows % full:
-        fields.refuse("swa_num_key_value_heads", f"must be a multiple of num_key_value_heads ({full})")
+        fields.refuse(
+            "swa_num_key_value_heads", f"must be a multiple of num_key_value_heads ({full})"
+        )
     return {_FULL_HEADS: full, "num_key_value_heads": of_windows}
 
 
@@ -67,7 +69,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 def _windows(spec: ModelSpec, fields: Fields) -> tuple[int | None, ...]:
     """Window of each layer; its makers' files count the tokens before a token alone."""
     count = spec.num_layers
-    usual = [_KINDS[0 < layer and (layer + 1) % 6 != 0] for layer in range(count)]
+    usual = [_KINDS[layer > 0 and (layer + 1) % 6 != 0] for layer in range(count)]
     if fields.values.get("hybrid_layer_pattern") is not None:
         flags = fields.integers("hybrid_layer_pattern")
         if len(flags) != count or set(flags) - {0, 1}:
