@@ -92,7 +92,7 @@ def expert_weights(
 
 
 def above_deviations(ops: GraphBuilder, x: Value, deviations: float) -> Value:
-    """By how much x [n, d] is above its row's mean plus so many standard deviations, 0 where it is not: [n, d]."""
+    """Excess of x [n, d] over its row's mean plus so many standard deviations, 0 where there is none: [n, d]."""
     return ops.record("above_deviations", [x], [], {"deviations": deviations}, x.width)
 
 

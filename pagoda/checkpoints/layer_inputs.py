@@ -25,7 +25,7 @@ class StreamsSpec:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What layers are given of a token besides hidden states."""
+    """Inputs of layers besides hidden states."""
 
     size: int
     """Elements of a token's embedding for each layer; 0 where there are none."""

@@ -158,7 +158,7 @@ class ExpertsSpec:
     identities: int = 0
     """The last experts, so many of them, give back what they are given (LongCat-Flash)."""
     carried: bool = False
-    """What experts give counts behind the next layer."""
+    """Outputs of experts count behind the next layer."""
     apart: bool = False
     """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
     activation: Activation = "silu"

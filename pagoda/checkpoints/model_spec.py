@@ -80,7 +80,7 @@ class ModelSpec:
     """Format of the checkpoint's linear layers; None where all are dense."""
     multipliers: Multipliers = field(default_factory=Multipliers)
     beside: LayerInputs | None = None
-    """What layers are given besides hidden states."""
+    """Inputs of layers besides hidden states."""
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
     position_table: PositionTable | None = None
@@ -107,7 +107,7 @@ class ModelSpec:
 
     @property
     def kept_layers(self) -> list[tuple[str, int] | None]:
-        """What each layer keeps of a sequence, and its reach; None of one that reads what another one keeps."""
+        """Kind and reach of what each layer keeps of a sequence; None of one that reads what another one keeps."""
         return [
             (layer.kv_kind, layer.attention.reach) if layer.attention.kv_layer is None else None
             for layer in self.layers

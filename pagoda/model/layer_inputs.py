@@ -77,7 +77,7 @@ class Beside(Generic[LinearT]):
     """Factor of embeddings in the table."""
 
     def open(self, ops: GraphBuilder, shard: Shard, x: Value, *, embeds_spans: bool) -> Frame:
-        """What layers are given of embeddings x [n, hidden] and of the tokens; records both once."""
+        """Inputs of layers that come of embeddings x [n, hidden] and of tokens, recorded once for all."""
         embedded = None
         if self.table is not None and self.projection is not None:
             size, first = self.spec.size, shard.channels(self.spec.vocab_size).start
@@ -94,7 +94,7 @@ class Beside(Generic[LinearT]):
 
 
 class Frame:
-    """What goes past attention and MLPs while a model's layers are recorded, one after the other."""
+    """Values that go past attention and MLPs while a model's layers are recorded, one after the other."""
 
     def __init__(self, beside: Beside[Any], embedded: Value | None, streams: Value | None) -> None:
         """Tokens' embeddings for all layers [n, layers size], and hidden states [n, count hidden], if there are
@@ -153,7 +153,7 @@ class Frame:
         return x if layer.factor == 1 else ops.scale(x, layer.factor)
 
     def _with_embedded(self, ops: GraphBuilder, x: Value, out: Value) -> Value:
-        """x [n, hidden] with what comes of a token's embedding; of streams, all but the first, which x is, get it."""
+        """x [n, hidden] with what comes of a token's embedding, or, in its place, all streams behind the first."""
         if self._streams is None:
             return ops.add(x, out)
         width = x.width

@@ -134,7 +134,7 @@ class Layer(Generic[LinearT]):
     part_norm: PartNorm | None
     """Norm of the heads of a part of queries, keys and values."""
     beside: LayerBeside[LinearT] | None
-    """What the layer does to hidden states besides attention and MLP."""
+    """Weights besides those of attention and MLP."""
     head_layer_norms: tuple[Tensor, Tensor] | None
     """Weights and biases of layer norms of the heads of queries, then of keys: [heads head_dim] float32."""
     slopes: Tensor | None

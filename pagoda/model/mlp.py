@@ -60,7 +60,7 @@ def _apart(
 
 
 def carried_part(ops: GraphBuilder, layer: Layer[LinearT], h: Value) -> Value | None:
-    """What a layer's experts give behind the next layer [n, hidden], of the normed h [n, hidden]; None of others.
+    """Outputs [n, hidden] of experts that count behind the next layer, of the normed h; None of other layers.
 
     It is summed over all ranks.
     """

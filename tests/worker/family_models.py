@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from own_arithmetic_models import OWN_ARITHMETIC
 from safetensors.torch import load_file, save_file
 
 _SHAPE: dict[str, Any] = {
@@ -53,28 +54,6 @@ _YARN_BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 _GEMMA = {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
-_LAYER_INPUTS = {
-    "hidden_size_per_layer_input": 12,
-    "vocab_size_per_layer_input": 320,
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-}
-_GEMMA3N = {
-    **_LAYER_INPUTS,
-    "head_dim": 24,
-    "laurel_rank": 8,
-    "altup_num_inputs": 3,
-    "intermediate_size": [96, 96, 80, 80, 96, 64],
-    "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0, 0.0, 0.0],
-    "vocab_size_per_layer_input": 300,
-}
-_GEMMA4 = {
-    **_LAYER_INPUTS,
-    **{"head_dim": 16, "global_head_dim": 40, "use_double_wide_mlp": True},
-    "final_logit_softcapping": 20.0,
-}
 _CAPS = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 2.5}
 _MULTIPLIERS = {
     "embedding_multiplier": 6.0,
@@ -275,25 +254,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _ROPE_BY_KIND,
         },
     ),
-    "gemma3n": ("Gemma3nForCausalLM", _GEMMA3N),
-    "gemma4": ("Gemma4ForCausalLM", _GEMMA4),
-    "gemma4-plain": (
-        "Gemma4ForCausalLM",
-        {
-            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
-            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 24},
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        },
-    ),
-    "gemma4-moe": (
-        "Gemma4ForCausalLM",
-        {
-            **{"head_dim": 16, "global_head_dim": 24, "hidden_size_per_layer_input": 0},
-            **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
-            **{"enable_moe_block": True, "sliding_window": 24},
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        },
-    ),
     "granite": ("GraniteForCausalLM", _MULTIPLIERS),
     "granite4": ("GraniteMoeHybridForCausalLM", {**_MULTIPLIERS, **_NO_STATE}),
     "granite4-nope": (
@@ -464,23 +424,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"mup_enabled": True, "num_shared_experts": 1},
         },
     ),
-    "mimo-v2": (
-        "MiMoV2FlashForCausalLM",
-        {
-            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-            **{"head_dim": 24, "v_head_dim": 16, "sliding_window": 25, "num_key_value_heads": 1},
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        },
-    ),
-    "longcat-flash": (
-        "LongcatFlashForCausalLM",
-        {
-            **{name: size for name, size in _LATENT.items() if name[:3] not in ("moe", "num")},
-            **{"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48},
-            **{"moe_topk": 3, "zero_expert_num": 3, "n_routed_experts": 6, "head_dim": 8},
-            **{"num_hidden_layers": 4, "routed_scaling_factor": 1.7},
-        },
-    ),
     "minicpm3": (
         "MiniCPM3ForCausalLM",
         {
@@ -527,16 +470,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_config": {"clip_qkv": 1.5},
         },
     ),
-    "phimoe": ("PhimoeForCausalLM", {**_EXPERTS, "lm_head_bias": True, "router_jitter_noise": 0.3}),
-    "dbrx": (
-        "DbrxForCausalLM",
-        {
-            **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
-            "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 10000.0},
-            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
-        },
-    ),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "num_hidden_layers": 4}),
+    **OWN_ARITHMETIC,
 }
 """Class in transformers and values that are not those of `_SHAPE`, by name."""
 TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
