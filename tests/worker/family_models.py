@@ -508,6 +508,29 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
     return make_random(name, kind, {**changes, **sizes})
 
 
+_COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
+_IN_PAIRS = "longcat-flash"
+
+
+def of_one_layer(name: str) -> dict[str, Any] | None:
+    """Values of a configuration by which a family has one layer, the last of its kinds, or the least that it can;
+    None of a family that is another one's class."""
+    if name not in FAMILIES and name not in TEXT_PARTS:
+        return None
+    *_, changes = (FAMILIES if name in FAMILIES else TEXT_PARTS)[name]
+    own = [it for it in _COUNTS if it in {**changes, "num_hidden_layers": 0}]
+    count = changes.get(own[0], _SHAPE["num_hidden_layers"])
+    lists = {
+        key: value[-1:]
+        for key, value in changes.items()
+        if isinstance(value, list) and len(value) == count
+    }
+    zeros = {"num_kv_shared_layers": 0} if "num_kv_shared_layers" in changes else {}
+    if name == _IN_PAIRS:
+        return {"num_layers": 1, "num_hidden_layers": 2}
+    return {**dict.fromkeys(own, 1), **lists, **zeros}
+
+
 def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
     """A model of a class of transformers whose configuration has these values, the same for each name."""
     cls = getattr(transformers, kind)

@@ -25,7 +25,8 @@ _GEMMA3N = {
 _GEMMA4 = {
     **_LAYER_INPUTS,
     **{"head_dim": 16, "global_head_dim": 40, "use_double_wide_mlp": True},
-    "final_logit_softcapping": 20.0,
+    "final_logit_softcapping": 10.0,
+    "initializer_range": 0.2,
 }
 _PHIMOE = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
 
@@ -72,6 +73,7 @@ OWN_ARITHMETIC: dict[str, tuple[str, dict[str, Any]]] = {
         "DbrxForCausalLM",
         {
             **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
+            "initializer_range": 0.05,
             "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 10000.0},
             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
         },
