@@ -72,6 +72,11 @@ class LongRopeScaling:
     original_max_position_embeddings: int
     attention_factor: float
     """Factor of cosines and sines."""
+    short_attention_factor: float
+    """The same for sequences up to the original length."""
+
+    def scale(self, max_length: int) -> float:
+        return self.attention_factor if self.is_long(max_length) else self.short_attention_factor
 
     def factors(self, max_length: int) -> tuple[float, ...]:
         return self.long_factors if self.is_long(max_length) else self.short_factors
@@ -300,11 +305,13 @@ def _longrope_scaling(rope: Fields, fields: Fields) -> LongRopeScaling:
         own.refuse(key, "must be at least 2")
     factor = rope.optional_number("factor") or longest / original
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    scale = rope.optional_number("attention_factor") or scale
     return LongRopeScaling(
         short_factors=tuple(map(float, rope.amounts("short_factor"))),
         long_factors=tuple(map(float, rope.amounts("long_factor"))),
         original_max_position_embeddings=original,
-        attention_factor=rope.optional_number("attention_factor") or scale,
+        attention_factor=rope.optional_number("long_mscale") or scale,
+        short_attention_factor=rope.optional_number("short_mscale") or scale,
     )
 
 

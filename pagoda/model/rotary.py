@@ -45,7 +45,7 @@ def rotary_frequencies(rotary: RotarySpec, max_length: int) -> tuple[Tensor, flo
         return 1.0 / wavelengths / torch.tensor(scaling.factors), 1.0
     if isinstance(scaling, LongRopeScaling):
         factors = torch.tensor(scaling.factors(max_length))
-        return 1.0 / (factors * wavelengths), scaling.attention_factor
+        return 1.0 / (factors * wavelengths), scaling.scale(max_length)
     if isinstance(scaling, Llama3Scaling):
         return _llama3(1.0 / wavelengths, scaling), 1.0
     return _yarn(wavelengths, rotary.theta, scaling), _yarn_scale(scaling)

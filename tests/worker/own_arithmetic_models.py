@@ -28,7 +28,15 @@ _GEMMA4 = {
     "final_logit_softcapping": 10.0,
     "initializer_range": 0.2,
 }
-_PHIMOE = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
+_PHIMOE = {
+    **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.2, "long_mscale": 1.4},
+        "original_max_position_embeddings": 256,
+        "short_factor": [1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0],
+        "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0],
+    },
+}
 
 OWN_ARITHMETIC: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("Gemma3nForCausalLM", _GEMMA3N),
@@ -73,7 +81,6 @@ OWN_ARITHMETIC: dict[str, tuple[str, dict[str, Any]]] = {
         "DbrxForCausalLM",
         {
             **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
-            "initializer_range": 0.05,
             "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 10000.0},
             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
         },

@@ -120,7 +120,7 @@ def _of_layers(fields: Fields, name: str, num_layers: int, usual: Sequence[float
 _OWN = frozenset(
     {"final_logit_softcapping", "hidden_size_per_layer_input", "num_kv_shared_layers"}
     | {"activation_sparsity_pattern", "attention_k_eq_v", "enable_moe_block"}
-    | {"use_bidirectional_attention", "num_experts"}
+    | {"use_bidirectional_attention", "num_experts", "query_pre_attn_scalar"}
 )
 _DEFAULTS = {
     "num_attention_heads": 8,
