@@ -398,7 +398,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             own = vars(layer) | vars(layer.mlp)
             own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
             own |= {} if layer.of_kind is None else vars(layer.of_kind)
-            own |= {} if layer.beside is None else vars(layer.beside)
+            own |= {} if layer.beside is None else layer.beside.named()
             for name, weight in own.items():
                 named[f"layers.{index}.{name}"] = weight
         return {

@@ -51,14 +51,17 @@ class Streams(Generic[LinearT]):
 class LayerBeside(Generic[LinearT]):
     """Weights of a layer besides those of attention and MLP."""
 
-    gate: LinearT | None
-    """Map of hidden states to what a token's embedding is times, behind an activation."""
-    projection: LinearT | None
-    norm: Tensor | None
-    """[hidden] float32, of what comes of the embedding."""
+    embedded: tuple[LinearT, LinearT, Tensor] | None
+    """Map of hidden states to what a token's embedding is times, behind an activation, the map back, and the norm
+    [hidden] float32 of what comes of it."""
     streams: Streams[LinearT] | None
     factor: float
     """Factor of the layer's output."""
+
+    def named(self) -> dict[str, object]:
+        """Weights by their names in traces."""
+        found = {} if self.streams is None else dict(vars(self.streams))
+        return found | dict(zip(("gate", "projection", "norm"), self.embedded or (), strict=False))
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,11 @@ class Frame:
             count = self._streams.width // width
             self._streams = correct_streams(ops, self._streams, x, coefficients, count)
             x = columns(ops, self._streams, 0, width)
-        if self._embedded is not None and layer.norm is not None:
-            size = self._beside.spec.size
+        if self._embedded is not None and layer.embedded is not None:
+            size, (gate, projection, norm) = self._beside.spec.size, layer.embedded
             own = columns(ops, self._embedded, index * size, size)
-            inner = ops.mul(ops.gelu_tanh(ops.linear(x, layer.gate)), own)
-            out = ops.rms_norm(ops.linear(inner, layer.projection), layer.norm, self._beside.eps)
+            inner = ops.mul(ops.gelu_tanh(ops.linear(x, gate)), own)
+            out = ops.rms_norm(ops.linear(inner, projection), norm, self._beside.eps)
             x = self._with_embedded(ops, x, out)
         return x if layer.factor == 1 else ops.scale(x, layer.factor)
 
@@ -223,7 +226,7 @@ def load_layer_beside(loader: WeightLoader[LinearT], index: int) -> LayerBeside[
             loader.linear([maps["laurel.linear_right"]]),
             vectors["laurel.post_laurel_norm.weight"],
         )
-    gate = projection = None
+    embedded = None
     if spec.size:
         own = loader.weight(maps["per_layer_input_gate"])
         values = own.values if isinstance(own, DenseWeight) else dequantize(own)
@@ -235,7 +238,6 @@ def load_layer_beside(loader: WeightLoader[LinearT], index: int) -> LayerBeside[
         )
         loader.on_loaded(values.numel() * loader.dtype.itemsize)
         projection = loader.linear([maps["per_layer_projection"]])
+        embedded = gate, projection, vectors["post_per_layer_input_norm.weight"]
     factor = vectors["layer_scalar"].item() if spec.scaled else 1.0
-    return LayerBeside(
-        gate, projection, vectors.get("post_per_layer_input_norm.weight"), streams, factor
-    )
+    return LayerBeside(embedded, streams, factor)

@@ -480,6 +480,11 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VL", "Qwen2_5_VLTextConfig", {"rope_parameters": _MROPE}),
     "ministral3-vl": ("Mistral3", "Ministral3Config", _MINISTRAL3),
     "gemma3-vl": ("Gemma3", "Gemma3TextConfig", _GEMMA),
+    "gemma4-vl": (
+        "Gemma4",
+        "Gemma4TextConfig",
+        {**OWN_ARITHMETIC["gemma4"][1], "pad_token_id": 0},
+    ),
     "qwen3.5-vl": ("Qwen3_5", "Qwen3_5TextConfig", _QWEN3_5),
     "qwen3.5-moe-vl": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", _QWEN3_5_MOE),
     "kimi-k2.5": ("Kimi_K25", "DeepseekV3Config", _KIMI_K2),
@@ -512,11 +517,8 @@ _COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
 _IN_PAIRS = "longcat-flash"
 
 
-def of_one_layer(name: str) -> dict[str, Any] | None:
-    """Values of a configuration by which a family has one layer, the last of its kinds, or the least that it can;
-    None of a family that is another one's class."""
-    if name not in FAMILIES and name not in TEXT_PARTS:
-        return None
+def of_one_layer(name: str) -> dict[str, Any]:
+    """Values of a configuration by which a family has one layer, its last one, or the least that it can."""
     *_, changes = (FAMILIES if name in FAMILIES else TEXT_PARTS)[name]
     own = [it for it in _COUNTS if it in {**changes, "num_hidden_layers": 0}]
     count = changes.get(own[0], _SHAPE["num_hidden_layers"])

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import Driver, load
-from family_models import FAMILIES, TEXT_PARTS, as_published, make_model
+from driver import Driver, answer_differences, load
+from family_models import FAMILIES, TEXT_PARTS, as_published, make_model, of_one_layer
 from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
 from own_code_models import OWN_CODE, as_makers_publish, make_like
@@ -105,6 +106,16 @@ def test_greedy_answers_are_those_of_transformers(way: str, oracle: Oracle) -> N
     windows = [layer.attention.window for layer in layers]
     if None in windows:  # a small pool holds all requests where blocks behind windows are freed
         assert (engine.load().num_preemptions > 0) is (way == "preempted")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *TEXT_PARTS])
+def test_log_probabilities_of_one_layer(name: str, tmp_path: Path) -> None:
+    model = make_model(name, **of_one_layer(name))
+    model.save_pretrained(tmp_path)
+    if name in TEXT_PARTS:
+        as_published(tmp_path)
+    runner = load(tmp_path, max_model_len=128)
+    assert answer_differences(runner, copy.deepcopy(model).double()).max() < 5e-5
 
 
 def test_experts_that_transformers_saves_the_other_way_round(tmp_path: Path) -> None:
