@@ -8,14 +8,12 @@ transformers is from them in float32 stands beside.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -37,14 +35,9 @@ class Found(NamedTuple):
 def differences(model: PreTrainedModel, directory: Path, backend: str) -> Found:
     """Differences of a model in a directory, and of transformers in float32."""
     runner = driver.load(directory, max_model_len=128, backend=backend)
-    exact = copy.deepcopy(model).double()
+    exact = family_models.in_float64(model)
     ours = driver.answer_differences(runner, exact).max().item()
-    prompt = torch.randint(320, (1, 40), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        both = [it(prompt).logits[0].double().log_softmax(-1) for it in (model, exact)]
-    likeliest = both[1].topk(20).indices
-    theirs = (both[0] - both[1]).gather(1, likeliest).abs().max().item()
-    return Found(ours, theirs)
+    return Found(ours, driver.rounding(model, exact))
 
 
 def save(name: str, directory: Path, **sizes: Any) -> PreTrainedModel:

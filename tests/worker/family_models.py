@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -531,6 +532,15 @@ def of_one_layer(name: str) -> dict[str, Any]:
     if name == _IN_PAIRS:
         return {"num_layers": 1, "num_hidden_layers": 2}
     return {**dict.fromkeys(own, 1), **lists, **zeros}
+
+
+def in_float64(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The same model in float64, whose experts are computed one by one, as joined products have no float64."""
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+    return exact
 
 
 def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
