@@ -382,12 +382,13 @@ class ModelSpec:
                 self._as_stored(LinearSpec(down, hidden, inner, LinearRole.MLP_OUT)),
             )
         spelled = (names.gate, names.up, names.down)
-        gate, up, down = self._mlp(
+        found = self._mlp(
             layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
         )
-        if isinstance(mlp, MlpSpec) and mlp.deviations is not None:
-            gate = replace(gate, role=LinearRole.WHOLE)  # a rank's gates depend on those of others
-        return MlpLinears(gate, up, down)
+        if isinstance(mlp, ExpertsSpec) or mlp.deviations is None:
+            return found
+        # A rank's gates depend on those of others.
+        return found._replace(gate=replace(found.gate, role=LinearRole.WHOLE))
 
     def mlp_biases(self, layer: int) -> list[LinearSpec]:
         """Linear layers of a dense layer's MLP that have biases."""

@@ -413,8 +413,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             self.backend.group, batch_invariant=self._batch_invariant, context=self._context
         )
         multipliers, eps = config.multipliers, config.norm.eps
-        tables, multiplier = self._tables, self._embedding_multiplier
-        x = embed(ops, self._shard, self._embedding, tables, multiplier, embeds_spans=embeds_spans)
+        given = self._embedding, self._tables, self._embedding_multiplier
+        x = embed(ops, self._shard, *given, embeds_spans=embeds_spans)
         frame = None
         if self._beside is not None:
             frame = self._beside.open(ops, self._shard, x, embeds_spans=embeds_spans)
@@ -473,8 +473,11 @@ class Decoder(Generic[LinearT, MetadataT]):
             )
             if layer.spec.parallel:
                 h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
-                mlp = whole_mlp if self._shard.dp_attention else own_part
-                out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters, x))
+                if self._shard.dp_attention:
+                    mlp = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+                else:
+                    mlp = own_part(ops, self._shard, layer, maps, h, adapters)
+                out = ops.add(out, mlp)
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)

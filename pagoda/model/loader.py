@@ -54,7 +54,7 @@ class SparseGate(NamedTuple):
     deviations: float
     channels: range
     """This rank's own ones."""
-    count: int
+    num_gates: int
 
 
 @dataclass(frozen=True)

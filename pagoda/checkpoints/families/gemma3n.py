@@ -27,6 +27,7 @@ OWN_NAMES = replace(NAMES, norm_offset=0.0)
 
 def with_shared_kv(spec: ModelSpec, fields: Fields, usual: int) -> ModelSpec:
     """The model whose last layers read keys and values of the last layer of their kind that has its own."""
+    usual = usual if spec.num_layers > usual else 0
     first = spec.num_layers - fields.count("num_kv_shared_layers", usual)
     windows = [layer.attention.window for layer in spec.layers]
     kept = {window: index for index, window in enumerate(windows[: max(first, 0)])}
