@@ -342,11 +342,14 @@ struct RowOperands {
     int64_t width;         // of the first output
 };
 
+// Scores of experts: a softmax over all of them, a sigmoid of each, or what is given.
+enum class Scores { softmax, sigmoid, given };
+
 // How a token's experts are chosen and weighed; see pagoda/checkpoints/expert_routing.py.
 struct ExpertRouting {
     int num_experts, per_token;
     bool renormalize;     // the weights of a token's experts to add up to one
-    bool sigmoid;         // scores are sigmoids, not a softmax over all experts
+    Scores scores;
     int groups;           // of experts, one after the other, of which
     int groups_per_token;  // some are chosen first, by their best expert or
     bool best_two;        // by the sum of their two best
@@ -376,7 +379,7 @@ struct ConvRow {
 };
 
 // Gates of experts; see ExpertActivation in pagoda/backend/base.py.
-enum class GateKind : int { silu, swiglu_oai };
+enum class GateKind : int { silu, swiglu_oai, gelu_tanh };
 struct Gate {
     GateKind kind;
     float alpha, limit;

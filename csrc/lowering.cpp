@@ -135,6 +135,7 @@ namespace {
 // Numbers in the i-th weight of an operation on rows of some width: as many, or those of a head, of queries or of keys.
 int64_t row_weights(const Node& own, size_t i, int64_t width) {
     if (own.op == "gated_head_norm" || own.op == "layer_norm_heads") return static_cast<int64_t>(own.numbers.at(0));
+    if (own.op == "rms_norm_heads") return static_cast<int64_t>(own.numbers.at(1));
     if (own.op == "norm_by_squares") return static_cast<int64_t>(own.numbers.at(i));
     return width;
 }

@@ -498,10 +498,10 @@ NB_MODULE(_native, m) {
             return PackedLinear(shape, to(panels), to<int64_t>(order));
         });
     nb::class_<ExpertRouting>(m, "ExpertRouting")
-        .def("__init__", [](ExpertRouting* self, int num_experts, int per_token, bool renormalize, bool sigmoid, int groups,
+        .def("__init__", [](ExpertRouting* self, int num_experts, int per_token, bool renormalize, int scores, int groups,
                             int groups_per_token, bool best_two, float factor, bool weighs_inputs) {
             if (num_experts > kMaxExperts) throw std::invalid_argument("too many experts");
-            new (self) ExpertRouting{num_experts, per_token, renormalize, sigmoid, groups,
+            new (self) ExpertRouting{num_experts, per_token, renormalize, Scores(scores), groups,
                                      groups_per_token, best_two, factor, weighs_inputs};
         });
     nb::class_<Experts>(m, "Experts")

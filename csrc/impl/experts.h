@@ -8,29 +8,6 @@
 
 namespace {
 
-// The highest `chosen` of n values, the first of equal ones; always as many, also of values that are not numbers.
-PAGODA_INLINE void mark_highest(const float* values, int n, int chosen, bool* marked) {
-    for (int i = 0; i < n; ++i) marked[i] = false;
-    for (int c = 0; c < chosen; ++c) {
-        int best = 0;
-        while (marked[best]) ++best;
-        for (int i = best + 1; i < n; ++i) {
-            if (!marked[i] && values[i] > values[best]) best = i;
-        }
-        marked[best] = true;
-    }
-}
-
-// e^(x - the highest) for all n values, and their sum.
-PAGODA_INLINE float exponentials(float* values, int n) {
-    float top = -INFINITY;
-    for (int i = 0; i < n; ++i) top = values[i] > top ? values[i] : top;
-    for_vectors(n, [&](auto get, auto put) { put(values, exp(sub(get(values), broadcast(top)))); });
-    float total = 0.0f;
-    for (int i = 0; i < n; ++i) total += values[i];
-    return total;
-}
-
 // The highest, or the sum of the two highest, of n values.
 PAGODA_INLINE float best_of(const float* values, int n, bool two) {
     float best = -INFINITY, second = -INFINITY;
@@ -62,10 +39,10 @@ void route(const float* logits, const pagoda::ExpertRouting& routing, const floa
     std::memcpy(values, logits, static_cast<size_t>(experts) * sizeof(float));
     std::memcpy(choice, values, static_cast<size_t>(experts) * sizeof(float));
     float total = 1.0f;
-    if (routing.sigmoid) {
+    if (routing.scores == pagoda::Scores::sigmoid) {
         const vec one = broadcast(1.0f);
         for_vectors(experts, [&](auto get, auto put) { put(values, div(one, add(one, exp(sub(zero(), get(values)))))); });
-    } else {
+    } else if (routing.scores == pagoda::Scores::softmax) {
         total = exponentials(values, experts);
     }
     // By logits where they decide: two that differ may have the same score, and another one in another instruction set.
@@ -90,6 +67,9 @@ void gate_and_mul(const pagoda::Gate& gate, const float* gates, const float* ups
     switch (gate.kind) {
         case pagoda::GateKind::silu:
             for_vectors(d, [&](auto get, auto put) { put(out, mul(silu(get(gates)), get(ups))); });
+            return;
+        case pagoda::GateKind::gelu_tanh:
+            for_vectors(d, [&](auto get, auto put) { put(out, mul(gelu_tanh(get(gates)), get(ups))); });
             return;
         case pagoda::GateKind::swiglu_oai:
             for_vectors(d, [&](auto get, auto put) {

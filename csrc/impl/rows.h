@@ -162,6 +162,145 @@ void rotate_heads(const pagoda::RowOperands& row) {
     std::copy(row.inputs[0] + elements, row.inputs[0] + row.width, row.outputs[0] + elements);
 }
 
+// The highest `chosen` of n values, the first of equal ones; always as many, also of values that are not numbers.
+PAGODA_INLINE void mark_highest(const float* values, int n, int chosen, bool* marked) {
+    for (int i = 0; i < n; ++i) marked[i] = false;
+    for (int c = 0; c < chosen; ++c) {
+        int best = 0;
+        while (marked[best]) ++best;
+        for (int i = best + 1; i < n; ++i) {
+            if (!marked[i] && values[i] > values[best]) best = i;
+        }
+        marked[best] = true;
+    }
+}
+
+// e^(x - the highest) for all n values, and their sum.
+PAGODA_INLINE float exponentials(float* values, int n) {
+    float top = -INFINITY;
+    for (int i = 0; i < n; ++i) top = values[i] > top ? values[i] : top;
+    for_vectors(n, [&](auto get, auto put) { put(values, exp(sub(get(values), broadcast(top)))); });
+    float total = 0.0f;
+    for (int i = 0; i < n; ++i) total += values[i];
+    return total;
+}
+
+// RMS norms of the heads of d elements in a part of a row; the others stay as they are.
+void rms_norm_heads(const pagoda::RowOperands& row) {
+    const auto first = static_cast<int64_t>(row.numbers[0]), elements = static_cast<int64_t>(row.numbers[1]);
+    const auto d = static_cast<int64_t>(row.numbers[2]);
+    const auto eps = static_cast<float>(row.numbers[3]);
+    const float* x = row.inputs[0];
+    float* out = row.outputs[0];
+    std::copy(x, x + first, out);
+    for (int64_t i = 0; i < elements; i += d) {
+        rms_norm(x + first + i, nullptr, row.weights[0] + i, eps, d, nullptr, out + first + i);
+    }
+    std::copy(x + first + elements, x + row.width, out + first + elements);
+}
+
+// Weights of two experts, each among those whose logits are not far below its own; 0 of others (Liu et al. 2024).
+void sparse_mixing(const pagoda::RowOperands& row) {
+    const auto farthest = 2.0f * static_cast<float>(row.numbers[0]);
+    const float* logits = row.inputs[0];
+    const auto n = static_cast<int>(row.width);
+    std::fill_n(row.outputs[0], n, 0.0f);
+    int first = -1;
+    for (int round = 0; round < 2; ++round) {
+        int best = first == 0 ? 1 : 0;
+        for (int i = best + 1; i < n; ++i) {
+            if (i != first && logits[i] > logits[best]) best = i;
+        }
+        const float top = logits[best];
+        float total = 0.0f;
+        for (int i = 0; i < n; ++i) {
+            const float size = std::max(std::fabs(logits[i]), top);
+            if (i != first && !((top - logits[i]) / size > farthest)) total += std::exp(logits[i] - top);
+        }
+        row.outputs[0][best] = 1.0f / total;
+        first = best;
+    }
+}
+
+// Weights of a row's experts, 0 of others, each times its factor; those behind the kept ones are added up.
+void expert_weights(const pagoda::RowOperands& row) {
+    float scores[pagoda::kMaxExperts], choice[pagoda::kMaxExperts];
+    bool marked[pagoda::kMaxExperts];
+    const auto chosen = static_cast<int>(row.numbers[0]), n = static_cast<int>(row.inputs_width);
+    const bool renormalize = row.numbers[1] != 0, corrected = row.numbers[2] != 0;
+    const auto kept = std::min<int64_t>(n, row.width);
+    std::copy_n(row.inputs[0], n, scores);
+    const float total = exponentials(scores, n);
+    for (int i = 0; i < n; ++i) choice[i] = corrected ? scores[i] / total + row.weights[1][i] : row.inputs[0][i];
+    mark_highest(choice, n, chosen, marked);
+    float of_chosen = 0.0f;
+    for (int i = 0; i < n; ++i) of_chosen += marked[i] ? scores[i] / total : 0.0f;
+    const float divisor = renormalize ? of_chosen : 1.0f;
+    std::fill_n(row.outputs[0], row.width, 0.0f);
+    for (int i = 0; i < n; ++i) {
+        const int64_t place = kept < n ? std::min<int64_t>(i, kept - 1) : i;
+        if (marked[i]) row.outputs[0][place] += scores[i] / total / divisor * row.weights[0][i];
+    }
+}
+
+// By how much numbers are more than so many standard deviations above the mean of their row; 0 where they are not.
+void above_deviations(const pagoda::RowOperands& row) {
+    vec total = zero();
+    for_vectors(row.width, [&](auto get, auto) { total = add(total, get(row.inputs[0])); });
+    const vec mean = broadcast(sum(total) / static_cast<float>(row.width));
+    vec squares = zero();
+    for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], sub(get(row.inputs[0]), mean)); });
+    for_vectors(row.width, [&](auto get, auto) {
+        const vec v = get(row.outputs[0]);
+        squares = fma(v, v, squares);
+    });
+    const float deviation = __builtin_sqrtf(sum(squares) / static_cast<float>(row.width));
+    const vec least = broadcast(deviation * static_cast<float>(row.numbers[0]));
+    for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], max(zero(), sub(get(row.outputs[0]), least))); });
+}
+
+// A row brought to the root mean square of another one.
+void match_magnitude(const pagoda::RowOperands& row) {
+    const auto mean_square = [&](const float* x) {
+        vec squares = zero();
+        for_vectors(row.width, [&](auto get, auto) {
+            const vec v = get(x);
+            squares = fma(v, v, squares);
+        });
+        return sum(squares) / static_cast<float>(row.width);
+    };
+    const float wanted = __builtin_sqrtf(mean_square(row.inputs[1]));
+    const float own = __builtin_sqrtf(std::max(mean_square(row.inputs[0]), static_cast<float>(row.numbers[0])));
+    const vec factor = broadcast(wanted / own);
+    for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], mul(get(row.inputs[0]), factor)); });
+}
+
+// Each of several streams plus all of them times its own numbers (AltUp's prediction).
+void mix_streams(const pagoda::RowOperands& row) {
+    const auto count = static_cast<int64_t>(row.numbers[0]), d = row.width / count;
+    for (int64_t to = 0; to < count; ++to) {
+        for_vectors(d, [&](auto get, auto put) {
+            vec total = get(row.inputs[0] + to * d);
+            for (int64_t from = 0; from < count; ++from) {
+                total = fma(get(row.inputs[0] + from * d), broadcast(row.inputs[1][to * count + from]), total);
+            }
+            put(row.outputs[0] + to * d, total);
+        });
+    }
+}
+
+// Each of several streams plus a number of its own, and one, times what the first one lacks of x (AltUp's correction).
+void correct_streams(const pagoda::RowOperands& row) {
+    const auto count = static_cast<int64_t>(row.numbers[0]), d = row.width / count;
+    for (int64_t to = 0; to < count; ++to) {
+        const vec factor = broadcast(row.inputs[2][to] + 1.0f);
+        for_vectors(d, [&](auto get, auto put) {
+            put(row.outputs[0] + to * d,
+                fma(sub(get(row.inputs[1]), get(row.inputs[0])), factor, get(row.inputs[0] + to * d)));
+        });
+    }
+}
+
 // Of numbers above 0 positive x^2 + beta x, of others negative (e^min(x, eps) - 1 - x) + beta x.
 PAGODA_INLINE vec xielu(vec x, vec positive, vec negative, vec beta, vec eps) {
     const vec power = sub(exp(min(x, eps)), broadcast(1.0f)), above = max(x, zero());
@@ -233,6 +372,19 @@ constexpr pagoda::RowKernel kRowKernels[] = {
      }},
     {"layer_norm_heads", layer_norm_heads},
     {"rotate_heads", rotate_heads},
+    {"rms_norm_heads", rms_norm_heads},
+    {"sparse_mixing", sparse_mixing},
+    {"expert_weights", expert_weights},
+    {"above_deviations", above_deviations},
+    {"match_magnitude", match_magnitude},
+    {"mix_streams", mix_streams},
+    {"correct_streams", correct_streams},
+    {"join_columns",
+     [](const pagoda::RowOperands& row) {
+         const int64_t first = row.inputs_width;
+         std::copy_n(row.inputs[0], first, row.outputs[0]);
+         std::copy_n(row.inputs[1], row.width - first, row.outputs[0] + first);
+     }},
     {"columns",
      [](const pagoda::RowOperands& row) {
          std::copy_n(row.inputs[0] + static_cast<int64_t>(row.numbers[0]), row.width, row.outputs[0]);

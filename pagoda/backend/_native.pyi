@@ -260,7 +260,7 @@ class ExpertRouting:
         num_experts: int,
         per_token: int,
         renormalize: bool,
-        sigmoid: bool,
+        scores: int,
         groups: int,
         groups_per_token: int,
         best_two: bool,

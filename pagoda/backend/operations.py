@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING
 
+from pagoda.backend.family_operations import SPECS
 from pagoda.backend.graph import Attribute, Dtype, Graph, LinearShape, Node, RotaryTable, Value
 from pagoda.backend.operation import OperationSpec
 
@@ -82,10 +83,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         "attention", ("queries", "metadata"), ("cache", "slopes", "ranks?"), ("head_dim", "scale")
     ),
     "relative_attention": OperationSpec(
-        "attention",
-        ("queries", "metadata"),
-        ("cache", "distances"),
-        ("head_dim", "scale", "reach"),
+        "attention", ("queries", "metadata"), ("cache", "distances"), ("head_dim", "scale", "reach")
     ),
     "disentangled_attention": OperationSpec(
         "attention",
@@ -116,6 +114,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("scale",),
     ),
     "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
+    **SPECS,
 }
 """Operations by name. Inputs, then weights are the arguments of the reference's method of that name."""
 

@@ -181,7 +181,7 @@ def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:
             _adaptable(config, layer), _adaptable(published, layer), strict=True
         ):
             # A GGUF file may hold apart what a checkpoint holds in one tensor.
-            if known.stored.group:
+            if known.stored.group or known.fill is not None:
                 continue  # its rows take turns with those of others
             own = replace(spec, rows=known.stored, head_order=known.head_order)
             linears.setdefault(known.stored.tensor, []).append(own)

@@ -47,9 +47,10 @@ _PARTS = frozenset(
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
 _FOLLOWING = re.compile(
     r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
-    r"|(attn|attention)\.(masked_)?bias)$"
+    r"|(attn|attention)\.(masked_)?bias|feed_forward_ve\.w[123]\.weight)$"
 )
-"""Frequencies that follow from the configuration, scales of KV caches in the files' own format, and masks."""
+"""Frequencies that follow from the configuration, scales of KV caches in the files' own format, masks, and MLPs of
+tokens of pictures (Mono-InternVL)."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
 """Linear layers that have biases if experts do."""
@@ -112,19 +113,27 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
     Layers behind the model's own predict several tokens at once, and have none. Takes time by the number of names,
     however many layers and experts the model should have."""
     layer = re.compile(rf"{re.escape(spec.names.layers)}\.(\d{{1,9}})\.")
+    together = 1 + spec.names.halves
     by_layer: dict[int, list[str]] = {}
     for name in names:
         within = layer.match(name)
-        if within is not None and int(within[1]) < spec.num_layers:
+        if within is not None and int(within[1]) < spec.num_layers // together:
             by_layer.setdefault(int(within[1]), []).append(name)
     for index, named in by_layer.items():
         read = {
-            name for choices in _of_layer(spec, index, _experts(spec, named)) for name in choices
+            name
+            for layer_index in range(index * together, (index + 1) * together)
+            for choices in _of_layer(spec, layer_index, _experts(spec, named))
+            for name in choices
         }
         linears = {
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
         }
         linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
+        if spec.layers[index].attention.kv_layer is not None:
+            # Keys and values that nobody reads, as their makers publish them.
+            stems = spec.names.key, spec.names.value, spec.names.key_norm
+            read |= {f"{spec.names.of_layer(index, stem)}.weight" for stem in stems}
         for name in named:
             stem, _, end = name.rpartition(".")
             is_part = end in _PARTS and stem in linears
@@ -150,7 +159,7 @@ def no_place(name: str, where: Path, spec: ModelSpec) -> ConfigError:
 
 def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     """Names of each tensor of a model, any one of which will do."""
-    experts = range(spec.experts.routing.num_experts if spec.experts else 0)
+    experts = range(spec.experts.num_stored if spec.experts else 0)
     for linear in spec.outer_linears:
         yield _weight(linear)
     for index in range(spec.num_layers):

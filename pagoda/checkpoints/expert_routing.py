@@ -20,8 +20,9 @@ class ExpertRouting:
     experts_per_token: int
     renormalize: bool
     """The scores of a token's experts are scaled to add up to one (`norm_topk_prob`)."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of logits: softmax over all experts, or a sigmoid of each (`scoring_func`)."""
+    scores: Literal["softmax", "sigmoid", "given"] = "softmax"
+    """Scores of logits: softmax over all experts, or a sigmoid of each (`scoring_func`), or the logits themselves,
+    where another operation has made weights of them."""
     num_groups: int = 1
     """Groups of equally many experts, one behind the other (`n_group`)."""
     groups_per_token: int = 1

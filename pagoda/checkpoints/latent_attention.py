@@ -49,6 +49,10 @@ class LatentSpec:
     """Elements of a head's values."""
     query_rank: int | None
     """Numbers of the vector that queries are made of; None where they are made of hidden states."""
+    query_factor: float = 1.0
+    """Factor of the vector that queries are made of (LongCat-Flash)."""
+    latent_factor: float = 1.0
+    """Factor of the vector that keys and values are made of."""
 
     @property
     def kept(self) -> int:

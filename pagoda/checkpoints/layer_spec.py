@@ -18,8 +18,27 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
 
 
+APART_NORMS = (
+    "router.scale",
+    "pre_feedforward_layernorm_2.weight",
+    "post_feedforward_layernorm_1.weight",
+    "post_feedforward_layernorm_2.weight",
+)
+"""Norms of the router's input, of that of experts, and of what the shared MLP and experts give."""
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 """Names of the numbers of xIELU (Huang and Schlag 2024)."""
+
+
+@dataclass(frozen=True)
+class OwnHeads:
+    """Sizes of the heads of a layer whose heads are narrower, or whose keys have fewer, than the model's.
+
+    They are filled with zeros, and keys and values repeated, up to the model's sizes."""
+
+    head_dim: int
+    """Elements of queries and keys."""
+    value_dim: int
+    num_kv_heads: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,16 @@ class AttentionSpec:
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
     latent: LatentSpec | None = None
     """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
+    own_heads: OwnHeads | None = None
+    """Sizes where they are not the model's (Gemma 4, MiMo-V2)."""
+    value_norm: bool = False
+    """Values of every head are brought to a mean square of one (Gemma 3n)."""
+    values_are_keys: bool = False
+    """Values are keys before their norm and rotation (Gemma 4)."""
+    value_scale: float = 1.0
+    """Factor of values (MiMo-V2)."""
+    kv_layer: int | None = None
+    """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
     distances: DistanceBuckets | Disentangled | None = None
     """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
 
@@ -90,6 +119,8 @@ class MlpSpec:
     gated: bool = True
     down_bias: bool | None = None
     """Bias of the map back to hidden states, where it is not as `bias`."""
+    deviations: float | None = None
+    """Gates count by how much they are above the mean of all plus so many standard deviations (Gemma 3n)."""
 
     @property
     def has_down_bias(self) -> bool:
@@ -122,6 +153,21 @@ class ExpertsSpec:
     """Biases of the router and of all linear layers of experts."""
     clamp: ClampedGate | None = None
     """Gates of experts where they are not plain SiLU."""
+    jitter: float | None = None
+    """Weights of experts come of sparse mixing, with this reach (Phi-3.5-MoE)."""
+    identities: int = 0
+    """The last experts, so many of them, give back what they are given (LongCat-Flash)."""
+    carried: bool = False
+    """Outputs of experts count behind the next layer."""
+    apart: bool = False
+    """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
+    activation: Activation = "silu"
+    """Activation of experts without clamped gates, and of the shared MLP."""
+
+    @property
+    def num_stored(self) -> int:
+        """Experts that have weights."""
+        return self.routing.num_experts - self.identities
 
 
 LayerKind = LatentSpec | StateSpec

@@ -46,6 +46,15 @@ NEVER_ROUNDED = frozenset(
 """Roles of layers that stay dense when a model is quantized."""
 
 
+class HeadFill(NamedTuple):
+    """Heads in a file that are narrower, or fewer, than those that are computed."""
+
+    stored_heads: int
+    stored_dim: int
+    heads: int
+    dim: int
+
+
 @dataclass(frozen=True)
 class LinearSpec:
     """One linear layer of the model, whole."""
@@ -64,6 +73,8 @@ class LinearSpec:
     They are the outputs of its maps, and the inputs of the one back to hidden states."""
     unit_rows: bool = False
     """Stored rows are brought to length one."""
+    fill: HeadFill | None = None
+    """Heads of the outputs, or of the inputs of a map back to hidden states, that are not as they are stored."""
     grain: int = 1
     """Outputs, or inputs, of a layer with a state that stay on one rank."""
 
@@ -85,6 +96,18 @@ class AttentionLinears(NamedTuple):
     def into(self) -> tuple[LinearSpec, ...]:
         """Layers that hidden states go through."""
         return self.q, self.k, self.v
+
+
+class QueryLinears(NamedTuple):
+    """Linear layers of attention to the keys and values of another layer."""
+
+    q: LinearSpec
+    out: LinearSpec
+
+    @property
+    def into(self) -> tuple[LinearSpec, ...]:
+        """Layers that hidden states go through."""
+        return (self.q,)
 
 
 class MlpLinears(NamedTuple):

@@ -10,20 +10,25 @@ from typing import TYPE_CHECKING
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
+from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import (
+    APART_NORMS,
     XIELU,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
+    OwnHeads,
 )
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,
+    HeadFill,
     LinearRole,
     LinearSpec,
     MlpLinears,
     PlainMlpLinears,
+    QueryLinears,
 )
 from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.pooling_spec import (
@@ -74,6 +79,8 @@ class ModelSpec:
     quantization: Quantization | None
     """Format of the checkpoint's linear layers; None where all are dense."""
     multipliers: Multipliers = field(default_factory=Multipliers)
+    beside: LayerInputs | None = None
+    """Inputs of layers besides hidden states."""
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
     position_table: PositionTable | None = None
@@ -97,6 +104,25 @@ class ModelSpec:
     """The head that comes with the model, and guesses one more token (MTP); None where there is none."""
     draft_head: DraftHeadSpec | None = None
     """Parts of a head besides its layer, which is the only one; None of a model."""
+
+    @property
+    def kept_layers(self) -> list[tuple[str, int] | None]:
+        """Kind and reach of what each layer keeps of a sequence; None of one that reads what another one keeps."""
+        return [
+            (layer.kv_kind, layer.attention.reach) if layer.attention.kv_layer is None else None
+            for layer in self.layers
+        ]
+
+    @property
+    def layers_together(self) -> int:
+        """Neighbouring layers that stay on one stage: two where one's experts count behind the next."""
+        return 2 if self.experts is not None and self.experts.carried else 1
+
+    @property
+    def is_whole(self) -> bool:
+        """True of a model whose later layers need what only the first ones have: stages cannot share them."""
+        reads = any(layer.attention.kv_layer is not None for layer in self.layers)
+        return reads or (self.beside is not None and self.beside.spans_layers)
 
     @property
     def num_layers(self) -> int:
@@ -185,7 +211,8 @@ class ModelSpec:
         if draft is not None:
             own = [self.embedding] * draft.has_embedding + [self.head] * draft.has_head
             return [*own, *draft.linears(self.hidden_size)]
-        return [self.embedding, self.head, *self.encoder_linears, *self.map_linears]
+        beside = [] if self.beside is None else self.beside.outer_linears(self.hidden_size)
+        return [self.embedding, self.head, *self.encoder_linears, *self.map_linears, *beside]
 
     @property
     def layer_inputs(self) -> range | None:
@@ -198,14 +225,18 @@ class ModelSpec:
         changed = (change(index, layer) for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(changed))
 
-    def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears:
+    def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears | QueryLinears:
         kind = self.layers[layer].kind
         if kind is None:
-            return self.plain_linears(layer)
+            q, k, v, out = self.plain_linears(layer)
+            shared = self.layers[layer].attention.kv_layer is not None
+            return QueryLinears(q, out) if shared else AttentionLinears(q, k, v, out)
         return kind.linears(self.names, layer, self.hidden_size, self.num_heads)
 
     def plain_linears(self, layer: int) -> AttentionLinears:
-        """Linear layers of plain attention."""
+        """Linear layers of plain attention, with those that another layer has in this one's place."""
+        if self.layers[layer].attention.own_heads is not None:
+            return self._filled_linears(layer)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names, hidden = self.names, self.hidden_size
         inputs = hidden if self.layer_inputs is None else self.layer_inputs.stop
@@ -221,6 +252,28 @@ class ModelSpec:
             q, k = replace(q, head_order=order), replace(k, head_order=order)
         back = LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT)
         return AttentionLinears(q, k, v, self._as_stored(back))
+
+    def _filled_linears(self, layer: int) -> AttentionLinears:
+        """Linear layers of heads that are filled with zeros, and repeated, up to the model's sizes."""
+        spec, names, hidden = self.layers[layer].attention, self.names, self.hidden_size
+        own = spec.own_heads or OwnHeads(self.head_dim, self.head_dim, self.num_kv_heads)
+        values = names.key if spec.values_are_keys else names.value
+        found = []
+        for place, name, stored_heads, stored_dim, heads in (
+            ("QUERY", names.query, self.num_heads, own.head_dim, self.num_heads),
+            ("KEY", names.key, own.num_kv_heads, own.head_dim, self.num_kv_heads),
+            ("VALUE", values, own.num_kv_heads, own.value_dim, self.num_kv_heads),
+            ("ATTENTION_OUT", names.attention_out, self.num_heads, own.value_dim, self.num_heads),
+        ):
+            full = names.of_layer(layer, name)
+            sizes, stored = (heads * self.head_dim, hidden), (stored_heads * stored_dim, hidden)
+            if place == "ATTENTION_OUT":
+                sizes, stored = sizes[::-1], stored[::-1]
+            own_name = f"{full}.values" if place == "VALUE" and spec.values_are_keys else full
+            fill = HeadFill(stored_heads, stored_dim, heads, self.head_dim)
+            rows = StoredRows(full, stored, 0)
+            found.append(LinearSpec(own_name, *sizes, LinearRole[place], rows, fill=fill))
+        return AttentionLinears(*found)
 
     def _joined_by_head(self, linears: Iterable[LinearSpec]) -> Iterator[LinearSpec]:
         """Queries, keys and values, of which those of each KV head lie together in tensors that hold several."""
@@ -329,9 +382,13 @@ class ModelSpec:
                 self._as_stored(LinearSpec(down, hidden, inner, LinearRole.MLP_OUT)),
             )
         spelled = (names.gate, names.up, names.down)
-        return self._mlp(
+        found = self._mlp(
             layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
         )
+        if isinstance(mlp, ExpertsSpec) or mlp.deviations is None:
+            return found
+        # A rank's gates depend on those of others.
+        return found._replace(gate=replace(found.gate, role=LinearRole.WHOLE))
 
     def mlp_biases(self, layer: int) -> list[LinearSpec]:
         """Linear layers of a dense layer's MLP that have biases."""
@@ -372,7 +429,7 @@ class ModelSpec:
             LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
             tuple(
                 self._mlp(layer, spelled, inner, roles, expert, count)
-                for expert in (range(count) if chosen is None else chosen)
+                for expert in (range(experts.num_stored) if chosen is None else chosen)
             ),
             shared,
             shared_router,
@@ -432,14 +489,25 @@ class ModelSpec:
             of_heads = zip(
                 (names.query_norm, names.key_norm), self.head_norm_sizes(layer), strict=True
             )
-            found += [(f"{names.of_layer(layer, name)}.weight", size) for name, size in of_heads]
+            found += [
+                (f"{names.of_layer(layer, name)}.weight", size)
+                for name, size in of_heads
+                if name == names.query_norm or spec.attention.kv_layer is None
+            ]
         elif spec.attention.qk_norm == "layer":
             for norm, heads in self.head_layer_norms(layer):
                 found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]
+        if self.beside is not None:
+            found += self.beside.layer_vectors(names, layer, self.hidden_size)
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu":
             found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
+        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.apart:
+            hidden = self.hidden_size
+            found += [(names.of_layer(layer, name), hidden) for name in APART_NORMS]
+            factors = names.of_layer(layer, "router.per_expert_scale")
+            found.append((factors, spec.mlp.routing.num_experts))
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
             found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
         return found
@@ -460,7 +528,8 @@ class ModelSpec:
         if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
-        return [tensor for name in names for tensor in self._norm_tensors(name)]
+        found = [tensor for name in names for tensor in self._norm_tensors(name)]
+        return found if self.beside is None else found + self.beside.outer_vectors
 
     def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias
@@ -479,12 +548,15 @@ class ModelSpec:
         """Elements of the norms of queries and keys, if there are any."""
         if self.layers[layer].attention.qk_norm == "all":
             return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.head_dim, self.head_dim
+        own = self.layers[layer].attention.own_heads
+        return (own.head_dim if own else self.head_dim,) * 2
 
     def layer_linears(self, layer: int, experts: Iterable[int]) -> Iterator[LinearSpec]:
         """All linear layers of a layer; of its experts, if it has any, those that are named."""
         yield from filter(None, self.attention_linears(layer))
         yield from self.gate_linears(layer)
+        if self.beside is not None:
+            yield from self.beside.layer_linears(self.names, layer, self.hidden_size)
         sparse = self.expert_linears(layer, experts)
         if sparse is None:
             yield from self.mlp_linears(layer)

@@ -38,17 +38,6 @@ REFUSED: Mapping[str, Refusal] = {
         "has layers of lightning attention", "MiniMaxM2ForCausalLM"
     ),
     "MiniMaxM1ForCausalLM": Refusal("has layers of lightning attention", "MiniMaxM2ForCausalLM"),
-    "Gemma3nForCausalLM": Refusal(
-        "has embeddings in every layer and several streams of hidden states (AltUp)",
-        "Gemma3ForCausalLM",
-    ),
-    "Gemma4ForCausalLM": Refusal("shares keys and values between layers", "Gemma3ForCausalLM"),
-    "LongcatFlashForCausalLM": Refusal(
-        "has two attentions in every layer, and experts that give their input back",
-        "DeepseekV3ForCausalLM",
-    ),
-    "PhimoeForCausalLM": Refusal("chooses experts by sparse mixing", "MixtralForCausalLM"),
-    "PhiMoEForCausalLM": Refusal("chooses experts by sparse mixing", "MixtralForCausalLM"),
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.errors import ConfigError
@@ -72,6 +72,11 @@ class LongRopeScaling:
     original_max_position_embeddings: int
     attention_factor: float
     """Factor of cosines and sines."""
+    short_attention_factor: float
+    """The same for sequences up to the original length."""
+
+    def scale(self, max_length: int) -> float:
+        return self.attention_factor if self.is_long(max_length) else self.short_attention_factor
 
     def factors(self, max_length: int) -> tuple[float, ...]:
         return self.long_factors if self.is_long(max_length) else self.short_factors
@@ -106,6 +111,15 @@ class DynamicScaling:
         return float(grown ** (dim / (dim - 2)))
 
 
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """The first frequencies are those of all of a head's, over `factor`; the others are 0 (Gemma 4)."""
+
+    factor: float
+    pairs: int
+    """Frequencies that are not 0."""
+
+
 RopeScaling = (
     DynamicScaling
     | LinearScaling
@@ -114,6 +128,7 @@ RopeScaling = (
     | YarnScaling
     | FrequencyFactors
     | LongRopeScaling
+    | ProportionalScaling
 )
 
 
@@ -147,6 +162,9 @@ def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySp
     scaling, theta = _scaling_and_theta(fields)
     rope = rope_table(fields) or Fields({}, fields.source)
     own = rope if rope.values.get("partial_rotary_factor") is not None else fields
+    if isinstance(scaling, ProportionalScaling):
+        pairs = int(own.number("partial_rotary_factor", 1.0) * head_dim // 2)
+        return RotarySpec(head_dim, theta, replace(scaling, pairs=min(pairs, head_dim // 2)))
     if partial is None:
         own.require("partial_rotary_factor", 1)
     factor = own.number("partial_rotary_factor", 1.0 if partial is None else partial)
@@ -210,6 +228,8 @@ def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
         return None, theta
     if kind == "dynamic":
         return _dynamic_scaling(rope, fields, theta)
+    if kind == "proportional":
+        return ProportionalScaling(rope.number("factor", 1.0), 0), theta
     if kind == "linear":
         return LinearScaling(rope.number("factor")), theta
     if kind == "ntk":
@@ -220,7 +240,7 @@ def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
     if kind in ("longrope", "su"):
         return _longrope_scaling(rope, fields), theta
     if kind != "yarn":
-        kinds = "default, dynamic, linear, ntk, llama3, yarn, longrope"
+        kinds = "default, dynamic, linear, ntk, llama3, yarn, longrope, proportional"
         rope.refuse(name, f"must be one of {kinds}")
     if theta <= 1:
         own = rope if rope.values.get("rope_theta") is not None else fields
@@ -285,11 +305,13 @@ def _longrope_scaling(rope: Fields, fields: Fields) -> LongRopeScaling:
         own.refuse(key, "must be at least 2")
     factor = rope.optional_number("factor") or longest / original
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    scale = rope.optional_number("attention_factor") or scale
     return LongRopeScaling(
         short_factors=tuple(map(float, rope.amounts("short_factor"))),
         long_factors=tuple(map(float, rope.amounts("long_factor"))),
         original_max_position_embeddings=original,
-        attention_factor=rope.optional_number("attention_factor") or scale,
+        attention_factor=rope.optional_number("long_mscale") or scale,
+        short_attention_factor=rope.optional_number("short_mscale") or scale,
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ class StoredRows:
     """Rows of a group, of each of which the weight has equally many; 0 where they are one."""
     bare: bool = False
     """Names in the file have no `.weight`."""
+    flat: bool = False
+    """Experts have no dimension of their own in the file, but lie one behind the other (DBRX)."""
 
     @property
     def weight(self) -> str:
@@ -39,14 +42,22 @@ class StoredRows:
     def bias(self) -> str:
         return f"{self.tensor}_bias" if self.bare else f"{self.tensor}.bias"
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the file."""
+        *experts, rows, inputs = self.shape
+        if self.transposed:
+            rows, inputs = inputs, rows
+        return (math.prod(experts) * rows, inputs) if self.flat else (*experts, rows, inputs)
+
     def rows(self, count: int) -> slice:
         """The rows of a weight of so many outputs, in the tensor with all its rows in one dimension."""
         return slice(self.first, self.first + (count - 1) * self.step + 1, self.step)
 
 
-ExpertLayout = Literal["linear", "bare", "transposed", "interleaved"]
+ExpertLayout = Literal["linear", "bare", "transposed", "interleaved", "flat"]
 """Tensors [experts, outputs, inputs], whose names may be bare, or [experts, inputs, outputs], whose names are, and
-in which gates and ups may take turns."""
+in which gates and ups may take turns; or bare ones [experts inner, hidden], be inner ones outputs or inputs."""
 
 
 HeadNormLayout = Literal["stacked", "listed", "shared"]
@@ -182,7 +193,13 @@ class TensorNames:
     flat_convolutions: bool = False
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
+    halves: bool = False
+    """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+
     def of_layer(self, layer: int, name: str) -> str:
+        if self.halves:
+            layer, half = divmod(layer, 2)
+            name = name.replace("{half}", str(half))
         return f"{self.layers}.{self.first_layer + layer}.{name}"
 
 
@@ -222,8 +239,9 @@ def places(
         takes_turns = layout == "interleaved" and stacked
         begun[tensor] += 1 if takes_turns else size
         step = shares[tensor] if takes_turns else 1
-        turned = layout in ("transposed", "interleaved")
-        rows_of = StoredRows(tensor, shape, first, step, turned, bare=layout != "linear")
+        turned = layout in ("transposed", "interleaved") or (layout == "flat" and what == "down")
+        flat, bare = layout == "flat", layout != "linear"
+        rows_of = StoredRows(tensor, shape, first, step, turned, bare=bare, flat=flat)
         found.append((name, rows_of))
     return found
 

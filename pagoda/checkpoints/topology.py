@@ -57,16 +57,22 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
         raise ConfigError(
             f"--enable-expert-parallel needs a model with experts, which {model} does not have; leave it out."
         )
-    if parallel.expert_parallel and config.experts and tp_size > config.experts.routing.num_experts:
-        experts = config.experts.routing.num_experts
+    if parallel.expert_parallel and config.experts and tp_size > config.experts.num_stored:
+        experts = config.experts.num_stored
         raise ConfigError(
             f"--tensor-parallel-size {tp_size} is more than the {experts} experts of {model}; with "
             f"--enable-expert-parallel it may be at most {experts}."
         )
-    if num_stages > config.num_layers:
+    if num_stages > 1 and config.is_whole:
         raise ConfigError(
-            f"--pipeline-parallel-size {num_stages} is more than the {config.num_layers} layers of {model}; "
-            f"every stage needs at least one, so it may be at most {config.num_layers}."
+            f"--pipeline-parallel-size {num_stages} does not go with {model}, whose layers are given "
+            "embeddings, or keys and values, of the first ones; leave it out."
+        )
+    most = config.num_layers // config.layers_together
+    if num_stages > most:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages} is more than the {most} layers of {model}; "
+            f"every stage needs at least one, so it may be at most {most}."
         )
 
 
@@ -83,9 +89,7 @@ def _fits(
     return (
         can_share_heads(config.num_heads, config.num_kv_heads, tp_size)
         and all(tp_size <= count for count, _ in channels)
-        and not (
-            expert_parallel and config.experts and tp_size > config.experts.routing.num_experts
-        )
+        and not (expert_parallel and config.experts and tp_size > config.experts.num_stored)
     )
 
 

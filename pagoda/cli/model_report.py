@@ -130,14 +130,15 @@ def _kv_cache(spec: ModelSpec) -> Iterator[str]:
         yield f"none is kept: {format_bytes(per_layer)} a token in 16 bits while a step runs"
         return
     states = [layer.state for layer in spec.layers if layer.state is not None]
-    per_token = (spec.num_layers - len(states)) * per_layer
+    kept = sum(it is not None for it in spec.kept_layers)
+    per_token = (kept - len(states)) * per_layer
     if per_token:
         yield f"{format_bytes(per_token)} a token in 16 bits, about half in int8"
     if states:
         floats = sum(part.units * part.floats for it in states for part in it.states(it.sizes))
         yield f"{format_bytes(4 * floats)} a request for the states of {len(states)} layers"
         return
-    kinds = [(KVKind(layer.kv_kind), layer.attention.reach) for layer in spec.layers]
+    kinds = [it and (KVKind(it[0]), it[1]) for it in spec.kept_layers]
     groups = layer_groups(kinds, _BLOCK_SIZE)
     if all(group.keeps_all for group in groups):
         return

@@ -109,9 +109,9 @@ _SNAPSHOT_TOKENS = 64
 
 
 def layer_groups(
-    layers: Sequence[tuple[KVKind, int]], block_size: int, window_multiple: int = 1
+    layers: Sequence[tuple[KVKind, int] | None], block_size: int, window_multiple: int = 1
 ) -> tuple[KVGroup, ...]:
-    """Groups of layers of these kinds and windows; groups that keep all come first.
+    """Groups of layers of these kinds and windows, None of which keep nothing; groups that keep all come first.
 
     Blocks of states are of more tokens than others, which are of `block_size`.
 
@@ -122,7 +122,8 @@ def layer_groups(
     """
     kinds: dict[tuple[KVKind, int], list[int]] = {}
     for layer, kind in enumerate(layers):
-        kinds.setdefault(kind, []).append(layer)
+        if kind is not None:
+            kinds.setdefault(kind, []).append(layer)
     counts = [len(alike) for alike in kinds.values()]
     most, least = max(counts), min(counts)
     size = most if 4 * most < 5 * least else least

@@ -33,14 +33,16 @@ from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
-from pagoda.backend.own_rows import gather_rows, scatter_rows
+from pagoda.backend.own_rows import gather_rows
 from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
+from pagoda.model.embedding import embed
+from pagoda.model.layer_inputs import load_beside
 from pagoda.model.loader import Layer, Norm, WeightLoader
-from pagoda.model.mlp import own_part, whole_mlp
+from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import normed, scaled, through, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
@@ -124,6 +126,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         elif shard.is_first:
             self._embedding = loader.linear([config.embedding])
         self._tables = loader.input_tables()
+        self._beside = load_beside(loader)
         self._vector_layers = loader.vector_layers()
         self._logit_bias: Tensor | None = None
         if "masked" in self._vector_layers:
@@ -395,6 +398,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             own = vars(layer) | vars(layer.mlp)
             own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
             own |= {} if layer.of_kind is None else vars(layer.of_kind)
+            own |= {} if layer.beside is None else layer.beside.named()
             for name, weight in own.items():
                 named[f"layers.{index}.{name}"] = weight
         return {
@@ -409,7 +413,11 @@ class Decoder(Generic[LinearT, MetadataT]):
             self.backend.group, batch_invariant=self._batch_invariant, context=self._context
         )
         multipliers, eps = config.multipliers, config.norm.eps
-        x = self._embed(ops, embeds_spans=embeds_spans)
+        given = self._embedding, self._tables, self._embedding_multiplier
+        x = embed(ops, self._shard, *given, embeds_spans=embeds_spans)
+        frame = None
+        if self._beside is not None:
+            frame = self._beside.open(ops, self._shard, x, embeds_spans=embeds_spans)
         attention_input: Value | None = None
         beside: Value | None = None
         if self._joint is not None:
@@ -429,6 +437,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         }
         adapted: Sequence[AdaptedLayer | None] = [None] * len(self._layers)
         adapters: Value | None = None
+        carried: Value | None = None
         if self.adapters is not None:
             adapters, adapted = ops.input("adapters"), self.adapters.layers
         for index, layer, maps, cache, states in zip(
@@ -436,7 +445,11 @@ class Decoder(Generic[LinearT, MetadataT]):
         ):
             if index in self._captured:
                 ops.result(layer_input(index), ops.share_rows(x))
+            if frame is not None and layer.beside is not None:
+                x = frame.enter(ops, layer.beside, x)
             h = attention_input or normed(ops, x, layer.attention_norm, eps)
+            if frame is not None and layer.beside is not None:
+                frame.attend(ops, layer.beside, h)
             table = tables.get(layer.spec.attention.rotary)
             attended = self._attention(
                 ops, layer, maps, (cache, states), table, h, adapters, beside
@@ -446,6 +459,10 @@ class Decoder(Generic[LinearT, MetadataT]):
                 rows = ops.input("rows")
                 attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
+                if carried is not None:
+                    carried = ops.select_rows(ops.share_rows(carried), rows)
+                if frame is not None:
+                    frame.select(ops, rows)
                 if layer.spec.parallel and not layer.spec.parallel_norms:
                     h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
@@ -456,16 +473,25 @@ class Decoder(Generic[LinearT, MetadataT]):
             )
             if layer.spec.parallel:
                 h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
-                mlp = whole_mlp if self._shard.dp_attention else own_part
-                out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
+                if self._shard.dp_attention:
+                    mlp = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+                else:
+                    mlp = own_part(ops, self._shard, layer, maps, h, adapters)
+                out = ops.add(out, mlp)
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
+            x = x if frame is None else frame.attended(ops, x)
             if layer.spec.parallel:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
-            out = whole_mlp(ops, self._shard, layer, maps, h, adapters)
+            before, carried = carried, carried_part(ops, layer, h)
+            out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
             x = self._added(ops, layer, x, out, layer.mlp_post_norm)
+            x = x if before is None else ops.add(x, before)
+            if frame is not None and layer.beside is not None:
+                x = frame.leave(ops, index, layer.beside, x)
+        x = x if frame is None else frame.close(ops, x)
         h = normed(ops, x, self._norm, eps)
         h = gather_rows(ops, h) if self._shard.dp_attention else ops.share_rows(h)
         ops.result(LAST_HIDDEN, h)
@@ -494,30 +520,6 @@ class Decoder(Generic[LinearT, MetadataT]):
         """Name of the result that a head takes as hidden states of its row behind."""
         draft = self._shard.config.draft_head
         return LAST_HIDDEN if draft is None or draft.passes_normed else PASSED_HIDDEN
-
-    def _embed(self, ops: GraphBuilder, *, embeds_spans: bool) -> Value:
-        """Embeddings of the tokens; with `embeds_spans`, those that are given for tokens of the id behind the
-        vocabulary, whose row of the table is zeros."""
-        config = self._shard.config
-        if self._embedding is None:
-            return ops.input("hidden", config.hidden_size)
-        given = ops.input("embedded", config.hidden_size) if embeds_spans else None
-        ids = self._shard.vocabulary.start, config.vocab_size + embeds_spans
-        tokens = ops.input("token_ids", gathered=self._shard.dp_attention)
-        x = ops.embedding(tokens, self._embedding, *ids)
-        x = scatter_rows(ops, x) if self._shard.dp_attention else ops.all_reduce(x)
-        x = scaled(ops, x, self._embedding_multiplier)
-        x = x if given is None else ops.add(x, given)
-        if self._tables is None:
-            return x
-        for name, table in (
-            ("token_types", self._tables.token_types),
-            ("positions", self._tables.positions),
-        ):
-            if table is not None:
-                x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
-        x = normed(ops, x, self._tables.norm, config.norm.eps)
-        return x if self._tables.projection is None else ops.linear(x, self._tables.projection)
 
     def _added(
         self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None
@@ -564,19 +566,15 @@ class Decoder(Generic[LinearT, MetadataT]):
             norms = None
         is_own = qkv.own
         qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
-        queries = ops.rotate_and_cache(
-            ops.share_rows(qkv),
-            metadata,
-            table,
-            cache,
-            norms,
-            num_heads=len(self._shard.heads),
-            head_dim=head_dim,
-        )
+        queries = ops.share_rows(qkv)
+        if spec.kv_layer is None:
+            num_heads = len(self._shard.heads)
+            sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
+            queries = ops.rotate_and_cache(queries, metadata, table, cache, norms, **sizes)
         if spec.temperature is not None:
             scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))
             queries = ops.scale_rows(queries, scales)
-        sizes: dict[str, Any] = {"head_dim": head_dim, "scale": spec.scale}
+        sizes = {"head_dim": head_dim, "scale": spec.scale}
         if layer.distances is not None:
             return layer.distances.record(ops, qkv, queries, metadata, cache, spec.scale)
         if layer.slopes is not None:
@@ -593,6 +591,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 causal=spec.causal,
                 **sizes,
             )
+        out = scaled(ops, out, spec.value_scale)
         if is_own:
             out = ops.own_rows(out)
         if layer.gate is None:

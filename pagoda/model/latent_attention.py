@@ -91,9 +91,9 @@ def load_latent_attention(
     down, down_norm = linears.query_down, names.of_layer(index, names.query_down_norm)
     latent_norm = names.of_layer(index, names.latent_norm)
     return LatentAttention(
-        loader.norm_weight(latent_norm, linears.value_up.inputs),
+        loader.norm_weight(latent_norm, linears.value_up.inputs) * spec.latent_factor,
         None if down is None else loader.linear([down]),
-        None if down is None else loader.norm_weight(down_norm, down.outputs),
+        None if down is None else loader.norm_weight(down_norm, down.outputs) * spec.query_factor,
         loader.linear([linears.query_nope]),
         loader.linear([linears.query_rope]),
         _head_linears(loader, linears.key_up, is_transposed=not names.key_up),

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from pagoda.backend.base import (
     Backend,
@@ -25,7 +25,7 @@ from pagoda.backend.weights import (
     weight_bytes,
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
-from pagoda.checkpoints.layer_spec import XIELU, Activation, LayerSpec, MlpSpec
+from pagoda.checkpoints.layer_spec import APART_NORMS, XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
@@ -33,6 +33,7 @@ from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
+from pagoda.model.layer_inputs import LayerBeside, load_layer_beside
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import LinearShard, Shard, take_part
 from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
@@ -47,6 +48,15 @@ KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
 """Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
 
+class SparseGate(NamedTuple):
+    """Gates of all ranks, of which those far above their mean count."""
+
+    deviations: float
+    channels: range
+    """This rank's own ones."""
+    num_gates: int
+
+
 @dataclass(frozen=True)
 class DenseMlp(Generic[LinearT]):
     gate_up: LinearT
@@ -56,6 +66,18 @@ class DenseMlp(Generic[LinearT]):
     gated: bool
     numbers: Mapping[str, float]
     """Numbers of an activation that has weights."""
+    sparse: SparseGate | None = None
+
+
+class ApartMlp(NamedTuple):
+    """Vectors of experts that stand beside the shared MLP, [hidden] float32 all but the last."""
+
+    router_norm: Tensor
+    experts_norm: Tensor
+    shared_post_norm: Tensor
+    experts_post_norm: Tensor
+    factors: Tensor
+    """[num_experts] float32, of the weights of experts."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +93,11 @@ class SparseMlp(Generic[LinearT]):
     shared: DenseMlp[LinearT] | None
     """MLP that every token goes through as well, times a sigmoid of `shared_router` if there is one."""
     shared_router: LinearT | None
+    identity: Tensor | None
+    """[num_experts] float32, factors of weights, where some experts give back what they are given."""
+    apart: ApartMlp | None
+    jitter: float | None
+    """Reach of sparse mixing, which makes weights of scores; None where experts choose by scores."""
 
 
 class Norm(NamedTuple):
@@ -80,6 +107,16 @@ class Norm(NamedTuple):
     """[hidden] float32."""
     bias: Tensor | None
     """[hidden] float32 of layer norms, None of RMS norms."""
+
+
+class PartNorm(NamedTuple):
+    """RMS norm of some of the heads in a row of queries, keys and values."""
+
+    weight: Tensor
+    """[heads head_dim] float32."""
+    first: int
+    """Element that the first of these heads begins with."""
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -94,6 +131,10 @@ class Layer(Generic[LinearT]):
     of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
+    part_norm: PartNorm | None
+    """Norm of the heads of a part of queries, keys and values."""
+    beside: LayerBeside[LinearT] | None
+    """Weights besides those of attention and MLP."""
     head_layer_norms: tuple[Tensor, Tensor] | None
     """Weights and biases of layer norms of the heads of queries, then of keys: [heads head_dim] float32."""
     slopes: Tensor | None
@@ -176,8 +217,12 @@ class WeightLoader(Generic[LinearT]):
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
-            if attention.qk_norm in (None, "layer") or spec.kind is not None
+            if attention.qk_norm in (None, "layer")
+            or spec.kind is not None
+            or attention.kv_layer is not None
             else self._head_norms(index),
+            part_norm=self._part_norm(index),
+            beside=load_layer_beside(self, index),
             head_layer_norms=self._head_layer_norms(index)
             if attention.qk_norm == "layer"
             else None,
@@ -294,7 +339,8 @@ class WeightLoader(Generic[LinearT]):
         router = self.linear([sparse.router], bias=spec.bias)
         shared = shared_router = None
         if sparse.shared is not None:
-            shared = self._dense(index, sparse.shared, MlpSpec(spec.shared_size))
+            dense = MlpSpec(spec.shared_size, activation=spec.activation)
+            shared = self._dense(index, sparse.shared, dense)
         if sparse.shared_router is not None:
             shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
@@ -317,10 +363,24 @@ class WeightLoader(Generic[LinearT]):
             self.expert_counts,
             ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
             if spec.clamp
-            else ExpertActivation(),
+            else ExpertActivation("gelu_tanh" if spec.activation == "gelu_tanh" else "silu"),
             correction,
         )
-        return SparseMlp(router, experts, shared, shared_router)
+        identity = None
+        if spec.identities:
+            identity = torch.full((spec.routing.num_experts,), spec.routing.scaling_factor)
+            identity = identity.to(self.backend.device)
+        apart = self._apart(index) if spec.apart else None
+        return SparseMlp(router, experts, shared, shared_router, identity, apart, spec.jitter)
+
+    def _apart(self, index: int) -> ApartMlp:
+        """Norms of experts and of what is beside them; the router's input is over the root of its size."""
+        config = self.shard.config
+        hidden, of_layer = config.hidden_size, config.names.of_layer
+        found = [self.vector(of_layer(index, name), hidden) for name in APART_NORMS]
+        count = len(self.expert_counts)
+        factors = self.vector(of_layer(index, "router.per_expert_scale"), count)
+        return ApartMlp(found[0] * hidden**-0.5, found[1], found[2], found[3], factors)
 
     def _dense(
         self, index: int, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec
@@ -331,6 +391,13 @@ class WeightLoader(Generic[LinearT]):
             activation=spec.activation,
             gated=spec.gated,
             numbers=self._xielu(index) if spec.activation == "xielu" else {},
+            sparse=None
+            if spec.deviations is None
+            else SparseGate(
+                spec.deviations,
+                self.shard.channels(spec.intermediate_size),
+                spec.intermediate_size,
+            ),
         )
 
     def _xielu(self, index: int) -> Mapping[str, float]:
@@ -390,9 +457,13 @@ class WeightLoader(Generic[LinearT]):
         if config.layers[index].attention.qk_norm == "unit":
             ones = torch.ones(config.head_dim, device=self.backend.device)
             return HeadNorms(ones, ones, config.norm.eps)
+        # A layer without keys has queries alone to be normed.
+        key_norm = names.key_norm
+        if config.layers[index].attention.kv_layer is not None:
+            key_norm = names.query_norm
         queries, keys = (
             in_head_order(self.norm_weight(names.of_layer(index, name), size), order)
-            for name, size in zip((names.query_norm, names.key_norm), sizes, strict=True)
+            for name, size in zip((names.query_norm, key_norm), sizes, strict=True)
         )
         if config.layers[index].attention.qk_norm == "all":
             linears = config.plain_linears(index)
@@ -401,7 +472,26 @@ class WeightLoader(Generic[LinearT]):
                 norm[part.start : part.stop].clone()
                 for norm, part in zip((queries, keys), own, strict=True)
             )
-        return HeadNorms(queries, keys, config.norm.eps)
+        width = config.head_dim / sizes[0]
+        if width == 1 or config.layers[index].attention.qk_norm == "all":
+            return HeadNorms(queries, keys, config.norm.eps)
+        # The mean of squares is that of fewer elements, the others being zeros.
+        wide = [pad(it * width**-0.5, (0, config.head_dim - len(it))) for it in (queries, keys)]
+        return HeadNorms(wide[0], wide[1], config.norm.eps / width)
+
+    def _part_norm(self, index: int) -> PartNorm | None:
+        """The norm of values, or, of a layer that has none of its own, of queries."""
+        config, spec, shard = self.shard.config, self.shard.config.layers[index], self.shard
+        if spec.attention.kv_layer is not None:
+            norms = self._head_norms(index)
+            return PartNorm(norms.queries.repeat(len(shard.heads)), 0, norms.eps)
+        if not spec.attention.value_norm:
+            return None
+        own = spec.attention.own_heads
+        width = config.head_dim / (own.value_dim if own else config.head_dim)
+        weight = torch.full((shard.num_kv_heads * config.head_dim,), width**-0.5)
+        first = (len(shard.heads) + shard.num_kv_heads) * config.head_dim
+        return PartNorm(weight.to(self.backend.device), first, config.norm.eps / width)
 
 
 def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from pagoda.backend.base import LinearT
 from pagoda.backend.decoder_operations import xielu
+from pagoda.backend.family_operations import above_deviations, expert_weights, sparse_mixing
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
+from pagoda.backend.relative_attention import columns
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.model.adapters import AdaptedLayer
-from pagoda.model.loader import DenseMlp, Layer
+from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
 from pagoda.model.recording import with_adapters
 from pagoda.model.sharding import Shard
 
@@ -21,14 +24,64 @@ def whole_mlp(
     maps: AdaptedLayer | None,
     h: Value,
     adapters: Value | None,
+    x: Value,
 ) -> Value:
-    """The MLP's output [n, hidden], summed over all ranks, from normed hidden states h [n, hidden]."""
+    """The MLP's output [n, hidden], summed over all ranks, from hidden states x [n, hidden], normed in h."""
+    if isinstance(layer.mlp, SparseMlp) and layer.mlp.apart is not None:
+        return _apart(ops, shard, layer.mlp, layer.mlp.apart, h, x)
     if not shard.dp_attention:
         return ops.all_reduce(own_part(ops, shard, layer, maps, h, adapters))
     if shard.dispatches and not isinstance(layer.mlp, DenseMlp):
         return own_part(ops, shard, layer, maps, h, adapters)
     gathered = gather_rows(ops, h)
     return scatter_rows(ops, own_part(ops, shard, layer, maps, gathered, adapters))
+
+
+def _apart(
+    ops: GraphBuilder, shard: Shard, mlp: SparseMlp[LinearT], apart: ApartMlp, h: Value, x: Value
+) -> Value:
+    """The sum of what the shared MLP makes of h and experts of x [n, hidden], each normed."""
+    routing, eps = mlp.experts.routing, shard.config.norm.eps
+    logits = ops.linear(ops.rms_norm(x, apart.router_norm, eps), mlp.router)
+    weights = expert_weights(
+        ops,
+        logits,
+        apart.factors,
+        per_token=routing.experts_per_token,
+        renormalize=True,
+        kept=routing.num_experts,
+    )
+    own = ops.experts(ops.rms_norm(x, apart.experts_norm, eps), weights, mlp.experts)
+    own = ops.rms_norm(ops.all_reduce(own), apart.experts_post_norm, eps)
+    if mlp.shared is None:
+        return own
+    shared = ops.all_reduce(_dense(ops, mlp.shared, h, None, None))
+    return ops.add(ops.rms_norm(shared, apart.shared_post_norm, eps), own)
+
+
+def carried_part(ops: GraphBuilder, layer: Layer[LinearT], h: Value) -> Value | None:
+    """Outputs [n, hidden] of experts that count behind the next layer, of the normed h; None of other layers.
+
+    It is summed over all ranks.
+    """
+    mlp, spec = layer.mlp, layer.spec.mlp
+    if isinstance(mlp, DenseMlp) or isinstance(spec, MlpSpec) or not spec.carried:
+        return None
+    scores = ops.linear(h, mlp.router)
+    out = ops.all_reduce(ops.experts(h, scores, mlp.experts))
+    if mlp.identity is None:
+        return out
+    kept = spec.num_stored
+    weights = expert_weights(
+        ops,
+        scores,
+        mlp.identity,
+        mlp.experts.correction,
+        per_token=spec.routing.experts_per_token,
+        renormalize=False,
+        kept=kept,
+    )
+    return ops.add(out, ops.scale_rows(h, columns(ops, weights, kept, 1)))
 
 
 def own_part(
@@ -43,7 +96,15 @@ def own_part(
     mlp = layer.mlp
     if isinstance(mlp, DenseMlp):
         return _dense(ops, mlp, h, maps, adapters)
+    if (
+        isinstance(layer.spec.mlp, ExpertsSpec)
+        and layer.spec.mlp.carried
+        and mlp.shared is not None
+    ):
+        return _dense(ops, mlp.shared, h, None, adapters)
     scores = ops.linear(h, mlp.router)
+    if mlp.jitter is not None:
+        scores = sparse_mixing(ops, scores, mlp.jitter)
     if shard.dispatches:
         out = dispatched_experts(ops, h, scores, mlp.experts, shard.first_experts)
     else:
@@ -72,7 +133,12 @@ def _dense(
 
 
 def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
-    """Activation of gates [n, d] times what is beside them in [n, 2 d]."""
+    """Activation of gates [n, d] times what is beside them in [n, 2 d], or of this rank's ones of all gates."""
+    if mlp.sparse is not None:
+        deviations, own, count = mlp.sparse
+        gates = above_deviations(ops, columns(ops, both, 0, count), deviations)
+        gates = ops.gelu_tanh(columns(ops, gates, own.start, len(own)))
+        return ops.mul(gates, columns(ops, both, count, len(own)))
     recorded = {
         "silu": ops.silu_and_mul,
         "gelu_tanh": ops.gelu_and_mul,

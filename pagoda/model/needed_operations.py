@@ -26,6 +26,8 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
     found |= activations - {"tanh", "identity"}
     if factors.logits_softcap is not None or "tanh" in activations:
         found.add("softcap")
+    if spec.beside is not None:
+        found |= spec.beside.operations
     if spec.gives_logits:
         found.add("linear_argmax")
     return frozenset(found)
@@ -45,8 +47,12 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("clip")
     if attention.qk_norm == "layer":
         found.add("layer_norm_heads")
-    if attention.norms_rotated:
+    if attention.norms_rotated or attention.kv_layer is not None:
         found.add("rotate_heads")
+    if attention.value_norm or attention.kv_layer is not None:
+        found.add("rms_norm_heads")
+    if attention.value_scale != 1:
+        found.add("scale")
     if attention.temperature is not None:
         found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
@@ -56,12 +62,20 @@ def _of_attention(layer: LayerSpec) -> set[str]:
 
 def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
     if isinstance(mlp, MlpSpec):
+        if mlp.deviations is not None:
+            return {"above_deviations", "columns", "gelu_tanh", "mul"}
         if mlp.gated:
             return {_GATED[mlp.activation]}
         return _PLAIN.get(mlp.activation, {mlp.activation})
     found = {"experts"}
+    if mlp.apart:
+        found |= {"expert_weights", "gelu_and_mul", "rms_norm"}
+    if mlp.identities:
+        found |= {"expert_weights", "columns", "scale_rows"}
+    if mlp.jitter is not None:
+        found.add("sparse_mixing")
     if mlp.shared_size:
-        found.add("silu_and_mul")
+        found.add(_GATED[mlp.activation])
     if mlp.scores_shared:
         found |= {"sigmoid", "scale_rows"}
     return found

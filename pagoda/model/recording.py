@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pagoda.backend.base import LinearT
 from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads
+from pagoda.backend.family_operations import rms_norm_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operations import GraphBuilder
@@ -62,8 +63,12 @@ def with_own_heads(
     if layer.head_layer_norms is not None:
         norms, eps = layer.head_layer_norms, config.norm.eps
         qkv = layer_norm_heads(ops, qkv, *norms, head_dim=head_dim, eps=eps)
-    if not spec.norms_rotated or table is None:
+    if layer.part_norm is not None:
+        weight, first, eps = layer.part_norm
+        qkv = rms_norm_heads(ops, qkv, weight, first=first, head_dim=head_dim, eps=eps)
+    if not (spec.norms_rotated or spec.kv_layer is not None) or table is None:
         return qkv, table
-    elements = (len(shard.heads) + shard.num_kv_heads) * head_dim
+    num_heads = len(shard.heads) + (shard.num_kv_heads if spec.kv_layer is None else 0)
+    elements = num_heads * head_dim
     shared = ops.share_rows(qkv)  # the table is of all rows
     return rotate_heads(ops, shared, table, elements=elements, head_dim=head_dim), None

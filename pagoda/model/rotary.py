@@ -15,6 +15,7 @@ from pagoda.checkpoints.rope import (
     Llama3Scaling,
     LongRopeScaling,
     NtkScaling,
+    ProportionalScaling,
     RotarySpec,
     YarnScaling,
 )
@@ -37,11 +38,14 @@ def rotary_frequencies(rotary: RotarySpec, max_length: int) -> tuple[Tensor, flo
     if isinstance(scaling, NtkScaling):
         grown = (rotary.theta * scaling.factor) ** exponents
         return 1.0 / grown / scaling.factor ** (2 / rotary.dim), 1.0
+    if isinstance(scaling, ProportionalScaling):
+        kept = torch.arange(len(wavelengths)) < scaling.pairs
+        return kept / wavelengths / scaling.factor, 1.0
     if isinstance(scaling, FrequencyFactors):
         return 1.0 / wavelengths / torch.tensor(scaling.factors), 1.0
     if isinstance(scaling, LongRopeScaling):
         factors = torch.tensor(scaling.factors(max_length))
-        return 1.0 / (factors * wavelengths), scaling.attention_factor
+        return 1.0 / (factors * wavelengths), scaling.scale(max_length)
     if isinstance(scaling, Llama3Scaling):
         return _llama3(1.0 / wavelengths, scaling), 1.0
     return _yarn(wavelengths, rotary.theta, scaling), _yarn_scale(scaling)

@@ -131,7 +131,7 @@ class Shard:
     @property
     def first_experts(self) -> list[int]:
         """The first expert of each rank that holds some whole."""
-        count = 0 if self.config.experts is None else self.config.experts.routing.num_experts
+        count = 0 if self.config.experts is None else self.config.experts.num_stored
         return [even_share(count, rank, self.tp_size).start for rank in range(self.tp_size)]
 
     @cached_property
@@ -201,8 +201,8 @@ class Shard:
         if experts is None:
             return range(0)
         if not self.expert_parallel:
-            return range(experts.routing.num_experts)
-        return even_share(experts.routing.num_experts, self.tp_rank, self.tp_size)
+            return range(experts.num_stored)
+        return even_share(experts.num_stored, self.tp_rank, self.tp_size)
 
     def linears(self) -> Iterator[LinearSpec]:
         """Linear layers that this rank holds a part of."""
@@ -215,6 +215,8 @@ class Shard:
         if self.is_first:
             yield config.embedding
             yield from config.encoder_linears
+            if config.beside is not None:
+                yield from config.beside.outer_linears(config.hidden_size)
         tied = self.is_first and config.tie_word_embeddings
         if self.is_last and config.gives_logits and not tied:
             yield config.head
@@ -238,11 +240,11 @@ class Shard:
         """Numbers of a token in the widest layer, about: its hidden state, which parallel parts of a layer read
         later and add up behind, and what all linear layers give."""
         kinds = {self.config.layers[layer]: layer for layer in self.layers}
-        hidden = self.config.hidden_size
+        config, hidden = self.config, self.config.hidden_size
         return max(
             (2 + 2 * one.parallel) * hidden + self._outputs_of(layer)
             for one, layer in kinds.items()
-        )
+        ) + (0 if config.beside is None else config.beside.width(hidden))
 
     def _outputs_of(self, layer: int) -> int:
         """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only, and what
@@ -444,7 +446,9 @@ def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     The cost of a stage is the number of weights that a token is multiplied with; the head is one more cost of the
     last stage. Every stage has a layer at least.
     """
-    costs = [config.weights_per_token(layer) for layer in range(config.num_layers)]
+    each, together = range(config.num_layers), config.layers_together
+    own = [config.weights_per_token(layer) for layer in each]
+    costs = [sum(own[layer : layer + together]) for layer in each[::together]]
     head = config.head.outputs * config.head.inputs
     # The cheapest limit under which so many stages are enough, found by halving.
     low, high = max(max(costs), costs[-1] + head), sum(costs) + head
@@ -458,7 +462,7 @@ def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     while len(ends) < num_stages:
         longest = max(pairwise([0, *ends]), key=lambda stage: stage[1] - stage[0])
         ends = sorted([*ends, sum(longest) // 2])
-    return [range(start, end) for start, end in pairwise([0, *ends])]
+    return [range(start * together, end * together) for start, end in pairwise([0, *ends])]
 
 
 def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
@@ -77,15 +77,32 @@ def in_value_order(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 def own_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
     """A layer's rows [outputs, ...] of all rows of a tensor, in the order in which they are computed."""
+    if linear.fill is not None:
+        return filled(rows, linear)
     own = in_head_order(stored_rows(rows, linear), linear.head_order)
     return own if linear.role is LinearRole.STATE_OUT else in_value_order(own, linear.value_order)
+
+
+def filled(rows: Tensor, linear: LinearSpec) -> Tensor:
+    """Heads of all rows of a tensor filled with zeros, and repeated, as they are computed."""
+    if linear.fill is None:
+        return rows
+    own, dim, heads, width = linear.fill
+    if linear.role is LinearRole.ATTENTION_OUT:
+        apart = pad(rows.view(len(rows), own, dim), (0, width - dim))
+        return apart.flatten(1)
+    apart = rows.view(own, dim, -1).repeat_interleave(heads // own, dim=0)
+    return pad(apart, (0, 0, 0, width - dim)).reshape(-1, *rows.shape[1:])
 
 
 def stored_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
     """A layer's rows [outputs, ...] of all rows of a tensor."""
     stored = linear.stored
     if stored.group == 0:
-        return rows[stored.rows(linear.outputs)]
+        found, lacking = rows[stored.rows(linear.outputs)], linear.outputs - stored.shape[0]
+        if linear.role is LinearRole.EMBEDDING and lacking > 0:  # the first row is that of others
+            found = torch.cat((found, rows[:1].expand(lacking, -1)))
+        return found
     groups = rows.view(-1, stored.group, *rows.shape[1:])
     count = linear.outputs // len(groups)
     return groups[:, stored.first : stored.first + count].reshape(-1, *rows.shape[1:])
@@ -156,8 +173,9 @@ class CheckpointWeights:
         if stored.transposed and not self._is_straight(stored):
             rows = self._transposed(stored, linear.outputs)
             return DenseWeight(in_head_order(rows, linear.head_order).to(dtype))
-        values = self.tensor(stored.weight, stored.shape, READABLE)
-        rows = own_rows(values.view(-1, linear.inputs), linear)
+        straight = stored.shape if stored.transposed else stored.stored_shape
+        values = self.tensor(stored.weight, straight, READABLE)
+        rows = own_rows(values.view(-1, stored.shape[-1]), linear)
         return DenseWeight((normalize(rows.float()) if linear.unit_rows else rows).to(dtype))
 
     def _is_straight(self, stored: StoredRows) -> bool:
@@ -168,7 +186,8 @@ class CheckpointWeights:
     def _transposed(self, stored: StoredRows, count: int) -> Tensor:
         """Rows of a tensor [inputs, rows], or of one expert in a tensor [experts, inputs, rows]."""
         *num_experts, num_rows, inputs = stored.shape
-        values = self.tensor(stored.weight, (*num_experts, inputs, num_rows), READABLE)
+        values = self.tensor(stored.weight, stored.stored_shape, READABLE)
+        values = values.view(*num_experts, inputs, num_rows)
         expert, first = divmod(stored.first, num_rows)
         whole = values[expert] if num_experts else values
         return whole.t()[replace(stored, first=first).rows(count)].contiguous()

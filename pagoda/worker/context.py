@@ -23,6 +23,10 @@ def check_context_parallel(
         )
     if shape.encoder is not None:
         raise ConfigError(f"{flag} does not go with encoders, which keep no context; leave it out.")
+    if shape.beside is not None:
+        raise ConfigError(
+            f"{flag} does not go with {config.model}, whose layers are given embeddings; leave it out."
+        )
     if any(layer.state is not None for layer in shape.layers):
         raise ConfigError(
             f"{flag} needs a model whose layers all keep keys and values, which {config.model} is not; "

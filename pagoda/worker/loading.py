@@ -427,10 +427,10 @@ def _kv_groups(
     shape: ModelSpec, block_size: int, capabilities: Capabilities, *, keeps_all: bool
 ) -> tuple[KVGroup, ...]:
     """The groups of the whole model's layers, the same on all ranks."""
-    kinds = [(KVKind(layer.kv_kind), layer.attention.reach) for layer in shape.layers]
+    kinds = [it and (KVKind(it[0]), it[1]) for it in shape.kept_layers]
     if keeps_all and shape.encoder is None:
         windows = (KVKind.WINDOW, KVKind.CHUNK)
-        kinds = [(KVKind.FULL if kind in windows else kind, 0) for kind, _ in kinds]
+        kinds = [it and (KVKind.FULL if it[0] in windows else it[0], 0) for it in kinds]
     return layer_groups(kinds, block_size, capabilities.window_multiple)
 
 

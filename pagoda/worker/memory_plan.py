@@ -177,7 +177,8 @@ class WorkerMemoryPlan:
     def kv_bytes_per_token(self) -> int:
         """Bytes that a token takes in all layers of the shard that see it."""
         layers = (self.shard.config.layers[layer] for layer in self.shard.layers)
-        return sum(layer.state is None for layer in layers) * self._layer_bytes
+        kept = (it.state is None and it.attention.kv_layer is None for it in layers)
+        return sum(kept) * self._layer_bytes
 
     @property
     def layer_places(self) -> list[LayerPlace]:
@@ -188,7 +189,10 @@ class WorkerMemoryPlan:
             passing = group.kind is KVKind.STEP  # each layer writes what it reads
             places = [0] * len(held) if passing else range(len(held))
             found |= {layer: LayerPlace(number, at) for at, layer in zip(places, held, strict=True)}
-        return [found[layer] for layer in self.shard.layers]
+        read = {
+            layer: self.shard.config.layers[layer].attention.kv_layer for layer in self.shard.layers
+        }
+        return [found[layer if other is None else other] for layer, other in read.items()]
 
     def layer_caches(self, caches: Sequence[KVCache | LatentCache]) -> list[LayerCache]:
         """The cache of each of the shard's layers, from those of all places."""

@@ -74,7 +74,7 @@ _LAYER_NORMS = (
     *("PhiForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM", "Jais2ForCausalLM"),
     *("PersimmonForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM"),
     *("GPTJForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM"),
-    *("MptForCausalLM", "OrionForCausalLM"),
+    *("MptForCausalLM", "OrionForCausalLM", "PhimoeForCausalLM", "DbrxForCausalLM"),
 )
 _PARALLEL = ("Cohere", "PhiFor", "GPTNeoX", "GPTJ", "Falcon")
 _SPARSE = (
@@ -85,7 +85,8 @@ _SPARSE = (
     *("FlexOlmoForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM"),
     *("MiniMaxM2ForCausalLM", "Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM"),
     *("Qwen3VLMoeForConditionalGeneration", "DeepseekForCausalLM", "BailingMoeForCausalLM"),
-    "AfmoeForCausalLM",
+    *("AfmoeForCausalLM", "MiMoV2FlashForCausalLM", "LongcatFlashForCausalLM"),
+    *("PhimoeForCausalLM", "DbrxForCausalLM"),
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),
@@ -99,7 +100,7 @@ _NORMS = {
     **dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), "head"),
     "Qwen3VLMoeForConditionalGeneration": "head",
     "PersimmonForCausalLM": "layer",
-    "AfmoeForCausalLM": "head",
+    **dict.fromkeys(("AfmoeForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM"), "head"),
 }
 
 
@@ -111,6 +112,7 @@ def test_families(name: str) -> None:
         "shared_intermediate_size": 96,
     }
     own = {"GraniteMoeHybridForCausalLM": dense, "GPTJForCausalLM": {"rotary_dim": 8}}
+    own |= {"MiMoV2FlashForCausalLM": {"v_head_dim": 16}}
     config = parse(architectures=[name], **own.get(name, {}))
     attention = config.layers[0].attention
     behind = (*_BIASED, "TeleChat2ForCausalLM")
@@ -127,6 +129,8 @@ def test_families(name: str) -> None:
         "AfmoeForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3nForCausalLM",
+        "Gemma4ForCausalLM",
     )
     assert config.layers[0].post_norm is (name in behind)
     assert config.layers[0].pre_norm is (name not in only_behind)
@@ -240,7 +244,8 @@ def test_sliding_windows() -> None:
         ),
         (
             {"rope_scaling": {"type": "x", "factor": 2.0}},
-            ": rope_scaling.type must be one of default, dynamic, linear, ntk, llama3, yarn, longrope, got 'x'.",
+            ": rope_scaling.type must be one of default, dynamic, linear, ntk, llama3, yarn, longrope, "
+            "proportional, got 'x'.",
         ),
         ({"rope_scaling": {"type": "linear"}}, " lacks rope_scaling.factor, a positive number."),
         ({"rope_scaling": 3}, ": rope_scaling must be a JSON object, got 3."),

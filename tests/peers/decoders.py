@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pagoda.checkpoints.config_json import parse_model_config
@@ -26,6 +28,8 @@ family_models, tiny_models, own_code_models, driver = map(
 )
 OWN_CODE = own_code_models.OWN_CODE
 NAMES = HERE / "vllm_decoders.txt"
+SEEING = {"HCXVisionForCausalLM": "LlamaForCausalLM"}
+"""Models that see, by classes of transformers that compute their text part."""
 PROMPT = [(7 * i) % 320 for i in range(30)]
 LENGTH = 16
 
@@ -48,7 +52,11 @@ def save_tiny(architecture: str, directory: Path) -> PreTrainedModel | None:
     )
     shorts = [it.removesuffix("ForCausalLM") for it in (architecture, name)]
     tiny = next((key for key, (kind, _) in tiny_models.FAMILIES.items() if kind in shorts), None)
-    if same or plain:
+    if architecture in SEEING:
+        model = family_models.make_random(architecture, SEEING[architecture], {})
+        model.save_pretrained(directory)
+        as_text_part(directory)
+    elif same or plain:
         model = family_models.make_model(same or plain)
         model.save_pretrained(directory)
     elif tiny:
@@ -63,6 +71,16 @@ def save_tiny(architecture: str, directory: Path) -> PreTrainedModel | None:
     values = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**values, "architectures": [architecture]}), encoding="utf-8")
     return model
+
+
+def as_text_part(directory: Path) -> None:
+    """Makes a saved decoder the text part of a model that sees, as its makers publish it."""
+    files = directory / "model.safetensors", directory / "config.json"
+    tensors = {f"language_model.{name}": it for name, it in load_file(files[0]).items()}
+    tensors["vision_model.patch_embedding.weight"] = torch.zeros(2, 2)
+    save_file(tensors, files[0], metadata={"format": "pt"})
+    text = json.loads(files[1].read_text(encoding="utf-8"))
+    files[1].write_text(json.dumps({"text_config": text}), encoding="utf-8")
 
 
 def outcome(architecture: str) -> str:

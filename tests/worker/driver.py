@@ -177,6 +177,15 @@ class Driver:
                 raise RuntimeError(f"Slots failed: {result.errors}")
 
 
+def rounding(model: Any, exact: Any) -> float:
+    """Largest difference of log-probabilities of an oracle from those of one in float64, of 20 at 40 places."""
+    prompt = torch.randint(320, (1, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        both = [it(prompt).logits[0].double().log_softmax(-1) for it in (model, exact)]
+    likeliest = both[1].topk(20).indices
+    return float((both[0] - both[1]).gather(1, likeliest).abs().max())
+
+
 def answer_differences(runner: Runner, model: Any) -> Tensor:
     """Differences of log-probabilities from those of an oracle along an answer [8, 20]."""
     prompt = torch.randint(320, (40,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from own_arithmetic_models import OWN_ARITHMETIC
 from safetensors.torch import load_file, save_file
 
 _SHAPE: dict[str, Any] = {
@@ -470,6 +472,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "num_hidden_layers": 4}),
+    **OWN_ARITHMETIC,
 }
 """Class in transformers and values that are not those of `_SHAPE`, by name."""
 TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -478,6 +481,11 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VL", "Qwen2_5_VLTextConfig", {"rope_parameters": _MROPE}),
     "ministral3-vl": ("Mistral3", "Ministral3Config", _MINISTRAL3),
     "gemma3-vl": ("Gemma3", "Gemma3TextConfig", _GEMMA),
+    "gemma4-vl": (
+        "Gemma4",
+        "Gemma4TextConfig",
+        {**OWN_ARITHMETIC["gemma4"][1], "pad_token_id": 0},
+    ),
     "qwen3.5-vl": ("Qwen3_5", "Qwen3_5TextConfig", _QWEN3_5),
     "qwen3.5-moe-vl": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", _QWEN3_5_MOE),
     "kimi-k2.5": ("Kimi_K25", "DeepseekV3Config", _KIMI_K2),
@@ -504,6 +512,35 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
         return _make_seeing(name, **sizes)
     kind, changes = FAMILIES[name]
     return make_random(name, kind, {**changes, **sizes})
+
+
+_COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
+_IN_PAIRS = "longcat-flash"
+
+
+def of_one_layer(name: str) -> dict[str, Any]:
+    """Values of a configuration by which a family has one layer, its last one, or the least that it can."""
+    *_, changes = (FAMILIES if name in FAMILIES else TEXT_PARTS)[name]
+    own = [it for it in _COUNTS if it in {**changes, "num_hidden_layers": 0}]
+    count = changes.get(own[0], _SHAPE["num_hidden_layers"])
+    lists = {
+        key: value[-1:]
+        for key, value in changes.items()
+        if isinstance(value, list) and len(value) == count
+    }
+    zeros = {"num_kv_shared_layers": 0} if "num_kv_shared_layers" in changes else {}
+    if name == _IN_PAIRS:
+        return {"num_layers": 1, "num_hidden_layers": 2}
+    return {**dict.fromkeys(own, 1), **lists, **zeros}
+
+
+def in_float64(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The same model in float64, whose experts are computed one by one, as joined products have no float64."""
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+    return exact
 
 
 def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
@@ -550,13 +587,14 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(
-        ("gemma", "qwen3-next", "qwen3.5", "nemotron")
-    )  # of weights of norms
+    less_one = name.startswith(("gemma", "qwen3-next", "qwen3.5", "nemotron"))  # weights of norms
+    less_one &= not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
+            elif parameter_name.endswith(("output_scale", "router.scale", "expert_scale")):
+                parameter.normal_(mean=1, std=0.2)
             elif "act_fn" in parameter_name:
                 parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
@@ -565,4 +603,6 @@ def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model

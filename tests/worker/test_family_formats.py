@@ -25,8 +25,17 @@ OTHER_SIZES = (
     "intermediate_size_mlp",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "ffn_hidden_size",
+    "expert_ffn_hidden_size",
+    "hidden_size_per_layer_input",
 )
-"""Inner channels of the MLPs of some families."""
+"""Inner channels of the MLPs of some families, and embeddings in layers."""
+DBRX: dict[str, Any] = {
+    **{"hidden_size": 192, "num_attention_heads": 12, "d_model": 192, "n_heads": 12},
+    "initializer_range": 0.06,
+    "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 6, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 192, "moe_num_experts": 6, "moe_top_k": 6},
+}
 STATE_SIZES = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
@@ -48,6 +57,13 @@ def _model(name: str) -> Any:
     for count in ("num_experts", "num_local_experts", "n_routed_experts"):
         if known.get(count):
             sizes["num_experts_per_tok"] = known[count]
+    if "router_jitter_noise" in known:
+        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+    if "moe_topk" in known and "zero_expert_num" in known:
+        sizes["moe_topk"] = known["n_routed_experts"] + known["zero_expert_num"]
+        del sizes["num_experts_per_tok"]
+    if "ffn_config" in known:
+        return make_model(name, **DBRX)
     if "n_group" in known:
         sizes["topk_group"] = known["n_group"]
     return make_model(name, **sizes)

@@ -357,7 +357,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
                 routing.num_experts,
                 routing.experts_per_token,
                 routing.renormalize,
-                routing.scores == "sigmoid",
+                ("softmax", "sigmoid", "given").index(routing.scores),
                 routing.num_groups,
                 routing.groups_per_token,
                 routing.group_score == "best_two",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation, Experts
 from pagoda.backend.reference.linear import Linear, linear
-from pagoda.backend.reference.rows import sigmoid, silu_and_mul, swiglu_oai
+from pagoda.backend.reference.rows import gelu_and_mul, sigmoid, silu_and_mul, swiglu_oai
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.parallel.collectives import Collectives
 
@@ -65,8 +65,9 @@ def dispatched_experts(
 
 
 def _activated(gate: Tensor, up: Tensor, activation: ExpertActivation) -> Tensor:
-    if activation.kind == "silu":
-        return silu_and_mul(torch.cat((gate, up), dim=1))
+    if activation.kind != "swiglu_oai":
+        joined = silu_and_mul if activation.kind == "silu" else gelu_and_mul
+        return joined(torch.cat((gate, up), dim=1))
     pairs = torch.stack((gate, up), dim=2).flatten(1)
     return swiglu_oai(pairs, alpha=activation.alpha, limit=activation.limit)
 
@@ -75,7 +76,7 @@ def routed(
     logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Numbers of each token's experts, ascending, and their weights: two of [n, experts_per_token]."""
-    scores = logits.softmax(dim=1) if routing.scores == "softmax" else sigmoid(logits)
+    scores = _SCORES[routing.scores](logits)
     # By logits where they decide: two that differ may have the same score.
     values = logits
     if correction is not None:
@@ -90,6 +91,13 @@ def routed(
     if routing.renormalize:  # sigmoids may all be 0
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     return chosen, weights * routing.scaling_factor
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=1),
+    "sigmoid": sigmoid,
+    "given": lambda weights: weights,
+}
 
 
 def _in_chosen_groups(values: Tensor, routing: ExpertRouting) -> Tensor:

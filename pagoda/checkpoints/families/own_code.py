@@ -62,7 +62,7 @@ _WQKV = "attention.wqkv"
 INTERNLM2 = replace(
     INTERNLM,
     architecture="InternLM2ForCausalLM",
-    models="InternLM 2 and 2.5",
+    models="InternLM 2 and 2.5, text of Mono-InternVL",
     names=TensorNames(
         embedding="model.tok_embeddings",
         head="output",
@@ -78,7 +78,7 @@ INTERNLM2 = replace(
         joins_by_head=True,
     ),
     gguf=GgufFormat("internlm2", names=GGUF_NEIGHBOURS),
-    aliases=frozenset(),
+    aliases=frozenset({"InternLM2VEForCausalLM"}),
 )
 
 

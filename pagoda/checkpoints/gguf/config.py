@@ -179,11 +179,13 @@ def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
 
 def _longrope(file: GgufFile, count: int) -> LongRopeScaling:
     scaling = _fields(file).below("rope.scaling.")
+    factor = scaling.number("attn_factor", 1.0)
     return LongRopeScaling(
         short_factors=_frequency_factors(file, SHORT_FACTORS, count),
         long_factors=_frequency_factors(file, LONG_FACTORS, count),
         original_max_position_embeddings=scaling.positive("original_context_length"),
-        attention_factor=scaling.number("attn_factor", 1.0),
+        attention_factor=factor,
+        short_attention_factor=factor,
     )
 
 

@@ -17,6 +17,7 @@ from pagoda.parallel.collectives import Alone, HostGroup
 from pagoda.plugins.backend_check import (
     attention,
     contexts,
+    family_rows,
     graphs,
     kv_store,
     latents,
@@ -35,6 +36,7 @@ _EXPLICIT = {
     **attention.EXPLICIT,
     **latents.EXPLICIT,
     **states.EXPLICIT,
+    **family_rows.EXPLICIT,
     **graphs.EXPLICIT,
     **contexts.EXPLICIT,
 }
