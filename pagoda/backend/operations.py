@@ -116,6 +116,13 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("scale",),
     ),
     "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
+    "rms_norm_groups": OperationSpec("norm", ("x",), ("weight",), ("group_size", "eps")),
+    "selective_scan": OperationSpec(
+        "state",
+        ("x", "b", "c", "dt", "metadata"),
+        ("cache", "decay", "dt_bias", "skip"),
+        ("groups", "state_dim", "b_first", "c_first", "by_element", "dt_min", "dt_max"),
+    ),
 }
 """Operations by name. Inputs, then weights are the arguments of the reference's method of that name."""
 

@@ -115,11 +115,21 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
     by_layer: dict[int, list[str]] = {}
     for name in names:
         within = layer.match(name)
-        if within is not None and int(within[1]) < spec.num_layers:
+        if within is not None:
             by_layer.setdefault(int(within[1]), []).append(name)
-    for index, named in by_layer.items():
+    numbers = spec.names.numbers or range(spec.num_layers)
+    layers: dict[int, list[int]] = {}
+    for index, number in enumerate(numbers):
+        for own in {number, number + bool(spec.names.numbers)}:
+            layers.setdefault(own, []).append(index)
+    for number, named in by_layer.items():
+        if number not in layers:
+            continue
         read = {
-            name for choices in _of_layer(spec, index, _experts(spec, named)) for name in choices
+            name
+            for index in layers[number]
+            for choices in _of_layer(spec, index, _experts(spec, named))
+            for name in choices
         }
         linears = {
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
@@ -186,7 +196,7 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
             yield [linear.stored.bias]
     if isinstance(layer.mlp, MlpSpec):
         biased += spec.mlp_biases(index)
-    elif layer.mlp.bias:
+    elif layer.mlp is not None and layer.mlp.bias:
         biased += [linear for linear in linears if linear.role in _BIASED_EXPERTS]
     for linear in biased:
         yield [linear.stored.bias]

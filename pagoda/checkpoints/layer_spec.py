@@ -12,7 +12,8 @@ from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.rope import (
     TemperatureSpec,
 )
-from pagoda.checkpoints.state_layers import StateSpec
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
@@ -90,6 +91,9 @@ class MlpSpec:
     gated: bool = True
     down_bias: bool | None = None
     """Bias of the map back to hidden states, where it is not as `bias`."""
+    gate_factor: float = 1.0
+    """Multiplier of gates, and of what the map back gives (Falcon-H1)."""
+    down_factor: float = 1.0
 
     @property
     def has_down_bias(self) -> bool:
@@ -124,6 +128,8 @@ class ExpertsSpec:
     """Gates of experts where they are not plain SiLU."""
 
 
+StateSpec = ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec
+"""Kinds of layers that keep a state."""
 LayerKind = LatentSpec | StateSpec
 """Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
 
@@ -131,7 +137,8 @@ LayerKind = LatentSpec | StateSpec
 @dataclass(frozen=True)
 class LayerSpec:
     attention: AttentionSpec
-    mlp: MlpSpec | ExpertsSpec
+    mlp: MlpSpec | ExpertsSpec | None
+    """None of a layer of attention, or of a state, alone."""
     pre_norm: bool = True
     """Norms in front of attention and of the MLP."""
     bare_attention: bool = False
@@ -142,6 +149,11 @@ class LayerSpec:
     """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
     state: StateSpec | None = None
     """Kind of a layer that keeps a state, in place of attention."""
+    same_input: bool = False
+    """What is in the place of attention has the normed input of the layer in front, not its output (Falcon-H1)."""
+    input_factor: float = 1.0
+    """Multiplier of that input, and of what comes of it (Falcon-H1)."""
+    output_factor: float = 1.0
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
     parallel_norms: bool = False
@@ -150,7 +162,8 @@ class LayerSpec:
     @property
     def has_mlp_norm(self) -> bool:
         """True if there is a norm in front of the MLP alone."""
-        return self.pre_norm and (not self.parallel or self.parallel_norms)
+        beside = self.parallel and not self.parallel_norms
+        return self.mlp is not None and self.pre_norm and not beside
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:

@@ -40,6 +40,7 @@ from pagoda.checkpoints.rope import (
     LongRopeScaling,
     RotarySpec,
 )
+from pagoda.checkpoints.scan_layers import ScanLinears
 from pagoda.checkpoints.tensor_names import (
     HeadLayerNorm,
     StoredRows,
@@ -198,7 +199,7 @@ class ModelSpec:
         changed = (change(index, layer) for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(changed))
 
-    def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears:
+    def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears | ScanLinears:
         kind = self.layers[layer].kind
         if kind is None:
             return self.plain_linears(layer)
@@ -321,6 +322,8 @@ class ModelSpec:
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""
         mlp, names = self.layers[layer].mlp, self.names
+        if mlp is None:
+            raise TypeError("The layer has no MLP.")
         if isinstance(mlp, MlpSpec) and not mlp.gated:
             hidden, inner = self.hidden_size, mlp.intermediate_size
             up, down = (names.of_layer(layer, name) for name in (names.up, names.down))
@@ -487,7 +490,7 @@ class ModelSpec:
         yield from self.gate_linears(layer)
         sparse = self.expert_linears(layer, experts)
         if sparse is None:
-            yield from self.mlp_linears(layer)
+            yield from self.mlp_linears(layer) if self.layers[layer].mlp is not None else ()
         else:
             yield sparse.router
             if sparse.shared_router is not None:

@@ -147,6 +147,15 @@ class TensorNames:
     log_decay: bool = True
     state_bias: str = "linear_attn.dt_bias"
     state_norm: str = "linear_attn.norm"
+    state_skip: str = "mamba.D"
+    """Factors of what goes past the state of a Mamba layer; the tensor's name in full."""
+    state_x: str = "mamba.x_proj"
+    """Map of a Mamba layer's channels to steps' numbers, B and C."""
+    state_step: str = "mamba.dt_proj"
+    """Map of those numbers to steps, whose bias is that of steps."""
+    state_step_norm: str = "mamba.dt_layernorm"
+    state_b_norm: str = "mamba.b_layernorm"
+    state_c_norm: str = "mamba.c_layernorm"
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
@@ -182,8 +191,13 @@ class TensorNames:
     flat_convolutions: bool = False
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
+    numbers: tuple[int, ...] = ()
+    """Numbers that files give the layers, where these do not count on; names with a plus in front are of the number
+    behind (Nemotron-H, whose MLPs have numbers of their own)."""
+
     def of_layer(self, layer: int, name: str) -> str:
-        return f"{self.layers}.{self.first_layer + layer}.{name}"
+        number = self.numbers[layer] if self.numbers else self.first_layer + layer
+        return f"{self.layers}.{number + name.startswith('+')}.{name.removeprefix('+')}"
 
 
 def places(

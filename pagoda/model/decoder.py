@@ -390,9 +390,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         for kind, layers in self._vector_layers.items():
             named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
-            shared = vars(layer.mlp).get("shared")
-            of_shared = {} if shared is None else vars(shared)
-            own = vars(layer) | vars(layer.mlp)
+            of_mlp = {} if layer.mlp is None else vars(layer.mlp)
+            of_shared = {} if of_mlp.get("shared") is None else vars(of_mlp["shared"])
+            own = vars(layer) | of_mlp
             own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
             own |= {} if layer.of_kind is None else vars(layer.of_kind)
             for name, weight in own.items():
@@ -436,7 +436,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         ):
             if index in self._captured:
                 ops.result(layer_input(index), ops.share_rows(x))
-            h = attention_input or normed(ops, x, layer.attention_norm, eps)
+            if not layer.spec.same_input:
+                mixed = attention_input or normed(ops, x, layer.attention_norm, eps)
+            h = scaled(ops, mixed, layer.spec.input_factor)
             table = tables.get(layer.spec.attention.rotary)
             attended = self._attention(
                 ops, layer, maps, (cache, states), table, h, adapters, beside
@@ -460,8 +462,9 @@ class Decoder(Generic[LinearT, MetadataT]):
                 out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
+            out = scaled(ops, out, layer.spec.output_factor)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
-            if layer.spec.parallel:
+            if layer.spec.parallel or layer.mlp is None:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
             out = whole_mlp(ops, self._shard, layer, maps, h, adapters)

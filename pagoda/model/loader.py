@@ -28,12 +28,14 @@ from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import XIELU, Activation, LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.quantization import QuantizationOnLoad
+from pagoda.model.scan_layers import Mamba, Mamba2, load_mamba, load_mamba2
 from pagoda.model.sharding import LinearShard, Shard, take_part
 from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
@@ -43,6 +45,8 @@ KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
     LatentSpec: load_latent_attention,
     ShortConvSpec: load_conv,
     GatedDeltaSpec: load_delta_rule,
+    Mamba2Spec: load_mamba2,
+    MambaSpec: load_mamba,
 }
 """Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
@@ -56,6 +60,9 @@ class DenseMlp(Generic[LinearT]):
     gated: bool
     numbers: Mapping[str, float]
     """Numbers of an activation that has weights."""
+    gate_factor: float = 1.0
+    """Multiplier of gates, and of what the map back gives."""
+    down_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,14 @@ class Layer(Generic[LinearT]):
     Of latent attention, the vector that is kept of a token."""
     gate: LinearT | None
     """Gate of attention's outputs."""
-    of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
+    of_kind: (
+        LatentAttention[LinearT]
+        | GatedConv
+        | DeltaRule[LinearT]
+        | Mamba2[LinearT]
+        | Mamba[LinearT]
+        | None
+    )
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
     head_layer_norms: tuple[Tensor, Tensor] | None
@@ -105,7 +119,7 @@ class Layer(Generic[LinearT]):
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT] | None
     mlp_post_norm: Norm | None
     spec: LayerSpec
 
@@ -233,8 +247,8 @@ class WeightLoader(Generic[LinearT]):
         offset = self.shard.config.names.norm_offset
         return weight + offset if offset else weight
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """The tensor `name` [size] in float32."""
+    def vector(self, name: str, size: int | tuple[int, ...]) -> Tensor:
+        """The tensor `name` of a size, or of a shape, in float32."""
         return self._tensor(name, size, torch.float32)
 
     def _tensor(self, name: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -286,8 +300,10 @@ class WeightLoader(Generic[LinearT]):
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
         return values[part.outputs.start : part.outputs.stop]
 
-    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
+    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT] | None:
         config, spec = self.shard.config, self.shard.config.layers[index].mlp
+        if spec is None:
+            return None
         if isinstance(spec, MlpSpec):
             return self._dense(index, config.mlp_linears(index), spec)
         sparse = config.linears_of(index, spec)
@@ -331,6 +347,8 @@ class WeightLoader(Generic[LinearT]):
             activation=spec.activation,
             gated=spec.gated,
             numbers=self._xielu(index) if spec.activation == "xielu" else {},
+            gate_factor=spec.gate_factor,
+            down_factor=spec.down_factor,
         )
 
     def _xielu(self, index: int) -> Mapping[str, float]:

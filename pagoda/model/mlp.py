@@ -8,9 +8,10 @@ from pagoda.backend.decoder_operations import xielu
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
+from pagoda.backend.relative_attention import columns
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import DenseMlp, Layer
-from pagoda.model.recording import with_adapters
+from pagoda.model.recording import scaled, with_adapters
 from pagoda.model.sharding import Shard
 
 
@@ -41,6 +42,8 @@ def own_part(
 ) -> Value:
     """This rank's part of the MLP's output [n, hidden], from normed hidden states h [n, hidden]."""
     mlp = layer.mlp
+    if mlp is None:
+        raise TypeError("The layer has no MLP.")
     if isinstance(mlp, DenseMlp):
         return _dense(ops, mlp, h, maps, adapters)
     scores = ops.linear(h, mlp.router)
@@ -68,11 +71,16 @@ def _dense(
     both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
     inner = _gated(ops, mlp, both) if mlp.gated else _activated(ops, mlp, both)
     out = ops.linear(inner, mlp.down)
-    return with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+    out = with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+    return scaled(ops, out, mlp.down_factor)
 
 
 def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
     """Activation of gates [n, d] times what is beside them in [n, 2 d]."""
+    if mlp.gate_factor != 1:
+        size = both.width // 2
+        gate, up = (columns(ops, both, first, size) for first in (0, size))
+        return ops.mul(_activated(ops, mlp, ops.scale(gate, mlp.gate_factor)), up)
     recorded = {
         "silu": ops.silu_and_mul,
         "gelu_tanh": ops.gelu_and_mul,

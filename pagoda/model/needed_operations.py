@@ -54,8 +54,12 @@ def _of_attention(layer: LayerSpec) -> set[str]:
     return found
 
 
-def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
+def _of_mlp(mlp: MlpSpec | ExpertsSpec | None) -> set[str]:
+    if mlp is None:
+        return set()
     if isinstance(mlp, MlpSpec):
+        if mlp.gate_factor != 1:
+            return {"columns", "scale", "mul", mlp.activation}
         if mlp.gated:
             return {_GATED[mlp.activation]}
         return _PLAIN.get(mlp.activation, {mlp.activation})

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.families.mamba import MAMBA_NAMES, with_mamba2
 from pagoda.checkpoints.families.shared import (
     expert_counts,
+    layer_kinds,
     text_sizes,
     with_attention,
     with_experts,
@@ -75,7 +77,7 @@ GRANITE = Family(
 )
 
 
-# ---- Granite 3 with experts, and Granite 4 without state layers, with experts or without
+# ---- Granite 3 with experts, and Granite 4 with Mamba-2 in some layers or none, with experts or without
 
 
 def _adapt_third(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -83,14 +85,16 @@ def _adapt_third(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return _with_experts(adapt_granite(spec, fields), fields, num_shared)
 
 
+_ATTENTION, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
+"""Kinds of layers as its makers and transformers call them."""
+
+
 def _adapt_fourth(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    kinds = fields.texts("layer_types", ["mamba"])
-    if kinds != ["attention"] * spec.num_layers and kinds != ["full_attention"] * spec.num_layers:
-        fields.refuse(
-            "layer_types", "must name attention only; layers with a state are not supported"
-        )
     told = fields.text("position_embedding_type", "nope")
     spec = adapt_granite(spec, fields.updated({"position_embedding_type": told}))
+    usual = ["mamba"] * spec.num_layers
+    kinds = layer_kinds(fields, spec.num_layers, (*_ATTENTION, *_MAMBA), usual)
+    spec = with_mamba2(spec, fields, [kind in _MAMBA for kind in kinds])
     num_shared = fields.positive("shared_intermediate_size", 1024)
     if fields.count("num_local_experts", 8):
         return _with_experts(spec, fields, num_shared)
@@ -137,13 +141,14 @@ GRANITE_MOE = Family(
 )
 GRANITE4 = Family(
     "GraniteMoeHybridForCausalLM",
-    "Granite 4 without Mamba layers: Micro, 350M, 1B",
+    "Granite 4: H-Small, H-Tiny, H-Micro, H-1B, H-350M, Micro, 1B, 350M",
     _adapt_fourth,
     names=replace(
         _NAMES,
         gate="shared_mlp.input_linear",
         up="shared_mlp.input_linear",
         down="shared_mlp.output_linear",
+        **MAMBA_NAMES,
     ),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )
