@@ -391,7 +391,7 @@ struct ScanStep {
 };
 
 // Gates of experts; see ExpertActivation in pagoda/backend/base.py.
-enum class GateKind : int { silu, swiglu_oai };
+enum class GateKind : int { silu, swiglu_oai, relu };
 struct Gate {
     GateKind kind;
     float alpha, limit;

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.backend.graph import Attribute, Dtype, Graph, LinearShape, Node, RotaryTable, Value
 from pagoda.backend.operation import OperationSpec
+from pagoda.backend.state_operations import STATE_OPERATIONS
 
 if TYPE_CHECKING:
     from pagoda.backend.base import Experts, HeadNorms, KVCache
@@ -93,15 +94,6 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache",),
         ("head_dim", "scale", "buckets"),
     ),
-    "short_conv": OperationSpec(
-        "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
-    ),
-    "gated_delta": OperationSpec(
-        "state",
-        ("qkv", "gates", "metadata"),
-        ("cache", "decay", "dt_bias"),
-        ("key_heads", "key_dim"),
-    ),
     "head_linear": OperationSpec("linear", ("x",), ("weight",)),
     "rotate_and_cache_latents": OperationSpec(
         "rotary",
@@ -115,14 +107,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "ranks?"),
         ("scale",),
     ),
-    "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
-    "rms_norm_groups": OperationSpec("norm", ("x",), ("weight",), ("group_size", "eps")),
-    "selective_scan": OperationSpec(
-        "state",
-        ("x", "b", "c", "dt", "metadata"),
-        ("cache", "decay", "dt_bias", "skip"),
-        ("groups", "state_dim", "b_first", "c_first", "by_element", "dt_min", "dt_max"),
-    ),
+    **STATE_OPERATIONS,
 }
 """Operations by name. Inputs, then weights are the arguments of the reference's method of that name."""
 

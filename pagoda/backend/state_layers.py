@@ -124,19 +124,19 @@ def selective_scan(
 ) -> Value:
     """Selective state spaces (Gu and Dao 2023; Dao and Gu 2024), token by token: [n, heads head_dim].
 
-    The first columns of x are values of as many heads as the cache has units, b and c [n, groups state_dim] are of
-    groups of neighbouring heads, and dt is [n, heads]. Of every head a state S [state_dim, head_dim] becomes
-    exp(A s) S + b (s x), where s is softplus(dt + dt_bias) within `dt_limit` and A is the head's `decay` [heads] or,
-    with `by_element`, those of the state's rows, [state_dim, heads]; the result is c S + skip x. Weights are float32,
-    dt_bias and skip [heads]. Raises ValueError: shapes do not fit.
+    The first columns of x are values of as many heads as the cache has units, b and c [n, groups state_dim] are
+    of groups of neighbouring heads, and dt is [n, heads]. Of every head a state S [state_dim, head_dim] becomes
+    exp(A s) S + b (s x), where s is softplus(dt + dt_bias) within `dt_limit` and A is the head's `decay` [heads]
+    or, with `by_element`, those of the state's rows, [state_dim, heads]; the result is c S + skip x. Weights are
+    float32, dt_bias and skip [heads]. Raises ValueError: shapes do not fit.
     """
     heads, state_dim = cache.units, cache.floats // head_dim
     fits = cache.floats == state_dim * head_dim and heads % groups == 0 and dt.width == heads
     spans = ((Columns(x), heads * head_dim), (b, groups * state_dim), (c, groups * state_dim))
     if not fits or any(it.first + count > it.rows.width for it, count in spans):
         raise ValueError(
-            f"Rows of {x.width}, {b.rows.width}, {c.rows.width} and {dt.width} do not fit {heads} heads of {head_dim} "
-            f"in {groups} groups with states of {cache.floats}."
+            f"Rows of {x.width}, {b.rows.width}, {c.rows.width} and {dt.width} do not fit {heads} heads of "
+            f"{head_dim} in {groups} groups with states of {cache.floats}."
         )
     if {len(dt_bias), len(skip)} != {heads} or len(decay) != (state_dim if by_element else heads):
         raise ValueError(f"Decays, biases and factors are not those of {heads} heads.")

@@ -126,6 +126,16 @@ class ExpertsSpec:
     """Biases of the router and of all linear layers of experts."""
     clamp: ClampedGate | None = None
     """Gates of experts where they are not plain SiLU."""
+    gated: bool = True
+    """False of experts, and of a shared one, that are plain MLPs of squared ReLU (Nemotron-H)."""
+
+    @property
+    def shared(self) -> MlpSpec | None:
+        """The MLP that every token goes through besides."""
+        if not self.shared_size:
+            return None
+        activation: Activation = "silu" if self.gated else "relu2"
+        return MlpSpec(self.shared_size, activation=activation, gated=self.gated)
 
 
 StateSpec = ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec
@@ -150,7 +160,7 @@ class LayerSpec:
     state: StateSpec | None = None
     """Kind of a layer that keeps a state, in place of attention."""
     same_input: bool = False
-    """What is in the place of attention has the normed input of the layer in front, not its output (Falcon-H1)."""
+    """Attention, or a state, has the normed input of the layer in front, not its output (Falcon-H1)."""
     input_factor: float = 1.0
     """Multiplier of that input, and of what comes of it (Falcon-H1)."""
     output_factor: float = 1.0

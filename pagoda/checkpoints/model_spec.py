@@ -367,14 +367,16 @@ class ModelSpec:
         if experts.shared_size:
             spelled_shared = (names.shared_gate, names.shared_up, names.shared_down)
             dense = (LinearRole.MLP_IN, LinearRole.MLP_OUT)
-            shared = self._mlp(layer, spelled_shared, experts.shared_size, dense)
+            shared = self._mlp(
+                layer, spelled_shared, experts.shared_size, dense, gated=experts.gated
+            )
         if experts.scores_shared:
             name = names.of_layer(layer, names.shared_router)
             shared_router = LinearSpec(name, 1, self.hidden_size, LinearRole.ROUTER)
         return ExpertLinears(
             LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
             tuple(
-                self._mlp(layer, spelled, inner, roles, expert, count)
+                self._mlp(layer, spelled, inner, roles, expert, count, gated=experts.gated)
                 for expert in (range(count) if chosen is None else chosen)
             ),
             shared,
@@ -389,9 +391,20 @@ class ModelSpec:
         roles: tuple[LinearRole, LinearRole],
         expert: int | None = None,
         experts: int = 0,
-    ) -> MlpLinears:
+        *,
+        gated: bool = True,
+    ) -> MlpLinears | PlainMlpLinears:
         """The MLP of `inner` channels whose linear layers have these names in a layer."""
         (into, out), hidden = roles, self.hidden_size
+        if not gated:
+            found = (
+                self._linears(layer, (name,), {what: size}, inputs, (role,), expert, experts)
+                for name, what, size, inputs, role in (
+                    (names[1], "up", inner, hidden, into),
+                    (names[2], "down", hidden, inner, out),
+                )
+            )
+            return PlainMlpLinears(*(linear for (linear,) in found))
         sizes = {"gate": inner, "up": inner}
         step = -1 if self.names.up_first else 1
         gate, up = self._linears(

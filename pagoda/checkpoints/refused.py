@@ -22,7 +22,6 @@ _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
     "DeepseekV32ForCausalLM": Refusal(_INDEXED, "DeepseekV3ForCausalLM"),
     "GlmMoeDsaForCausalLM": Refusal(_INDEXED, "Glm4MoeForCausalLM"),
-    "NemotronHForCausalLM": Refusal(_MAMBA, "NemotronForCausalLM"),
     "Plamo2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
     "Zamba2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
     "KimiLinearForCausalLM": Refusal(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of state spaces: Mamba (Gu and Dao 2023, arXiv 2312.00752) and Mamba-2 (Dao and Gu 2024, arXiv 2405.21060)."""
+"""Layers of state spaces: Mamba (Gu and Dao 2023, arXiv 2312.00752) and Mamba-2 (Dao and Gu 2024, 2405.21060)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScanLinears(NamedTuple):
 
 @dataclass(frozen=True)
 class Mamba2Spec:
-    """Mamba-2: values, keys B and queries C of heads behind a convolution; neighbouring heads have B and C in common."""
+    """Mamba-2: values, B and C of heads behind a convolution; neighbouring heads have B and C in common."""
 
     heads: int
     head_dim: int
@@ -233,4 +233,6 @@ class MambaSpec:
         """Names without `.weight`, and sizes, of the norms of steps' numbers, B and C."""
         sizes = self.step_rank, self.state_dim, self.state_dim
         spelled = names.state_step_norm, names.state_b_norm, names.state_c_norm
-        return [(names.of_layer(layer, name), size) for name, size in zip(spelled, sizes, strict=True)]
+        return [
+            (names.of_layer(layer, name), size) for name, size in zip(spelled, sizes, strict=True)
+        ]

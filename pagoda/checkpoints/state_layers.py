@@ -213,7 +213,9 @@ class GatedDeltaSpec:
         return [*conv, *of_heads, norm]
 
 
-def _maps(spec: ShortConvSpec | GatedDeltaSpec, names: TensorNames, layer: int, hidden: int) -> AttentionLinears:
+def _maps(
+    spec: ShortConvSpec | GatedDeltaSpec, names: TensorNames, layer: int, hidden: int
+) -> AttentionLinears:
     tensors = [names.of_layer(layer, names.state_in)] * 3
     placed = places(tensors, dict(zip(spec.parts, spec.sizes, strict=True)), hidden, None, 0)
     q, k, v = (

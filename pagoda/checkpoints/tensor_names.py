@@ -192,8 +192,8 @@ class TensorNames:
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
     numbers: tuple[int, ...] = ()
-    """Numbers that files give the layers, where these do not count on; names with a plus in front are of the number
-    behind (Nemotron-H, whose MLPs have numbers of their own)."""
+    """Numbers that files give the layers, where these do not count on; names with a plus in front are of the
+    number behind (Nemotron-H, whose MLPs have numbers of their own)."""
 
     def of_layer(self, layer: int, name: str) -> str:
         number = self.numbers[layer] if self.numbers else self.first_layer + layer

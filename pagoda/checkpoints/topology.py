@@ -56,8 +56,8 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
     for kind in () if parallel.dp_attention else _state_kinds(config):
         if not kind.can_share(tp_size):
             raise ConfigError(
-                f"--tensor-parallel-size {tp_size} cannot share out {kind.name} of {model}; the nearest that can is "
-                f"{nearest}."
+                f"--tensor-parallel-size {tp_size} cannot share out {kind.name} of {model}; the nearest that can "
+                f"is {nearest}."
             )
     if parallel.expert_parallel and config.experts is None:
         raise ConfigError(

@@ -460,8 +460,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 mlp = whole_mlp if self._shard.dp_attention else own_part
                 out = ops.add(out, mlp(ops, self._shard, layer, maps, h, adapters))
-            if not self._shard.dp_attention:
-                out = ops.all_reduce(out)
+            out = out if self._shard.dp_attention else ops.all_reduce(out)
             out = scaled(ops, out, layer.spec.output_factor)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
             if layer.spec.parallel or layer.mlp is None:
@@ -480,9 +479,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 logits = ops.linear(found, self.head)
                 found = ops.all_gather(logits, self._shard.vocabulary_shares)
             ops.result(kind, found)
-        if not config.gives_logits:
-            return ops.build()
-        if self.head is None:
+        if not config.gives_logits or self.head is None:
             return ops.build()
         logits = scaled(ops, ops.linear(h, self.head), multipliers.logits)
         if multipliers.logits_softcap is not None:

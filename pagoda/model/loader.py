@@ -309,15 +309,16 @@ class WeightLoader(Generic[LinearT]):
         sparse = config.linears_of(index, spec)
         router = self.linear([sparse.router], bias=spec.bias)
         shared = shared_router = None
-        if sparse.shared is not None:
-            shared = self._dense(index, sparse.shared, MlpSpec(spec.shared_size))
+        if sparse.shared is not None and spec.shared is not None:
+            shared = self._dense(index, sparse.shared, spec.shared)
         if sparse.shared_router is not None:
             shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
         held = self.shard.experts
         own = sparse.experts[held.start : held.stop]
         prepared = [[self.linear([it], bias=spec.bias) for it in expert] for expert in own]
-        gate, up, down = zip(*prepared, strict=True)
+        *gate_up, down = zip(*prepared, strict=True)
+        gate, up = gate_up[0], gate_up[-1]
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
@@ -333,7 +334,7 @@ class WeightLoader(Generic[LinearT]):
             self.expert_counts,
             ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
             if spec.clamp
-            else ExpertActivation(),
+            else ExpertActivation("silu" if spec.gated else "relu"),
             correction,
         )
         return SparseMlp(router, experts, shared, shared_router)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Mamba and Mamba-2: their weights besides maps of hidden states, and the operations that they record."""
+"""Layers of Mamba and Mamba-2: their weights besides maps of hidden states, and what they record."""
 
 from __future__ import annotations
 
@@ -175,9 +175,7 @@ class Mamba(Generic[LinearT]):
         return ops.mul(out, ops.silu(ops.linear(h, self.output_gate)))
 
 
-def load_mamba2(
-    loader: WeightLoader[LinearT], index: int, spec: Mamba2Spec
-) -> Mamba2[LinearT]:
+def load_mamba2(loader: WeightLoader[LinearT], index: int, spec: Mamba2Spec) -> Mamba2[LinearT]:
     """Weights of a layer besides its maps of values, B and C, of this rank's heads."""
     shard, config = loader.shard, loader.shard.config
     names, bias = config.names, config.layers[index].attention.qkv_bias
@@ -186,7 +184,9 @@ def load_mamba2(
     rows = [first + row for first, part in zip(firsts, parts, strict=False) for row in part]
     conv, conv_bias = load_conv_weights(loader, index, spec, rows)
     _, of_x, of_b, of_c, _ = spec.factors
-    for part, factor in zip(torch.split(conv, [*map(len, parts)], 1), (of_x, of_b, of_c), strict=True):
+    for part, factor in zip(
+        torch.split(conv, [*map(len, parts)], 1), (of_x, of_b, of_c), strict=True
+    ):
         part.mul_(factor)  # a multiplier of what the convolution is given
     gate, steps = config.gate_linears(index)
     heads, own = shard.part_of(steps).outputs, parts[0]
@@ -219,9 +219,7 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
     own = shard.part_of(config.attention_linears(index).into[0]).outputs
     conv, conv_bias = load_conv_weights(loader, index, spec, [*own])
     gate, small, steps = config.gate_linears(index)
-    decay = loader.vector(
-        names.of_layer(index, names.state_decay), (spec.channels, spec.state_dim)
-    )
+    decay = loader.vector(names.of_layer(index, names.state_decay), (spec.channels, spec.state_dim))
     decay = decay[own.start : own.stop].t().contiguous()
     dt_bias, skip = (
         loader.vector(name, spec.channels)[own.start : own.stop].clone()

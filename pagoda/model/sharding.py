@@ -442,10 +442,10 @@ def format_of_part(linear: LinearSpec, stored_format: WeightFormat, part: range)
 
 
 def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
-    """The layers of each stage, so that the costliest stage is as cheap as can be; layers of one input stay together.
+    """The layers of each stage, so that the costliest stage is as cheap as can be.
 
-    The cost of a stage is the number of weights that a token is multiplied with; the head is one more cost of the
-    last stage. Every stage has a layer at least.
+    Layers of one input stay together. The cost of a stage is the number of weights that a token is multiplied with;
+    the head is one more cost of the last stage. Every stage has a layer at least.
     """
     begins = [at for at, layer in enumerate(config.layers) if not layer.same_input]
     together = [*map(range, begins, [*begins[1:], config.num_layers])]
@@ -463,7 +463,9 @@ def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     while len(ends) < num_stages:
         longest = max(pairwise([0, *ends]), key=lambda stage: stage[1] - stage[0])
         ends = sorted([*ends, sum(longest) // 2])
-    return [range(together[start].start, together[end - 1].stop) for start, end in pairwise([0, *ends])]
+    return [
+        range(together[start].start, together[end - 1].stop) for start, end in pairwise([0, *ends])
+    ]
 
 
 def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:

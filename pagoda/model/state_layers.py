@@ -106,7 +106,9 @@ def state_caches(
 def load_conv(loader: WeightLoader[Any], index: int, spec: ShortConvSpec) -> GatedConv:
     """Weights of a layer besides its maps, of this rank's channels."""
     channels, *_ = loader.shard.config.attention_linears(index).into
-    return GatedConv(*load_conv_weights(loader, index, spec, [*loader.shard.part_of(channels).outputs]))
+    return GatedConv(
+        *load_conv_weights(loader, index, spec, [*loader.shard.part_of(channels).outputs])
+    )
 
 
 def load_delta_rule(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from scan_models import SCANS
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -59,30 +60,6 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.7,
     "logits_scaling": 3.0,
-}
-_MAMBA2 = {
-    "num_hidden_layers": 4,
-    "hidden_size": 80,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 20,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 10,
-    "mamba_d_conv": 3,
-}
-_MAMBA = {
-    "hidden_size": 80,
-    "intermediate_size": 150,
-    "state_size": 6,
-    "conv_kernel": 3,
-    "time_step_rank": 7,
-}
-_GRANITE4_H = {
-    **_MULTIPLIERS,
-    **_MAMBA2,
-    "mamba_n_groups": 1,
-    "layer_types": ["mamba", "attention", "mamba", "mamba"],
-    "shared_intermediate_size": 80,
-    "num_local_experts": 0,
 }
 _NO_STATE = {
     "layer_types": ["full_attention"] * 3,
@@ -377,46 +354,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True}),
     "cohere": ("CohereForCausalLM", {}),
-    "granite4-h": ("GraniteMoeHybridForCausalLM", _GRANITE4_H),
-    "granite4-h-moe": ("GraniteMoeHybridForCausalLM", {**_GRANITE4_H, **_EXPERTS}),
-    "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1], "mamba_proj_bias": True}),
-    "mamba2": (
-        "Mamba2ForCausalLM",
-        {"hidden_size": 80, "num_heads": 8, "head_dim": 20, "n_groups": 2, "state_size": 10},
-    ),
-    "mamba": ("MambaForCausalLM", _MAMBA),
-    "falcon-mamba": ("FalconMambaForCausalLM", {**_MAMBA, "use_bias": True}),
-    "jamba": (
-        "JambaForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "num_experts": 5,
-            "mamba_d_state": 3,
-            "mamba_d_conv": 3,
-            "mamba_dt_rank": 7,
-        },
-    ),
-    "falcon-h1": (
-        "FalconH1ForCausalLM",
-        {
-            **_MAMBA2,
-            "num_hidden_layers": 3,
-            "mamba_d_ssm": 120,
-            "mamba_d_head": 15,
-            "mamba_rms_norm": True,
-            "lm_head_multiplier": 0.4,
-            "embedding_multiplier": 5.0,
-            "mlp_multipliers": [0.8, 0.6],
-            "ssm_multipliers": [0.9, 0.5, 0.7, 1.2, 0.6],
-            "ssm_in_multiplier": 1.3,
-            "ssm_out_multiplier": 0.7,
-            "attention_in_multiplier": 1.2,
-            "attention_out_multiplier": 0.9,
-            "key_multiplier": 0.7,
-        },
-    ),
+    **SCANS,
     "lfm2": ("Lfm2ForCausalLM", _LFM2),
     "lfm2-bias": (
         "Lfm2ForCausalLM",

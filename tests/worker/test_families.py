@@ -20,6 +20,7 @@ from pagoda.checkpoints.families import FAMILIES as KNOWN
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.kv_groups import KVKind
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.model.sharding import least_block_size
 from pagoda.parallel.config import ParallelConfig
 
 LENGTH = 64
@@ -80,14 +81,19 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_answers_are_those_of_transformers(way: str, oracle: Oracle) -> None:
+    spec = read_model_config(oracle.directory)
+    layers, least = spec.layers, least_block_size(spec, 4)
     options = {"backend": "auto", "max_model_len": CONTEXT} | WAYS[way]
-    layers = read_model_config(oracle.directory).layers
+    size = options.get("block_size", 16)
+    while size < least:  # blocks have room for states
+        size *= 2
+    options["block_size"] = size
     engine = InProcessEngine(oracle.directory, **options)
     if way == "preempted":
         num_blocks = 3 + sum(
             group.most_blocks(0, CONTEXT, CONTEXT)
             if group.kind is KVKind.STATE
-            else -(-CONTEXT // 4)
+            else -(-CONTEXT // size)
             for group in engine.kv_groups
         )
         engine = InProcessEngine(oracle.directory, num_blocks=num_blocks, **options)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation, Experts
 from pagoda.backend.reference.linear import Linear, linear
-from pagoda.backend.reference.rows import sigmoid, silu_and_mul, swiglu_oai
+from pagoda.backend.reference.rows import relu, sigmoid, silu_and_mul, swiglu_oai
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.parallel.collectives import Collectives
 
@@ -67,6 +67,8 @@ def dispatched_experts(
 def _activated(gate: Tensor, up: Tensor, activation: ExpertActivation) -> Tensor:
     if activation.kind == "silu":
         return silu_and_mul(torch.cat((gate, up), dim=1))
+    if activation.kind == "relu":
+        return relu(gate) * up
     pairs = torch.stack((gate, up), dim=2).flatten(1)
     return swiglu_oai(pairs, alpha=activation.alpha, limit=activation.limit)
 

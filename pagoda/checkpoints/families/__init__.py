@@ -60,6 +60,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "FalconMambaForCausalLM": "first_mamba",
         "JambaForCausalLM": "first_mamba",
         "FalconH1ForCausalLM": "falcon_h1",
+        "NemotronHForCausalLM": "nemotron_h",
         "OlmoForCausalLM": "olmo",
         "Olmo2ForCausalLM": "olmo",
         "Olmo3ForCausalLM": "olmo",

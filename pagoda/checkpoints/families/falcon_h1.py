@@ -30,7 +30,9 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     )
     out_bias = fields.flag("projectors_bias", False)
     (both,) = {*spec.layers}
-    attention = replace(both.attention, scale=both.attention.scale * fields.number(_FACTORS[2], 1.0))
+    attention = replace(
+        both.attention, scale=both.attention.scale * fields.number(_FACTORS[2], 1.0)
+    )
     of_state = replace(
         attention, qkv_bias=fields.flag("mamba_proj_bias", False), output_bias=out_bias
     )
@@ -64,7 +66,11 @@ def _state(fields: Fields):
     state = mamba2(fields, inner)
     z, x, b, c, dt = _factors(fields, "ssm_multipliers", 5)
     behind = not fields.flag("mamba_norm_before_gate", True)
-    norm = ("behind gate" if behind else "before gate") if fields.flag("mamba_rms_norm", False) else None
+    norm = (
+        ("behind gate" if behind else "before gate")
+        if fields.flag("mamba_rms_norm", False)
+        else None
+    )
     return replace(state, norm=norm, factors=(z, x, b, c, dt))
 
 

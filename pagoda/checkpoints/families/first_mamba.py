@@ -33,7 +33,11 @@ def _mamba(
 ) -> ModelSpec:
     """The model with Mamba of `inner` channels in some layers."""
     told = fields.values.get("mamba_dt_rank")
-    rank = fields.positive("mamba_dt_rank") if told not in (None, "auto") else -(-spec.hidden_size // 16)
+    rank = (
+        fields.positive("mamba_dt_rank")
+        if told not in (None, "auto")
+        else -(-spec.hidden_size // 16)
+    )
     state = MambaSpec(
         inner,
         fields.positive("mamba_d_state", 16),
@@ -55,7 +59,9 @@ def _of_all(spec: ModelSpec, fields: Fields) -> ModelSpec:
 def _sizes(fields: Fields) -> Mapping[str, object]:
     """Parts of the channels in the place of heads, which sizes of blocks follow from."""
     inner = fields.positive("intermediate_size", expanded(fields))
-    heads = next(count for count in (64, 32, 16, 8, 4, 2, 1) if inner % (2 * count) == 0 or count == 1)
+    heads = next(
+        count for count in (64, 32, 16, 8, 4, 2, 1) if inner % (2 * count) == 0 or count == 1
+    )
     own = {"num_attention_heads": heads, "num_key_value_heads": heads}
     return {**own, "head_dim": inner // heads + inner // heads % 2, "intermediate_size": inner}
 
@@ -95,7 +101,9 @@ def _adapt_jamba(spec: ModelSpec, fields: Fields) -> ModelSpec:
     counts = expert_counts(fields, "num_experts", (16, 2))
     if counts[0] == 1:
         return spec
-    experts = ExpertsSpec(ExpertRouting(*counts, renormalize=False), fields.positive("intermediate_size"))
+    experts = ExpertsSpec(
+        ExpertRouting(*counts, renormalize=False), fields.positive("intermediate_size")
+    )
     return with_experts(spec, experts, _every(fields, "expert_layer", (2, 1), spec.num_layers))
 
 

@@ -61,9 +61,15 @@ def _dt_limit(fields: Fields) -> tuple[float, float]:
     given = fields.values.get(name)
     if given is None:
         return 0.0, MOST
-    limits = [it.get("__float__") if isinstance(it, dict) else it for it in given] if isinstance(given, list) else []
+    limits = (
+        [it.get("__float__") if isinstance(it, dict) else it for it in given]
+        if isinstance(given, list)
+        else []
+    )
     limits = [MOST if it in ("Infinity", float("inf")) else it for it in limits]
-    if len(limits) != 2 or not all(isinstance(it, int | float) and 0 <= it <= MOST for it in limits):
+    if len(limits) != 2 or not all(
+        isinstance(it, int | float) and 0 <= it <= MOST for it in limits
+    ):
         fields.refuse(name, "must be a list of two numbers from 0 on")
     least, most = limits
     return float(least), float(most)
