@@ -444,8 +444,8 @@ def format_of_part(linear: LinearSpec, stored_format: WeightFormat, part: range)
 def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     """The layers of each stage, so that the costliest stage is as cheap as can be.
 
-    Layers of one input stay together. The cost of a stage is the number of weights that a token is multiplied with;
-    the head is one more cost of the last stage. Every stage has a layer at least.
+    Layers of one input stay together. The cost of a stage is the number of weights that a token is multiplied
+    with; the head is one more cost of the last stage. Every stage has a layer at least.
     """
     begins = [at for at, layer in enumerate(config.layers) if not layer.same_input]
     together = [*map(range, begins, [*begins[1:], config.num_layers])]

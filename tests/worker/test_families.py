@@ -47,7 +47,7 @@ IN_GGUF = [
     )
 ]
 """Others have what files do not say."""
-IN_GGUF += ["granite4", "granite4-nope", "granite4-moe", "glm4-moe-lite"]
+IN_GGUF += ["glm4-moe-lite"]
 """In files these are of Granite 3's architectures, and of DeepSeek-V3's."""
 _PREFIX = list(range(100, 196))
 

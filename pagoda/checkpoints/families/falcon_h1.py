@@ -11,6 +11,7 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
+from pagoda.checkpoints.scan_layers import Mamba2Spec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _FACTORS = (
@@ -60,7 +61,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return replace(spec, layers=layers, names=names, multipliers=multipliers)
 
 
-def _state(fields: Fields):
+def _state(fields: Fields) -> Mamba2Spec:
     told = fields.values.get("mamba_d_ssm", 1024)
     inner = expanded(fields) if told is None else fields.positive("mamba_d_ssm", 1024)
     state = mamba2(fields, inner)

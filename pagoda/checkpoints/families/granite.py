@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
-from pagoda.checkpoints.families.mamba import MAMBA_NAMES, with_mamba2
+from pagoda.checkpoints.families.mamba import GGUF_KEYS as GGUF_MAMBA2
+from pagoda.checkpoints.families.mamba import GGUF_SCAN, MAMBA_NAMES, with_mamba2
 from pagoda.checkpoints.families.shared import (
     expert_counts,
     layer_kinds,
@@ -60,6 +61,11 @@ GGUF_KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+}
+GGUF_EXPERTS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
 }
 GGUF_STATES = frozenset(
     {"ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"}
@@ -127,18 +133,31 @@ GRANITE_MOE = Family(
     gguf=GgufFormat(
         "granitemoe",
         names=GGUF_NEIGHBOURS,
-        keys={
-            **GGUF_KEYS,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
-        },
+        keys={**GGUF_KEYS, **GGUF_EXPERTS},
         values=gguf_positions,
         read=GGUF_STATES,
     ),
     aliases=frozenset({"GraniteMoeSharedForCausalLM"}),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )
+
+
+def _gguf_fourth(fields: Fields) -> Mapping[str, object]:
+    """Kinds of layers, of which those without heads of keys and values are Mamba-2, and sizes."""
+    heads = fields.values.get("attention.head_count_kv")
+    counts = heads if isinstance(heads, list) else [heads] * fields.positive("block_count")
+    inner = fields.positive("ssm.inner_size")
+    values: dict[str, object] = {
+        **gguf_positions(fields),
+        "layer_types": ["attention" if count else "mamba" for count in counts],
+        "mamba_expand": inner / fields.positive("embedding_length"),
+    }
+    if fields.count("expert_count", 0):
+        return values
+    size = fields.positive("feed_forward_length")
+    return {**values, "num_local_experts": 0, "shared_intermediate_size": size}
+
+
 GRANITE4 = Family(
     "GraniteMoeHybridForCausalLM",
     "Granite 4: H-Small, H-Tiny, H-Micro, H-1B, H-350M, Micro, 1B, 350M",
@@ -149,6 +168,13 @@ GRANITE4 = Family(
         up="shared_mlp.input_linear",
         down="shared_mlp.output_linear",
         **MAMBA_NAMES,
+    ),
+    gguf=GgufFormat(
+        "granitehybrid",
+        names=replace(GGUF_NEIGHBOURS, **GGUF_SCAN),
+        keys={**GGUF_KEYS, **GGUF_EXPERTS, **GGUF_MAMBA2},
+        values=_gguf_fourth,
+        read=frozenset({"ssm.inner_size"}),
     ),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )

@@ -31,6 +31,24 @@ MIXER_NAMES: Mapping[str, Any] = {
     "state_step": "mixer.dt_proj",
 }
 """The same of makers that call attention and MLPs mixers as well."""
+GGUF_KEYS = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+"""Metadata of Mamba-2, with the keys of config.json that say the same."""
+GGUF_SCAN: Mapping[str, Any] = {
+    "state_in": "ssm_in",
+    "state_conv": "ssm_conv1d",
+    "state_out": "ssm_out",
+    "state_decay": "ssm_a",
+    "log_decay": False,
+    "state_bias": "ssm_dt.bias",
+    "state_norm": "ssm_norm",
+    "state_skip": "ssm_d",
+}
+"""Names of Mamba layers in GGUF files."""
 
 
 def mamba2(fields: Fields, inner: int) -> Mamba2Spec:
@@ -77,7 +95,7 @@ def _dt_limit(fields: Fields) -> tuple[float, float]:
 
 def expanded(fields: Fields) -> int:
     """Inner channels by those of hidden states."""
-    return int(fields.number("mamba_expand", 2) * fields.positive("hidden_size"))
+    return round(fields.number("mamba_expand", 2) * fields.positive("hidden_size"))
 
 
 def with_mamba2(

@@ -124,7 +124,9 @@ NEMOTRON_H = Family(
         "ssm_state_size": "mamba_d_state",
         "conv_kernel": "mamba_d_conv",
         "use_conv_bias": "mamba_conv_bias",
+        "use_bias": "mamba_proj_bias",
         "layer_norm_epsilon": "rms_norm_eps",
+        "attention_head_dim": "head_dim",
     },
     values=_values,
     defaults={
