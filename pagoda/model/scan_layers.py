@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScanWeights:
-    """Weights of a selective scan, of a rank's heads."""
-
-    decay: Tensor
-    """[heads] float32, or [state_dim, heads] of states whose elements decay apart."""
-    dt_bias: Tensor
-    """[heads] float32."""
-    skip: Tensor
-    """[heads] float32."""
-
-
-@dataclass(frozen=True)
 class Mamba2(Generic[LinearT]):
     """Mamba-2 of a rank's heads; see `Mamba2Spec`."""
 
@@ -45,7 +33,12 @@ class Mamba2(Generic[LinearT]):
     """[width, channels] float32, of values, B and C."""
     conv_bias: Tensor | None
     """[channels] float32."""
-    scan: ScanWeights
+    decay: Tensor
+    """[heads] float32, factors within the exponent of what a state keeps."""
+    dt_bias: Tensor
+    """[heads] float32."""
+    skip: Tensor
+    """[heads] float32, of what goes past the state."""
     output_gate: LinearT
     steps: LinearT
     norm: Tensor | None
@@ -67,7 +60,7 @@ class Mamba2(Generic[LinearT]):
     ) -> Value:
         """Inputs of the map back to hidden states, of hidden states h, and of values, B and C of them."""
         of_conv, of_heads = caches
-        spec, weights = self.spec, self.scan
+        spec = self.spec
         xbc = short_conv(ops, into, metadata, of_conv, self.conv, self.conv_bias, silu=True)
         keys = self.groups * spec.state_dim
         dt, gate = (
@@ -82,9 +75,9 @@ class Mamba2(Generic[LinearT]):
             dt,
             metadata,
             of_heads,
-            weights.decay,
-            weights.dt_bias,
-            weights.skip,
+            self.decay,
+            self.dt_bias,
+            self.skip,
             groups=self.groups,
             head_dim=spec.head_dim,
             dt_limit=spec.dt_limit,
@@ -120,7 +113,12 @@ class Mamba(Generic[LinearT]):
     """[width, channels] float32."""
     conv_bias: Tensor | None
     """[channels] float32."""
-    scan: ScanWeights
+    decay: Tensor
+    """[state_dim, channels] float32, factors within the exponent of what a state keeps."""
+    dt_bias: Tensor
+    """[channels] float32."""
+    skip: Tensor
+    """[channels] float32, of what goes past the state."""
     output_gate: LinearT
     small: LinearT
     """Map of channels to steps' numbers, B and C, of which each rank has the inputs that are its channels."""
@@ -141,7 +139,7 @@ class Mamba(Generic[LinearT]):
     ) -> Value:
         """Inputs of the map back to hidden states, of hidden states h and channels of them."""
         of_conv, of_channels = caches
-        spec, weights = self.spec, self.scan
+        spec = self.spec
         x = short_conv(ops, into, metadata, of_conv, self.conv, self.conv_bias, silu=True)
         small = ops.linear(x, self.small)
         if self.ranks > 1:
@@ -164,9 +162,9 @@ class Mamba(Generic[LinearT]):
             ops.linear(step, self.steps),
             metadata,
             of_channels,
-            weights.decay,
-            weights.dt_bias,
-            weights.skip,
+            self.decay,
+            self.dt_bias,
+            self.skip,
             groups=1,
             head_dim=1,
             by_element=True,
@@ -202,7 +200,9 @@ def load_mamba2(loader: WeightLoader[LinearT], index: int, spec: Mamba2Spec) -> 
         spec,
         conv,
         conv_bias,
-        ScanWeights(-decay.exp() if names.log_decay else decay, dt_bias, skip),
+        -decay.exp() if names.log_decay else decay,
+        dt_bias,
+        skip,
         loader.linear([gate], bias=bias),
         loader.linear([steps], bias=bias),
         norm,
@@ -241,7 +241,9 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
         spec,
         conv,
         conv_bias,
-        ScanWeights(-decay.exp() if names.log_decay else decay, dt_bias, skip),
+        -decay.exp() if names.log_decay else decay,
+        dt_bias,
+        skip,
         loader.linear([gate], bias=bias),
         loader.linear([small]),
         loader.linear([steps]),

@@ -307,7 +307,13 @@ class Shard:
         total += len(self.layers) * self._distance_numbers()
         for layer in self.layers:
             attention, spec = config.attention_linears(layer), config.layers[layer]
-            into = [*attention.into, *config.gate_linears(layer)]
+            tensors = {linear.stored.tensor for linear in attention.into}
+            into = [*attention.into]
+            into += [
+                gate
+                for gate in config.gate_linears(layer)
+                if spec.state is None or gate.stored.tensor in tensors
+            ]
             biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias
             if isinstance(spec.mlp, MlpSpec):
                 biases += config.mlp_biases(layer)

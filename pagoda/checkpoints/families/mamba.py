@@ -113,7 +113,7 @@ def with_mamba2(
 
 
 def alone(spec: ModelSpec) -> ModelSpec:
-    """The model whose layers have neither positions nor MLPs."""
+    """The model whose layers have no MLPs."""
     return spec.with_layers(lambda _, layer: replace(layer, mlp=None))
 
 
