@@ -14,6 +14,7 @@ from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.scan_layers import MOST, Mamba2Spec
 from pagoda.checkpoints.tensor_names import TensorNames
 
+_MAX_FACTOR = 1024
 LONGEST = 131_072
 """Tokens of a sequence where files do not say how many: states take as much of any number."""
 MAMBA_NAMES: Mapping[str, Any] = {
@@ -95,7 +96,10 @@ def _dt_limit(fields: Fields) -> tuple[float, float]:
 
 def expanded(fields: Fields) -> int:
     """Inner channels by those of hidden states."""
-    return round(fields.number("mamba_expand", 2) * fields.positive("hidden_size"))
+    factor = fields.number("mamba_expand", 2)
+    if factor > _MAX_FACTOR:
+        fields.refuse("mamba_expand", f"must be at most {_MAX_FACTOR}")
+    return round(factor * fields.positive("hidden_size"))
 
 
 def with_mamba2(

@@ -30,7 +30,7 @@ def _kinds(fields: Fields) -> list[str]:
     name = "layers_block_type"
     if fields.values.get(name) is None and fields.values.get("layer_types") is None:
         name = "hybrid_override_pattern"
-        kinds = [_KINDS.get(it, it) for it in fields.text(name)]
+        kinds = [_KINDS.get(it, it) for it in fields.text(name, "ME*-")]
     else:
         name = name if fields.values.get(name) is not None else "layer_types"
         kinds = [_NAMES.get(it, it) for it in fields.texts(name)]
@@ -52,6 +52,7 @@ def _values(fields: Fields) -> Mapping[str, object]:
         "num_hidden_layers": sum(kind in ("mamba", "attention") for kind in kinds),
         "mamba_n_heads": heads,
         "mamba_d_head": size,
+        "mamba_proj_bias": fields.flag("use_bias", False),
         "hidden_act": fields.text("mlp_hidden_act", "relu2"),
     }
 
@@ -90,6 +91,7 @@ def _dense(layer: LayerSpec) -> MlpSpec:
 
 def _experts(fields: Fields) -> ExpertsSpec:
     fields.require("n_shared_experts", 1)
+    fields.require("mlp_bias", False)
     experts = sigmoid_experts(fields, _EXPERTS, scale=1.0)
     size = fields.positive("moe_shared_expert_intermediate_size", 7688)
     return replace(experts, shared_size=size, gated=False)
@@ -124,7 +126,6 @@ NEMOTRON_H = Family(
         "ssm_state_size": "mamba_d_state",
         "conv_kernel": "mamba_d_conv",
         "use_conv_bias": "mamba_conv_bias",
-        "use_bias": "mamba_proj_bias",
         "layer_norm_epsilon": "rms_norm_eps",
         "attention_head_dim": "head_dim",
     },
