@@ -153,6 +153,8 @@ def _base(name: str) -> dict[str, Any]:
         del base["intermediate_size"]  # follows from `expand`
     if name.startswith("Mamba2"):
         base |= {"num_heads": 8, "n_groups": 2}
+    if name.startswith("Bamba"):
+        base["attn_layer_indices"] = [2]
     if name.startswith("Jamba"):
         base |= {"attn_layer_period": 2, "attn_layer_offset": 1}
     if name.startswith("Falcon"):
