@@ -11,7 +11,7 @@ namespace pagoda {
 
 void Experts::add(const ExpertMap& gate, const ExpertMap& up, const ExpertMap& down) {
     inner = gate.weight.outputs();
-    held.push_back({gate, up, down, up.weight.packs_like(gate.weight)});
+    held.push_back({gate, up, down, up.weight.packs_like(gate.weight), up.weight.panel(0) == gate.weight.panel(0)});
     gate_row = std::max(gate_row, gate.weight.packed_row(table));
     if (!held.back().shares_packing) up_row = std::max(up_row, up.weight.packed_row(table));
     down_row = std::max(down_row, down.weight.packed_row(table));
@@ -137,15 +137,17 @@ void compute_inner(const Experts& experts, const Scratch& s, int64_t e, int64_t 
     const Expert& expert = experts.held[static_cast<size_t>(e)];
     const int64_t width = experts.inner, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
-    const void* up_panel = expert.up.weight.panel(panel);
+    const void* up_panel = expert.one_map ? next : expert.up.weight.panel(panel);
     for_tiles(s.starts[e], s.starts[e + 1], gate_up_rows(experts, expert), [&](int64_t first, int n) {
         char* for_gate = s.packed + first * experts.gate_row;
         char* for_up = expert.shares_packing ? for_gate : s.up_packed + first * experts.up_row;
         expert.gate.weight.multiply(table, panel, for_gate, n, expert.gate.bias_of(panel), gate_up, 2 * kPanel, cols, up_panel);
-        expert.up.weight.multiply(table, panel, for_up, n, expert.up.bias_of(panel), gate_up + cols, 2 * kPanel, cols, next);
+        if (!expert.one_map) {
+            expert.up.weight.multiply(table, panel, for_up, n, expert.up.bias_of(panel), gate_up + cols, 2 * kPanel, cols, next);
+        }
         for (int row = 0; row < n; ++row) {
-            const float* gates = gate_up + row * 2 * kPanel;
-            table.gate(experts.activation, gates, gates + cols, cols, s.inner + (first + row) * width + column);
+            const float *gates = gate_up + row * 2 * kPanel, *ups = expert.one_map ? gates : gates + cols;
+            table.gate(experts.activation, gates, ups, cols, s.inner + (first + row) * width + column);
         }
         up_panel = next = nullptr;
     });

@@ -22,6 +22,7 @@ struct ExpertMap {
 struct Expert {
     ExpertMap gate, up, down;
     bool shares_packing;  // rows that are packed for the gate are packed for `up` too
+    bool one_map;         // the gate is `up` (Nemotron-H)
 };
 
 // The experts of a layer, or those of them from `first` on: the others are elsewhere.

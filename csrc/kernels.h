@@ -364,6 +364,8 @@ struct ExpertRouting {
 constexpr int kMaxConvWidth = 16;
 // Columns of a delta rule's state that are carried on together, the most rows, and what divides their number.
 constexpr int kDeltaStrip = 32, kMaxDeltaKey = 256, kDeltaKeyMultiple = 4;
+// The same of a selective scan, whose rows are filled up with zeros to a multiple of kScanRows.
+constexpr int kScanStrip = 32, kMaxScanState = 256, kScanRows = 4;
 
 // Some channels of one token of a short convolution.
 struct ConvRow {
@@ -378,8 +380,21 @@ struct ConvRow {
     float* out;
 };
 
+// One token of kScanStrip columns of a selective scan's state [n, kScanStrip]; n is a multiple of kScanRows.
+struct ScanStep {
+    float* state;
+    int64_t n;
+    const float *b, *c;        // [n]
+    const float *x, *dt;       // [kScanStrip], as those that follow
+    const float *bias, *skip;  // of dt, and the factor of x in the output
+    const float* decay;        // factors within the exponent; with by_element [n, kScanStrip]
+    bool by_element;
+    float least, most;  // dt behind its softplus
+    float* out;
+};
+
 // Gates of experts; see ExpertActivation in pagoda/backend/base.py.
-enum class GateKind : int { silu, swiglu_oai, gelu_tanh };
+enum class GateKind : int { silu, swiglu_oai, gelu_tanh, relu };
 struct Gate {
     GateKind kind;
     float alpha, limit;
@@ -486,6 +501,7 @@ struct KernelTable {
     // One token of the gated delta rule for kDeltaStrip columns of a state [d, kDeltaStrip]; d is a multiple of four.
     void (*delta_step)(float* state, int64_t d, const float* query, const float* key, const float* value, float decay,
                        float beta, float scale, float* out);
+    void (*scan_step)(const ScanStep&);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

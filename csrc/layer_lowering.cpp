@@ -295,6 +295,30 @@ void gated_delta(Program& program, const Graph& graph, int index) {
                     .weight_bytes = 2 * cache.units * size_of(Dtype::f32)});
 }
 
+void selective_scan(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value x = own.inputs[0], b = own.inputs.at(1), c = own.inputs.at(2), dt = own.inputs.at(3), out = own.outputs[0];
+    const Value metadata = own.inputs.at(4);
+    const StateCache& cache = *graph.weight<const StateCache*>(own, 0);
+    const auto number = [&](size_t place) { return static_cast<int64_t>(own.numbers.at(place)); };
+    const SelectiveScan layer{cache, graph.vector(own, 1), graph.vector(own, 2), graph.vector(own, 3), own.numbers.at(4) != 0,
+                              number(0), graph.width(out) / cache.units, number(1), number(2), number(3),
+                              static_cast<float>(own.numbers.at(5)), static_cast<float>(own.numbers.at(6))};
+    if (layer.state_dim > kMaxScanState) {
+        throw std::invalid_argument("states of a scan have at most " + std::to_string(kMaxScanState) + " elements");
+    }
+    const int64_t strides[3] = {graph.width(x), graph.width(b), graph.width(c)};
+    program.record({.nodes = {index}, .uses = {x, b, c, dt, out}, .work = 4 * cache.units * cache.floats,
+                    .run = [=, &p = program](const Step&, void*) {
+                         const ScanRows rows{p.at(x), p.at(b), p.at(c), p.at(dt), strides[0], strides[1], strides[2]};
+                         pagoda::selective_scan(p.table(), *p.at<const AttentionMetadata>(metadata), layer, rows, p.at(out));
+                    },
+                    .check = [=, &p = program](const Step&) {
+                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape_of(layer.cache), layer.cache.num_blocks);
+                    },
+                    .weight_bytes = (layer.by_element ? layer.state_dim + 2 : 3) * cache.units * size_of(Dtype::f32)});
+}
+
 const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerings = {
     {"rotate_and_cache", rotate_and_cache},
     {"attention", attention},
@@ -307,6 +331,7 @@ const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerin
     {"latent_attention", latent_attention},
     {"short_conv", short_conv},
     {"gated_delta", gated_delta},
+    {"selective_scan", selective_scan},
 };
 
 }  // namespace

@@ -356,6 +356,7 @@ void Lowering::experts(int index) {
     int64_t bytes = 0, weights = 0;
     for (const Expert& expert : experts->held) {
         for (const ExpertMap* map : {&expert.gate, &expert.up, &expert.down}) {
+            if (expert.one_map && map == &expert.up) continue;
             bytes += map->weight.bytes() + (map->bias == nullptr ? 0 : map->weight.outputs() * size_of(Dtype::f32));
             weights += map->weight.inputs() * map->weight.outputs();
         }

@@ -359,6 +359,7 @@ NB_MODULE(_native, m) {
     m.attr("MAX_EXPERTS") = kMaxExperts;
     m.attr("MAX_CONV_WIDTH") = kMaxConvWidth;
     m.attr("MAX_DELTA_KEY") = kMaxDeltaKey;
+    m.attr("MAX_SCAN_STATE") = kMaxScanState;
     m.attr("DELTA_KEY_MULTIPLE") = kDeltaKeyMultiple;
     m.attr("EMULATED_AMX") = kEmulatedAmx;
     m.def("instruction_sets", &available_instruction_sets);

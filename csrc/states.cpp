@@ -118,6 +118,75 @@ void carry_strip(const KernelTable& table, const AttentionMetadata& metadata, co
         });
 }
 
+// Neighbouring columns of a scan that are carried on together: of one head, or one of each of some heads.
+struct ScanColumns {
+    int64_t head, first, count;  // the first head, and the first column of it
+    bool across;                 // columns are of heads of one column each
+};
+
+ScanColumns columns_of(const SelectiveScan& layer, int half, int64_t strip) {
+    const int64_t first_head = layer.cache.first_of(half), heads = layer.cache.units_of(half);
+    if (layer.head_dim == 1 && layer.groups == 1) {
+        const int64_t first = strip * kScanStrip;
+        return {first_head + first, 0, std::min<int64_t>(kScanStrip, heads - first), true};
+    }
+    const int64_t strips = (layer.head_dim + kScanStrip - 1) / kScanStrip, first = strip % strips * kScanStrip;
+    return {first_head + strip / strips, first, std::min<int64_t>(kScanStrip, layer.head_dim - first), false};
+}
+
+int64_t strips_of(const SelectiveScan& layer, int half) {
+    const int64_t heads = layer.cache.units_of(half);
+    if (layer.head_dim == 1 && layer.groups == 1) return (heads + kScanStrip - 1) / kScanStrip;
+    return heads * ((layer.head_dim + kScanStrip - 1) / kScanStrip);
+}
+
+void scan_strip(const KernelTable& table, const AttentionMetadata& metadata, const SelectiveScan& layer, const ScanRows& rows,
+                int64_t sequence, int half, const ScanColumns& own, float* out) {
+    const StateCache& cache = layer.cache;
+    const int64_t n = layer.state_dim, heads = cache.units, count = own.count;
+    const int64_t padded = (n + kScanRows - 1) / kScanRows * kScanRows, column = own.head * layer.head_dim + own.first;
+    const int64_t offset = (own.head - cache.first_of(half)) * cache.floats + own.first * n;
+    // Distances of a state's rows and columns in the cache.
+    const int64_t row = own.across ? 1 : count, along = own.across ? n : 1;
+    const int64_t group = own.head / (heads / layer.groups) * n;
+    alignas(64) float state[kMaxScanState * kScanStrip], decay[kMaxScanState * kScanStrip];
+    alignas(64) float x[kScanStrip] = {}, dt[kScanStrip] = {}, bias[kScanStrip] = {}, skip[kScanStrip] = {}, result[kScanStrip];
+    alignas(64) float b[kMaxScanState] = {}, c[kMaxScanState] = {};
+    // Every column's number of those that heads have.
+    const auto spread = [&](const float* of_heads, float* to) {
+        for (int64_t i = 0; i < count; ++i) to[i] = of_heads[own.head + (own.across ? i : 0)];
+    };
+    spread(layer.dt_bias, bias);
+    spread(layer.skip, skip);
+    std::fill_n(decay, (layer.by_element ? padded : 1) * kScanStrip, 0.0f);
+    for (int64_t i = 0; i < (layer.by_element ? n : 1); ++i) spread(layer.decay + i * heads, decay + i * kScanStrip);
+    const ScanStep step{state, padded, b, c, x, dt, bias, skip, decay, layer.by_element, layer.dt_min, layer.dt_max, result};
+    carry_on(
+        metadata, sequence,
+        [&](int32_t block) {
+            std::fill_n(state, padded * kScanStrip, 0.0f);
+            if (block < 0) return;
+            const float* from = cache.at(half, block) + offset;
+            for (int64_t i = 0; i < n; ++i) {
+                for (int64_t j = 0; j < count; ++j) state[i * kScanStrip + j] = from[i * row + j * along];
+            }
+        },
+        [&](int32_t block) {
+            float* to = cache.at(half, block) + offset;
+            for (int64_t i = 0; i < n; ++i) {
+                for (int64_t j = 0; j < count; ++j) to[i * row + j * along] = state[i * kScanStrip + j];
+            }
+        },
+        [&](int64_t token) {
+            std::copy_n(rows.x + token * rows.x_stride + column, count, x);
+            std::copy_n(rows.b + token * rows.b_stride + layer.b_first + group, n, b);
+            std::copy_n(rows.c + token * rows.c_stride + layer.c_first + group, n, c);
+            spread(rows.dt + token * heads, dt);
+            table.scan_step(step);
+            std::copy_n(result, count, out + token * heads * layer.head_dim + column);
+        });
+}
+
 }  // namespace
 
 void short_conv(const KernelTable& table, const AttentionMetadata& metadata, const ShortConv& conv, const float* x,
@@ -143,6 +212,19 @@ void gated_delta(const KernelTable& table, const AttentionMetadata& metadata, co
     for (int64_t item = 0; item < sequences * heads * strips; ++item) {
         const int64_t head = item / strips % heads;
         carry_strip(table, metadata, layer, qkv, gates, item / strips / heads, head, item % strips, out);
+    }
+}
+
+void selective_scan(const KernelTable& table, const AttentionMetadata& metadata, const SelectiveScan& layer,
+                    const ScanRows& rows, float* out) {
+    const int64_t of_first = strips_of(layer, 0), of_both = of_first + strips_of(layer, 1);
+    const auto sequences = static_cast<int64_t>(metadata.sequences.size());
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < sequences * of_both; ++item) {
+        const int64_t strip = item % of_both;
+        const int half = strip < of_first ? 0 : 1;
+        const ScanColumns own = columns_of(layer, half, strip - half * of_first);
+        scan_strip(table, metadata, layer, rows, item / of_both, half, own, out);
     }
 }
 

@@ -49,4 +49,25 @@ struct GatedDelta {
 void gated_delta(const KernelTable& table, const AttentionMetadata& metadata, const GatedDelta& layer, const float* qkv,
                  const float* gates, float* out);
 
+// Units are heads, whose floats are strips of kScanStrip columns: [state_dim, columns] each.
+struct SelectiveScan {
+    StateCache cache;
+    const float* decay;  // [heads], or with by_element [state_dim, heads]
+    const float *dt_bias, *skip;  // [heads]
+    bool by_element;
+    int64_t groups, head_dim, state_dim;
+    int64_t b_first, c_first;  // elements of rows of b and c before their own
+    float dt_min, dt_max;
+};
+
+// Rows of a selective scan, and how far each is from the next.
+struct ScanRows {
+    const float *x, *b, *c, *dt;
+    int64_t x_stride, b_stride, c_stride;
+};
+
+// out [n, heads * head_dim] of x, the first of its rows, and of dt [n, heads].
+void selective_scan(const KernelTable& table, const AttentionMetadata& metadata, const SelectiveScan& layer,
+                    const ScanRows& rows, float* out);
+
 }  // namespace pagoda

@@ -76,6 +76,9 @@ void gate_and_mul(const pagoda::Gate& gate, const float* gates, const float* ups
                 put(out, swiglu_oai(get(gates), get(ups), broadcast(gate.alpha), broadcast(gate.limit)));
             });
             return;
+        case pagoda::GateKind::relu:
+            for_vectors(d, [&](auto get, auto put) { put(out, mul(max(zero(), get(gates)), get(ups))); });
+            return;
     }
 }
 

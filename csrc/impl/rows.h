@@ -446,6 +446,14 @@ constexpr pagoda::RowKernel kRowKernels[] = {
          const auto eps = static_cast<float>(row.numbers[0]);
          layer_norm(row.inputs[0], row.weights[0], row.weights[1], eps, row.width, row.outputs[0]);
      }},
+    {"rms_norm_groups",
+     [](const pagoda::RowOperands& row) {
+         const auto d = static_cast<int64_t>(row.numbers[0]);
+         const auto eps = static_cast<float>(row.numbers[1]);
+         for (int64_t i = 0; i < row.width; i += d) {
+             rms_norm(row.inputs[0] + i, nullptr, row.weights[0] + i, eps, d, nullptr, row.outputs[0] + i);
+         }
+     }},
     {"gated_head_norm",
      [](const pagoda::RowOperands& row) {
          const auto d = static_cast<int64_t>(row.numbers[0]);

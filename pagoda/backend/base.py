@@ -273,7 +273,8 @@ LinearT_co = TypeVar("LinearT_co", bound=LinearShape, covariant=True)
 class ExpertActivation:
     """Activation of an expert's gate, as the operation of a dense MLP of that name defines it."""
 
-    kind: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "swiglu_oai", "relu"] = "silu"
+    """Squares of a ReLU are `relu` with gates that are ups (Nemotron-H)."""
     alpha: float = 1.0
     """Factor within the sigmoid of `swiglu_oai`."""
     limit: float = float("inf")

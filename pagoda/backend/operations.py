@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pagoda.backend.family_operations import SPECS
 from pagoda.backend.graph import Attribute, Dtype, Graph, LinearShape, Node, RotaryTable, Value
 from pagoda.backend.operation import OperationSpec
+from pagoda.backend.state_operations import STATE_OPERATIONS
 
 if TYPE_CHECKING:
     from pagoda.backend.base import Experts, HeadNorms, KVCache
@@ -91,15 +92,6 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache",),
         ("head_dim", "scale", "buckets"),
     ),
-    "short_conv": OperationSpec(
-        "state", ("x", "metadata"), ("cache", "weight", "bias?"), ("gated", "silu")
-    ),
-    "gated_delta": OperationSpec(
-        "state",
-        ("qkv", "gates", "metadata"),
-        ("cache", "decay", "dt_bias"),
-        ("key_heads", "key_dim"),
-    ),
     "head_linear": OperationSpec("linear", ("x",), ("weight",)),
     "rotate_and_cache_latents": OperationSpec(
         "rotary",
@@ -113,7 +105,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "ranks?"),
         ("scale",),
     ),
-    "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
+    **STATE_OPERATIONS,
     **SPECS,
 }
 """Operations by name. Inputs, then weights are the arguments of the reference's method of that name."""

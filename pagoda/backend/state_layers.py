@@ -7,13 +7,20 @@ States are carried on token by token: a result does not depend on how a sequence
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 
 if TYPE_CHECKING:
     from pagoda.backend.base import StateCache
+
+
+class Columns(NamedTuple):
+    """Neighbouring columns of rows."""
+
+    rows: Value
+    first: int = 0
 
 
 def short_conv(
@@ -96,3 +103,62 @@ def gated_head_norm(ops: GraphBuilder, x: Value, gate: Value, weight: Sized, eps
         raise ValueError(f"Rows of {x.width} and {gate.width} are not heads of {len(weight)}.")
     attributes = {"head_dim": len(weight), "eps": eps}
     return ops.record("gated_head_norm", [x, gate], [weight], attributes, x.width)
+
+
+def selective_scan(
+    ops: GraphBuilder,
+    x: Value,
+    b: Columns,
+    c: Columns,
+    dt: Value,
+    metadata: Value,
+    cache: StateCache,
+    decay: Sized,
+    dt_bias: Sized,
+    skip: Sized,
+    *,
+    groups: int,
+    head_dim: int,
+    by_element: bool = False,
+    dt_limit: tuple[float, float],
+) -> Value:
+    """Selective state spaces (Gu and Dao 2023; Dao and Gu 2024), token by token: [n, heads head_dim].
+
+    The first columns of x are values of as many heads as the cache has units, b and c [n, groups state_dim] are
+    of groups of neighbouring heads, and dt is [n, heads]. Of every head a state S [state_dim, head_dim] becomes
+    exp(A s) S + b (s x), where s is softplus(dt + dt_bias) within `dt_limit` and A is the head's `decay` [heads]
+    or, with `by_element`, those of the state's rows, [state_dim, heads]; the result is c S + skip x. Weights are
+    float32, dt_bias and skip [heads]. Raises ValueError: shapes do not fit.
+    """
+    heads, state_dim = cache.units, cache.floats // head_dim
+    fits = cache.floats == state_dim * head_dim and heads % groups == 0 and dt.width == heads
+    spans = ((Columns(x), heads * head_dim), (b, groups * state_dim), (c, groups * state_dim))
+    if not fits or any(it.first + count > it.rows.width for it, count in spans):
+        raise ValueError(
+            f"Rows of {x.width}, {b.rows.width}, {c.rows.width} and {dt.width} do not fit {heads} heads of "
+            f"{head_dim} in {groups} groups with states of {cache.floats}."
+        )
+    if {len(dt_bias), len(skip)} != {heads} or len(decay) != (state_dim if by_element else heads):
+        raise ValueError(f"Decays, biases and factors are not those of {heads} heads.")
+    attributes = {
+        "groups": groups,
+        "state_dim": state_dim,
+        "b_first": b.first,
+        "c_first": c.first,
+        "by_element": float(by_element),
+        "dt_min": dt_limit[0],
+        "dt_max": dt_limit[1],
+    }
+    inputs, weights = [x, b.rows, c.rows, dt, metadata], [cache, decay, dt_bias, skip]
+    return ops.record("selective_scan", inputs, weights, attributes, heads * head_dim)
+
+
+def rms_norm_groups(ops: GraphBuilder, x: Value, weight: Sized, groups: int, eps: float) -> Value:
+    """RMS norm of each of some groups of neighbouring columns of x [n, d], by a weight [d] float32: [n, d].
+
+    Raises ValueError: shapes do not fit.
+    """
+    if len(weight) != x.width or x.width % groups:
+        raise ValueError(f"{groups} groups of {len(weight)} weights do not fit rows of {x.width}.")
+    attributes = {"group_size": x.width // groups, "eps": eps}
+    return ops.record("rms_norm_groups", [x], [weight], attributes, x.width)

@@ -43,7 +43,10 @@ _EMPTY = (
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config"),
 )
 """Fields that must be absent or empty."""
-_BY_HEADS = "adapters of maps whose rows take turns by heads, and of latent vectors of queries, are not supported"
+_BY_HEADS = (
+    "adapters of maps whose rows take turns by heads or hold gates, and of latent vectors of queries, are not "
+    "supported"
+)
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
 
@@ -174,18 +177,25 @@ def _read_header(path: Path) -> Mapping[str, tuple[int, ...]]:
 
 def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:
     """Linear layers that may be adapted, by the names of their tensors in Hugging Face checkpoints."""
-    published = replace(config, names=config.family.names)
+    published = _published(config)
     linears: dict[str, list[LinearSpec]] = {}
     for layer in range(config.num_layers):
+        of_gates = {it.stored.tensor for it in published.gate_linears(layer)}
         for spec, known in zip(
             _adaptable(config, layer), _adaptable(published, layer), strict=True
         ):
             # A GGUF file may hold apart what a checkpoint holds in one tensor.
-            if known.stored.group or known.fill is not None:
-                continue  # its rows take turns with those of others
+            if known.stored.group or known.fill is not None or known.stored.tensor in of_gates:
+                continue  # its rows take turns with those of others, or lie beside those of gates
             own = replace(spec, rows=known.stored, head_order=known.head_order)
             linears.setdefault(known.stored.tensor, []).append(own)
     return linears
+
+
+def _published(config: ModelSpec) -> ModelSpec:
+    """The model with the names of a Hugging Face checkpoint."""
+    names = replace(config.family.names, numbers=config.names.numbers)
+    return replace(config, names=names)
 
 
 def _adaptable(config: ModelSpec, layer: int) -> list[LinearSpec]:
@@ -212,7 +222,7 @@ def _unknown_module(directory: Path, module: str, config: ModelSpec) -> str:
 
 def _attention_tensors(config: ModelSpec) -> set[str]:
     """Names in Hugging Face checkpoints of all linear layers of attention, adaptable or not."""
-    published = replace(config, names=config.family.names)
+    published = _published(config)
     return {
         linear.stored.tensor
         for layer in range(config.num_layers)

@@ -113,27 +113,34 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
     Layers behind the model's own predict several tokens at once, and have none. Takes time by the number of names,
     however many layers and experts the model should have."""
     layer = re.compile(rf"{re.escape(spec.names.layers)}\.(\d{{1,9}})\.")
-    together = 1 + spec.names.halves
     by_layer: dict[int, list[str]] = {}
     for name in names:
         within = layer.match(name)
-        if within is not None and int(within[1]) < spec.num_layers // together:
+        if within is not None:
             by_layer.setdefault(int(within[1]), []).append(name)
-    for index, named in by_layer.items():
+    layers: dict[int, list[int]] = {}
+    for index in range(spec.num_layers):
+        number = spec.names.number_of(index)
+        for own in {number, number + bool(spec.names.numbers)}:
+            layers.setdefault(own, []).append(index)
+    for number, named in by_layer.items():
+        if number not in layers:
+            continue
         read = {
             name
-            for layer_index in range(index * together, (index + 1) * together)
-            for choices in _of_layer(spec, layer_index, _experts(spec, named))
+            for index in layers[number]
+            for choices in _of_layer(spec, index, _experts(spec, named))
             for name in choices
         }
         linears = {
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
         }
         linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
-        if spec.layers[index].attention.kv_layer is not None:
-            # Keys and values that nobody reads, as their makers publish them.
-            stems = spec.names.key, spec.names.value, spec.names.key_norm
-            read |= {f"{spec.names.of_layer(index, stem)}.weight" for stem in stems}
+        for index in layers[number]:
+            if spec.layers[index].attention.kv_layer is not None:
+                # Keys and values that nobody reads, as their makers publish them.
+                stems = spec.names.key, spec.names.value, spec.names.key_norm
+                read |= {f"{spec.names.of_layer(index, stem)}.weight" for stem in stems}
         for name in named:
             stem, _, end = name.rpartition(".")
             is_part = end in _PARTS and stem in linears
@@ -195,7 +202,7 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
             yield [linear.stored.bias]
     if isinstance(layer.mlp, MlpSpec):
         biased += spec.mlp_biases(index)
-    elif layer.mlp.bias:
+    elif layer.mlp is not None and layer.mlp.bias:
         biased += [linear for linear in linears if linear.role in _BIASED_EXPERTS]
     for linear in biased:
         yield [linear.stored.bias]

@@ -12,7 +12,8 @@ from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.rope import (
     TemperatureSpec,
 )
-from pagoda.checkpoints.state_layers import StateSpec
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
@@ -121,6 +122,9 @@ class MlpSpec:
     """Bias of the map back to hidden states, where it is not as `bias`."""
     deviations: float | None = None
     """Gates count by how much they are above the mean of all plus so many standard deviations (Gemma 3n)."""
+    gate_factor: float = 1.0
+    """Multiplier of gates, and of what the map back gives (Falcon-H1)."""
+    down_factor: float = 1.0
 
     @property
     def has_down_bias(self) -> bool:
@@ -163,13 +167,25 @@ class ExpertsSpec:
     """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
     activation: Activation = "silu"
     """Activation of experts without clamped gates, and of the shared MLP."""
+    gated: bool = True
+    """False of experts, and of a shared one, that are plain MLPs of squared ReLU (Nemotron-H)."""
 
     @property
     def num_stored(self) -> int:
         """Experts that have weights."""
         return self.routing.num_experts - self.identities
 
+    @property
+    def shared(self) -> MlpSpec | None:
+        """The MLP that every token goes through besides."""
+        if not self.shared_size:
+            return None
+        activation: Activation = self.activation if self.gated else "relu2"
+        return MlpSpec(self.shared_size, activation=activation, gated=self.gated)
 
+
+StateSpec = ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec
+"""Kinds of layers that keep a state."""
 LayerKind = LatentSpec | StateSpec
 """Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
 
@@ -177,7 +193,8 @@ LayerKind = LatentSpec | StateSpec
 @dataclass(frozen=True)
 class LayerSpec:
     attention: AttentionSpec
-    mlp: MlpSpec | ExpertsSpec
+    mlp: MlpSpec | ExpertsSpec | None
+    """None of a layer of attention, or of a state, alone."""
     pre_norm: bool = True
     """Norms in front of attention and of the MLP."""
     bare_attention: bool = False
@@ -188,6 +205,11 @@ class LayerSpec:
     """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
     state: StateSpec | None = None
     """Kind of a layer that keeps a state, in place of attention."""
+    same_input: bool = False
+    """Attention, or a state, has the normed input of the layer in front, not its output (Falcon-H1)."""
+    input_factor: float = 1.0
+    """Multiplier of that input, and of what comes of it (Falcon-H1)."""
+    output_factor: float = 1.0
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
     parallel_norms: bool = False
@@ -196,7 +218,8 @@ class LayerSpec:
     @property
     def has_mlp_norm(self) -> bool:
         """True if there is a norm in front of the MLP alone."""
-        return self.pre_norm and (not self.parallel or self.parallel_norms)
+        beside = self.parallel and not self.parallel_norms
+        return self.mlp is not None and self.pre_norm and not beside
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:

@@ -137,7 +137,7 @@ class PlainMlpLinears(NamedTuple):
 
 class ExpertLinears(NamedTuple):
     router: LinearSpec
-    experts: tuple[MlpLinears, ...]
-    shared: MlpLinears | None
+    experts: tuple[MlpLinears | PlainMlpLinears, ...]
+    shared: MlpLinears | PlainMlpLinears | None
     """The MLP that every token goes through besides."""
     shared_router: LinearSpec | None

@@ -45,6 +45,7 @@ from pagoda.checkpoints.rope import (
     LongRopeScaling,
     RotarySpec,
 )
+from pagoda.checkpoints.scan_layers import ScanLinears
 from pagoda.checkpoints.tensor_names import (
     HeadLayerNorm,
     StoredRows,
@@ -114,9 +115,11 @@ class ModelSpec:
         ]
 
     @property
-    def layers_together(self) -> int:
-        """Neighbouring layers that stay on one stage: two where one's experts count behind the next."""
-        return 2 if self.experts is not None and self.experts.carried else 1
+    def layer_runs(self) -> list[range]:
+        """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other."""
+        each = 2 if self.experts is not None and self.experts.carried else 1
+        begins = [at for at in range(0, self.num_layers, each) if not self.layers[at].same_input]
+        return [*map(range, begins, [*begins[1:], self.num_layers])]
 
     @property
     def is_whole(self) -> bool:
@@ -225,7 +228,9 @@ class ModelSpec:
         changed = (change(index, layer) for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(changed))
 
-    def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears | QueryLinears:
+    def attention_linears(
+        self, layer: int
+    ) -> AttentionLinears | LatentLinears | QueryLinears | ScanLinears:
         kind = self.layers[layer].kind
         if kind is None:
             q, k, v, out = self.plain_linears(layer)
@@ -374,6 +379,8 @@ class ModelSpec:
     def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
         """Linear layers of a dense layer's MLP."""
         mlp, names = self.layers[layer].mlp, self.names
+        if mlp is None:
+            raise TypeError("The layer has no MLP.")
         if isinstance(mlp, MlpSpec) and not mlp.gated:
             hidden, inner = self.hidden_size, mlp.intermediate_size
             up, down = (names.of_layer(layer, name) for name in (names.up, names.down))
@@ -421,14 +428,16 @@ class ModelSpec:
         if experts.shared_size:
             spelled_shared = (names.shared_gate, names.shared_up, names.shared_down)
             dense = (LinearRole.MLP_IN, LinearRole.MLP_OUT)
-            shared = self._mlp(layer, spelled_shared, experts.shared_size, dense)
+            shared = self._mlp(
+                layer, spelled_shared, experts.shared_size, dense, gated=experts.gated
+            )
         if experts.scores_shared:
             name = names.of_layer(layer, names.shared_router)
             shared_router = LinearSpec(name, 1, self.hidden_size, LinearRole.ROUTER)
         return ExpertLinears(
             LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
             tuple(
-                self._mlp(layer, spelled, inner, roles, expert, count)
+                self._mlp(layer, spelled, inner, roles, expert, count, gated=experts.gated)
                 for expert in (range(experts.num_stored) if chosen is None else chosen)
             ),
             shared,
@@ -443,9 +452,20 @@ class ModelSpec:
         roles: tuple[LinearRole, LinearRole],
         expert: int | None = None,
         experts: int = 0,
-    ) -> MlpLinears:
+        *,
+        gated: bool = True,
+    ) -> MlpLinears | PlainMlpLinears:
         """The MLP of `inner` channels whose linear layers have these names in a layer."""
         (into, out), hidden = roles, self.hidden_size
+        if not gated:
+            found = (
+                self._linears(layer, (name,), {what: size}, inputs, (role,), expert, experts)
+                for name, what, size, inputs, role in (
+                    (names[1], "up", inner, hidden, into),
+                    (names[2], "down", hidden, inner, out),
+                )
+            )
+            return PlainMlpLinears(*(linear for (linear,) in found))
         sizes = {"gate": inner, "up": inner}
         step = -1 if self.names.up_first else 1
         gate, up = self._linears(
@@ -559,7 +579,7 @@ class ModelSpec:
             yield from self.beside.layer_linears(self.names, layer, self.hidden_size)
         sparse = self.expert_linears(layer, experts)
         if sparse is None:
-            yield from self.mlp_linears(layer)
+            yield from self.mlp_linears(layer) if self.layers[layer].mlp is not None else ()
         else:
             yield sparse.router
             if sparse.shared_router is not None:

@@ -22,13 +22,6 @@ _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
     "DeepseekV32ForCausalLM": Refusal(_INDEXED, "DeepseekV3ForCausalLM"),
     "GlmMoeDsaForCausalLM": Refusal(_INDEXED, "Glm4MoeForCausalLM"),
-    "MambaForCausalLM": Refusal(_MAMBA, "Lfm2ForCausalLM"),
-    "Mamba2ForCausalLM": Refusal(_MAMBA, "Lfm2ForCausalLM"),
-    "FalconMambaForCausalLM": Refusal(_MAMBA, "FalconForCausalLM"),
-    "FalconH1ForCausalLM": Refusal(_MAMBA, "FalconForCausalLM"),
-    "BambaForCausalLM": Refusal(_MAMBA, "GraniteForCausalLM"),
-    "JambaForCausalLM": Refusal(_MAMBA, "MixtralForCausalLM"),
-    "NemotronHForCausalLM": Refusal(_MAMBA, "NemotronForCausalLM"),
     "Plamo2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
     "Zamba2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
     "KimiLinearForCausalLM": Refusal(

@@ -65,6 +65,10 @@ class ShortConvSpec:
         """Outputs of each map that stay on one rank."""
         return 1, 1, 1
 
+    def can_share(self, ranks: int) -> bool:
+        """True if so many ranks can each have a part."""
+        return ranks <= self.channels
+
     @property
     def operations(self) -> frozenset[str]:
         return frozenset({"short_conv"})
@@ -87,7 +91,7 @@ class ShortConvSpec:
 
     def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
         """Names and sizes of its tensors besides maps."""
-        return _conv_tensors(self, names, layer)
+        return conv_tensors(names, layer, self.channels, self.width, bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,10 @@ class GatedDeltaSpec:
     @property
     def grains(self) -> tuple[int, int, int]:
         return self.key_dim, self.key_dim, self.values_per_key * self.value_dim
+
+    def can_share(self, ranks: int) -> bool:
+        """True if so many ranks can each have a part."""
+        return ranks <= self.key_heads
 
     @property
     def operations(self) -> frozenset[str]:
@@ -201,13 +209,13 @@ class GatedDeltaSpec:
             for name in (names.state_decay, names.state_bias)
         ]
         norm = (f"{names.of_layer(layer, names.state_norm)}.weight", self.value_dim)
-        return [*_conv_tensors(self, names, layer), *of_heads, norm]
+        conv = conv_tensors(names, layer, self.channels, self.width, bias=self.bias)
+        return [*conv, *of_heads, norm]
 
 
-StateSpec = ShortConvSpec | GatedDeltaSpec
-
-
-def _maps(spec: StateSpec, names: TensorNames, layer: int, hidden: int) -> AttentionLinears:
+def _maps(
+    spec: ShortConvSpec | GatedDeltaSpec, names: TensorNames, layer: int, hidden: int
+) -> AttentionLinears:
     tensors = [names.of_layer(layer, names.state_in)] * 3
     placed = places(tensors, dict(zip(spec.parts, spec.sizes, strict=True)), hidden, None, 0)
     q, k, v = (
@@ -220,7 +228,10 @@ def _maps(spec: StateSpec, names: TensorNames, layer: int, hidden: int) -> Atten
     return AttentionLinears(q, k, v, last)
 
 
-def _conv_tensors(spec: StateSpec, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+def conv_tensors(
+    names: TensorNames, layer: int, channels: int, width: int, *, bias: bool
+) -> list[tuple[str, int]]:
+    """Names and sizes of the tensors of a layer's convolution."""
     name = names.of_layer(layer, names.state_conv)
-    weight = (f"{name}.weight", spec.channels * spec.width)
-    return [weight, (f"{name}.bias", spec.channels)] if spec.bias else [weight]
+    weight = (f"{name}.weight", channels * width)
+    return [weight, (f"{name}.bias", channels)] if bias else [weight]

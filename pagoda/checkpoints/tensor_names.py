@@ -158,6 +158,15 @@ class TensorNames:
     log_decay: bool = True
     state_bias: str = "linear_attn.dt_bias"
     state_norm: str = "linear_attn.norm"
+    state_skip: str = "mamba.D"
+    """Factors of what goes past the state of a Mamba layer; the tensor's name in full."""
+    state_x: str = "mamba.x_proj"
+    """Map of a Mamba layer's channels to steps' numbers, B and C."""
+    state_step: str = "mamba.dt_proj"
+    """Map of those numbers to steps, whose bias is that of steps."""
+    state_step_norm: str = "mamba.dt_layernorm"
+    state_b_norm: str = "mamba.b_layernorm"
+    state_c_norm: str = "mamba.c_layernorm"
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
@@ -195,12 +204,21 @@ class TensorNames:
 
     halves: bool = False
     """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+    numbers: tuple[int, ...] = ()
+    """Numbers that files give the layers, where these do not count on; names with a plus in front are of the
+    number behind (Nemotron-H, whose MLPs have numbers of their own)."""
+
+    def number_of(self, layer: int) -> int:
+        """Number that files give a layer."""
+        if self.numbers:
+            return self.numbers[layer]
+        return self.first_layer + (layer // 2 if self.halves else layer)
 
     def of_layer(self, layer: int, name: str) -> str:
+        number = self.number_of(layer) + name.startswith("+")
         if self.halves:
-            layer, half = divmod(layer, 2)
-            name = name.replace("{half}", str(half))
-        return f"{self.layers}.{self.first_layer + layer}.{name}"
+            name = name.replace("{half}", str(layer % 2))
+        return f"{self.layers}.{number}.{name.removeprefix('+')}"
 
 
 def places(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec, StateSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.errors import ConfigError
@@ -53,6 +53,12 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
                 f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, and every "
                 f"rank needs at least one; the nearest possible size is {nearest}."
             )
+    for kind in () if parallel.dp_attention else _state_kinds(config):
+        if not kind.can_share(tp_size):
+            raise ConfigError(
+                f"--tensor-parallel-size {tp_size} cannot share out {kind.name} of {model}; the nearest that can "
+                f"is {nearest}."
+            )
     if parallel.expert_parallel and config.experts is None:
         raise ConfigError(
             f"--enable-expert-parallel needs a model with experts, which {model} does not have; leave it out."
@@ -68,7 +74,7 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
             f"--pipeline-parallel-size {num_stages} does not go with {model}, whose layers are given "
             "embeddings, or keys and values, of the first ones; leave it out."
         )
-    most = config.num_layers // config.layers_together
+    most = len(config.layer_runs)
     if num_stages > most:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the {most} layers of {model}; "
@@ -89,6 +95,7 @@ def _fits(
     return (
         can_share_heads(config.num_heads, config.num_kv_heads, tp_size)
         and all(tp_size <= count for count, _ in channels)
+        and all(kind.can_share(tp_size) for kind in _state_kinds(config))
         and not (expert_parallel and config.experts and tp_size > config.experts.num_stored)
     )
 
@@ -107,6 +114,10 @@ def _channels(config: ModelSpec, *, expert_parallel: bool) -> list[tuple[int, st
     if states:
         channels.append((min(states), "parts of a layer that keeps a state"))
     return channels
+
+
+def _state_kinds(config: ModelSpec) -> set[StateSpec]:
+    return {layer.state for layer in config.layers if layer.state is not None}
 
 
 def nearest_sizes(size: int, most: int, fits: Callable[[int], bool]) -> str:

@@ -59,6 +59,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of a key of a gated delta rule."""
     delta_key_multiple: int = 1
     """Elements of a key are a multiple of this."""
+    max_scan_state: int | None = None
+    """Elements of a state of a selective scan, of each of its columns."""
 
 
 class GroupOffer(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
 from pagoda.checkpoints.adapters import AdapterFiles
+from pagoda.checkpoints.layer_spec import MlpSpec
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import Shard
@@ -98,7 +99,7 @@ class Adapters:
         config = self._shard.config
         attention = config.attention_linears(index)
         qkv, out = self._empty(attention.into), self._empty([attention.out])
-        if config.expert_linears(index) is not None:
+        if not isinstance(config.layers[index].mlp, MlpSpec):
             return AdaptedLayer(qkv, out, None, None)
         mlp = config.mlp_linears(index)
         return AdaptedLayer(qkv, out, self._empty(mlp.into), self._empty([mlp.down]))

@@ -32,6 +32,7 @@ from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.experts import routed
+from pagoda.backend.relative_attention import columns
 from pagoda.backend.single import compute, compute_node
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
@@ -270,6 +271,10 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         def record(ops: GraphBuilder, gate_up: Value) -> Value:
             if activation.kind == "swiglu_oai":
                 return ops.swiglu_oai(gate_up, alpha=activation.alpha, limit=activation.limit)
+            if activation.kind == "relu":
+                size = gate_up.width // 2
+                gate, up = (columns(ops, gate_up, first, size) for first in (0, size))
+                return ops.mul(ops.relu(gate), up)
             return ops.silu_and_mul(gate_up)
 
         if activation.kind == "swiglu_oai":  # takes pairs

@@ -393,9 +393,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         for kind, layers in self._vector_layers.items():
             named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
-            shared = vars(layer.mlp).get("shared")
-            of_shared = {} if shared is None else vars(shared)
-            own = vars(layer) | vars(layer.mlp)
+            of_mlp = {} if layer.mlp is None else vars(layer.mlp)
+            of_shared = {} if of_mlp.get("shared") is None else vars(of_mlp["shared"])
+            own = vars(layer) | of_mlp
             own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
             own |= {} if layer.of_kind is None else vars(layer.of_kind)
             own |= {} if layer.beside is None else layer.beside.named()
@@ -447,9 +447,11 @@ class Decoder(Generic[LinearT, MetadataT]):
                 ops.result(layer_input(index), ops.share_rows(x))
             if frame is not None and layer.beside is not None:
                 x = frame.enter(ops, layer.beside, x)
-            h = attention_input or normed(ops, x, layer.attention_norm, eps)
+            if not layer.spec.same_input:
+                mixed = attention_input or normed(ops, x, layer.attention_norm, eps)
             if frame is not None and layer.beside is not None:
-                frame.attend(ops, layer.beside, h)
+                frame.attend(ops, layer.beside, mixed)
+            h = scaled(ops, mixed, layer.spec.input_factor)
             table = tables.get(layer.spec.attention.rotary)
             attended = self._attention(
                 ops, layer, maps, (cache, states), table, h, adapters, beside
@@ -480,9 +482,10 @@ class Decoder(Generic[LinearT, MetadataT]):
                 out = ops.add(out, mlp)
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
+            out = scaled(ops, out, layer.spec.output_factor)
             x = self._added(ops, layer, x, out, layer.attention_post_norm)
             x = x if frame is None else frame.attended(ops, x)
-            if layer.spec.parallel:
+            if layer.spec.parallel or layer.mlp is None:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
             before, carried = carried, carried_part(ops, layer, h)
@@ -503,9 +506,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 logits = ops.linear(found, self.head)
                 found = ops.all_gather(logits, self._shard.vocabulary_shares)
             ops.result(kind, found)
-        if not config.gives_logits:
-            return ops.build()
-        if self.head is None:
+        if not config.gives_logits or self.head is None:
             return ops.build()
         logits = scaled(ops, ops.linear(h, self.head), multipliers.logits)
         if multipliers.logits_softcap is not None:

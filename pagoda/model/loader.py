@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,17 @@ from pagoda.backend.weights import (
     weight_bytes,
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
-from pagoda.checkpoints.layer_spec import APART_NORMS, XIELU, Activation, LayerSpec, MlpSpec
+from pagoda.checkpoints.layer_spec import (
+    APART_NORMS,
+    XIELU,
+    Activation,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+)
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
@@ -35,6 +43,7 @@ from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.layer_inputs import LayerBeside, load_layer_beside
 from pagoda.model.quantization import QuantizationOnLoad
+from pagoda.model.scan_layers import Mamba, Mamba2, load_mamba, load_mamba2
 from pagoda.model.sharding import LinearShard, Shard, take_part
 from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
@@ -44,6 +53,8 @@ KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
     LatentSpec: load_latent_attention,
     ShortConvSpec: load_conv,
     GatedDeltaSpec: load_delta_rule,
+    Mamba2Spec: load_mamba2,
+    MambaSpec: load_mamba,
 }
 """Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
@@ -67,6 +78,9 @@ class DenseMlp(Generic[LinearT]):
     numbers: Mapping[str, float]
     """Numbers of an activation that has weights."""
     sparse: SparseGate | None = None
+    gate_factor: float = 1.0
+    """Multiplier of gates, and of what the map back gives."""
+    down_factor: float = 1.0
 
 
 class ApartMlp(NamedTuple):
@@ -128,7 +142,14 @@ class Layer(Generic[LinearT]):
     Of latent attention, the vector that is kept of a token."""
     gate: LinearT | None
     """Gate of attention's outputs."""
-    of_kind: LatentAttention[LinearT] | GatedConv | DeltaRule[LinearT] | None
+    of_kind: (
+        LatentAttention[LinearT]
+        | GatedConv
+        | DeltaRule[LinearT]
+        | Mamba2[LinearT]
+        | Mamba[LinearT]
+        | None
+    )
     """Other weights of a layer that has none of plain attention."""
     head_norms: HeadNorms | None
     part_norm: PartNorm | None
@@ -146,7 +167,7 @@ class Layer(Generic[LinearT]):
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT] | None
     mlp_post_norm: Norm | None
     spec: LayerSpec
 
@@ -170,6 +191,12 @@ class VectorLayer(Generic[LinearT]):
     activation: VectorActivation
     norm: Norm | None
     """Norm behind the activation."""
+
+
+def _expert_activation(spec: ExpertsSpec) -> Literal["silu", "gelu_tanh", "relu"]:
+    if not spec.gated:
+        return "relu"
+    return "gelu_tanh" if spec.activation == "gelu_tanh" else "silu"
 
 
 class WeightLoader(Generic[LinearT]):
@@ -278,8 +305,8 @@ class WeightLoader(Generic[LinearT]):
         offset = self.shard.config.names.norm_offset
         return weight + offset if offset else weight
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """The tensor `name` [size] in float32."""
+    def vector(self, name: str, size: int | tuple[int, ...]) -> Tensor:
+        """The tensor `name` of a size, or of a shape, in float32."""
         return self._tensor(name, size, torch.float32)
 
     def _tensor(self, name: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -331,23 +358,25 @@ class WeightLoader(Generic[LinearT]):
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
         return values[part.outputs.start : part.outputs.stop]
 
-    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
+    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT] | None:
         config, spec = self.shard.config, self.shard.config.layers[index].mlp
+        if spec is None:
+            return None
         if isinstance(spec, MlpSpec):
             return self._dense(index, config.mlp_linears(index), spec)
         sparse = config.linears_of(index, spec)
         router = self.linear([sparse.router], bias=spec.bias)
         shared = shared_router = None
-        if sparse.shared is not None:
-            dense = MlpSpec(spec.shared_size, activation=spec.activation)
-            shared = self._dense(index, sparse.shared, dense)
+        if sparse.shared is not None and spec.shared is not None:
+            shared = self._dense(index, sparse.shared, spec.shared)
         if sparse.shared_router is not None:
             shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
         held = self.shard.experts
         own = sparse.experts[held.start : held.stop]
         prepared = [[self.linear([it], bias=spec.bias) for it in expert] for expert in own]
-        gate, up, down = zip(*prepared, strict=True)
+        *gate_up, down = zip(*prepared, strict=True)
+        gate, up = gate_up[0], gate_up[-1]
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
@@ -363,7 +392,7 @@ class WeightLoader(Generic[LinearT]):
             self.expert_counts,
             ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
             if spec.clamp
-            else ExpertActivation("gelu_tanh" if spec.activation == "gelu_tanh" else "silu"),
+            else ExpertActivation(_expert_activation(spec)),
             correction,
         )
         identity = None
@@ -398,6 +427,8 @@ class WeightLoader(Generic[LinearT]):
                 self.shard.channels(spec.intermediate_size),
                 spec.intermediate_size,
             ),
+            gate_factor=spec.gate_factor,
+            down_factor=spec.down_factor,
         )
 
     def _xielu(self, index: int) -> Mapping[str, float]:

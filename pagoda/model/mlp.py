@@ -13,7 +13,7 @@ from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
-from pagoda.model.recording import with_adapters
+from pagoda.model.recording import scaled, with_adapters
 from pagoda.model.sharding import Shard
 
 
@@ -94,6 +94,8 @@ def own_part(
 ) -> Value:
     """This rank's part of the MLP's output [n, hidden], from normed hidden states h [n, hidden]."""
     mlp = layer.mlp
+    if mlp is None:
+        raise TypeError("The layer has no MLP.")
     if isinstance(mlp, DenseMlp):
         return _dense(ops, mlp, h, maps, adapters)
     if (
@@ -129,7 +131,8 @@ def _dense(
     both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
     inner = _gated(ops, mlp, both) if mlp.gated else _activated(ops, mlp, both)
     out = ops.linear(inner, mlp.down)
-    return with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+    out = with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
+    return scaled(ops, out, mlp.down_factor)
 
 
 def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
@@ -139,6 +142,10 @@ def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
         gates = above_deviations(ops, columns(ops, both, 0, count), deviations)
         gates = ops.gelu_tanh(columns(ops, gates, own.start, len(own)))
         return ops.mul(gates, columns(ops, both, count, len(own)))
+    if mlp.gate_factor != 1:
+        size = both.width // 2
+        gate, up = (columns(ops, both, first, size) for first in (0, size))
+        return ops.mul(_activated(ops, mlp, ops.scale(gate, mlp.gate_factor)), up)
     recorded = {
         "silu": ops.silu_and_mul,
         "gelu_tanh": ops.gelu_and_mul,

@@ -34,9 +34,11 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 
 
 def _of_attention(layer: LayerSpec) -> set[str]:
+    found = {"scale"} if (layer.input_factor, layer.output_factor) != (1, 1) else set()
     if layer.kind is not None:
-        return {*layer.kind.operations}
-    attention, found = layer.attention, {"rotate_and_cache"}
+        return found | layer.kind.operations
+    attention = layer.attention
+    found.add("rotate_and_cache")
     if attention.distances is None:
         found.add("alibi_attention" if attention.alibi else "attention")
     elif isinstance(attention.distances, DistanceBuckets):
@@ -60,22 +62,24 @@ def _of_attention(layer: LayerSpec) -> set[str]:
     return found
 
 
-def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
+def _of_mlp(mlp: MlpSpec | ExpertsSpec | None) -> set[str]:
+    if mlp is None:
+        return set()
     if isinstance(mlp, MlpSpec):
+        found = {"scale"} if mlp.down_factor != 1 else set()
+        plain = _PLAIN.get(mlp.activation, {mlp.activation})
         if mlp.deviations is not None:
-            return {"above_deviations", "columns", "gelu_tanh", "mul"}
-        if mlp.gated:
-            return {_GATED[mlp.activation]}
-        return _PLAIN.get(mlp.activation, {mlp.activation})
-    found = {"experts"}
+            return found | {"above_deviations", "columns", "gelu_tanh", "mul"}
+        if mlp.gate_factor != 1:
+            return found | plain | {"columns", "scale", "mul"}
+        return found | ({_GATED[mlp.activation]} if mlp.gated else plain)
+    found = {"experts"} | _of_mlp(mlp.shared)
     if mlp.apart:
         found |= {"expert_weights", "gelu_and_mul", "rms_norm"}
     if mlp.identities:
         found |= {"expert_weights", "columns", "scale_rows"}
     if mlp.jitter is not None:
         found.add("sparse_mixing")
-    if mlp.shared_size:
-        found.add(_GATED[mlp.activation])
     if mlp.scores_shared:
         found |= {"sigmoid", "scale_rows"}
     return found

@@ -189,7 +189,12 @@ class Shard:
         return numbers
 
     def state_share(self, count: int, grain: int) -> range:
-        """This rank's channels of a layer with a state, of which `grain` neighbours stay together."""
+        """This rank's channels of a layer with a state, of which `grain` neighbours stay together.
+
+        Several ranks hold the same ones where there are more ranks than parts."""
+        parts, (rank, ranks) = count // grain, self.attention_ranks
+        if parts < ranks:
+            return _times(range(rank * parts // ranks, rank * parts // ranks + 1), grain)
         if grain == 1:
             return channel_share(count, *self.attention_ranks)
         return _times(even_share(count // grain, *self.attention_ranks), grain)
@@ -304,13 +309,17 @@ class Shard:
         total += len(self.layers) * self._distance_numbers()
         for layer in self.layers:
             attention, spec = config.attention_linears(layer), config.layers[layer]
+            tensors = {linear.stored.tensor for linear in attention.into}
             into = [*attention.into]
-            if spec.state is None:
-                into += config.gate_linears(layer)
+            into += [
+                gate
+                for gate in config.gate_linears(layer)
+                if spec.state is None or gate.stored.tensor in tensors
+            ]
             biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias
             if isinstance(spec.mlp, MlpSpec):
                 biases += config.mlp_biases(layer)
-            elif spec.mlp.bias:
+            elif spec.mlp is not None and spec.mlp.bias:
                 sparse = config.linears_of(layer, spec.mlp)
                 held = sparse.experts[self.experts.start : self.experts.stop]
                 biases += [sparse.router, *(linear for expert in held for linear in expert)]
@@ -443,12 +452,11 @@ def format_of_part(linear: LinearSpec, stored_format: WeightFormat, part: range)
 def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     """The layers of each stage, so that the costliest stage is as cheap as can be.
 
-    The cost of a stage is the number of weights that a token is multiplied with; the head is one more cost of the
-    last stage. Every stage has a layer at least.
+    Layers of one input stay together. The cost of a stage is the number of weights that a token is multiplied
+    with; the head is one more cost of the last stage. Every stage has a layer at least.
     """
-    each, together = range(config.num_layers), config.layers_together
-    own = [config.weights_per_token(layer) for layer in each]
-    costs = [sum(own[layer : layer + together]) for layer in each[::together]]
+    together = config.layer_runs
+    costs = [sum(map(config.weights_per_token, layers)) for layers in together]
     head = config.head.outputs * config.head.inputs
     # The cheapest limit under which so many stages are enough, found by halving.
     low, high = max(max(costs), costs[-1] + head), sum(costs) + head
@@ -462,7 +470,9 @@ def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     while len(ends) < num_stages:
         longest = max(pairwise([0, *ends]), key=lambda stage: stage[1] - stage[0])
         ends = sorted([*ends, sum(longest) // 2])
-    return [range(start * together, end * together) for start, end in pairwise([0, *ends])]
+    return [
+        range(together[start].start, together[end - 1].stop) for start, end in pairwise([0, *ends])
+    ]
 
 
 def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:

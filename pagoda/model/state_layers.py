@@ -14,7 +14,8 @@ from pagoda.backend.base import KVCache, LinearT, StateCache
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec, StateSpec, StateUnits
+from pagoda.checkpoints.layer_spec import StateSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec, StateUnits
 from pagoda.model.weights import in_value_order
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ def state_caches(
 def load_conv(loader: WeightLoader[Any], index: int, spec: ShortConvSpec) -> GatedConv:
     """Weights of a layer besides its maps, of this rank's channels."""
     channels, *_ = loader.shard.config.attention_linears(index).into
-    return GatedConv(*_conv(loader, index, spec, [*loader.shard.part_of(channels).outputs]))
+    return GatedConv(
+        *load_conv_weights(loader, index, spec, [*loader.shard.part_of(channels).outputs])
+    )
 
 
 def load_delta_rule(
@@ -120,7 +123,7 @@ def load_delta_rule(
     order = spec.value_order(names)
     channels = torch.arange(spec.channels)
     channels[firsts[2] :] = in_value_order(channels[firsts[2] :], order)
-    weight, _ = _conv(loader, index, spec, channels[rows].tolist())
+    weight, _ = load_conv_weights(loader, index, spec, channels[rows].tolist())
     output_gate, *gates = config.gate_linears(index)
     heads = loader.shard.part_of(gates[0]).outputs
     decay, bias = (
@@ -143,8 +146,11 @@ def load_delta_rule(
     )
 
 
-def _conv(
-    loader: WeightLoader[Any], index: int, spec: StateSpec, own: Sequence[int]
+def load_conv_weights(
+    loader: WeightLoader[Any],
+    index: int,
+    spec: StateSpec,
+    own: Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
     """Weight [width, own] and bias [own] of some channels of a layer's convolution."""
     names, channels = loader.shard.config.names, spec.channels

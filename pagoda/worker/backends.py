@@ -70,8 +70,15 @@ def choose_backend(
 
 _LIMITS = {
     "max_experts": ("experts in a layer", "num_experts, num_local_experts or n_routed_experts"),
-    "max_conv_width": ("tokens under a convolution", "conv_L_cache or linear_conv_kernel_dim"),
+    "max_conv_width": (
+        "tokens under a convolution",
+        "conv_L_cache, linear_conv_kernel_dim, mamba_d_conv or conv_kernel",
+    ),
     "max_delta_key_dim": ("elements in a key of a delta rule", "linear_key_head_dim"),
+    "max_scan_state": (
+        "elements in a state of a Mamba layer",
+        "mamba_d_state, ssm_state_size or state_size",
+    ),
 }
 """Limits among `Capabilities`: what they count, and the keys of config.json that say how many a model has."""
 

@@ -22,7 +22,7 @@ def check_dp_attention(config: WorkerConfig, spec: ModelSpec, backend: Backend[A
         raise ConfigError(
             f"{_FLAG} shares out the KV of requests, and an encoder keeps none; leave it out."
         )
-    if spec.beside is not None or spec.layers_together > 1:
+    if spec.beside is not None or (spec.experts is not None and spec.experts.carried):
         raise ConfigError(
             f"{_FLAG} does not go with models whose layers are given more than hidden states; leave it out."
         )

@@ -16,7 +16,14 @@ from pagoda.backend.base import KVCache, StateCache
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.single import compute
-from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
+from pagoda.backend.state_layers import (
+    Columns,
+    gated_delta,
+    gated_head_norm,
+    rms_norm_groups,
+    selective_scan,
+    short_conv,
+)
 from pagoda.parallel.collectives import Alone
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
@@ -157,14 +164,75 @@ def _delta() -> tuple[dict[str, Tensor], Record, Tensor]:
     return inputs, record, torch.stack(expected).flatten(1).float()
 
 
+SCANS = {"heads": (6, 40, 10, 2), "channels": (71, 1, 6, 1)}
+"""Heads, columns and rows of their states, and groups, of selective scans."""
+LIMIT = (0.3, 1.5)
+
+
+def _scan(kind: str) -> tuple[dict[str, Tensor], Record, Tensor]:
+    heads, head_dim, state_dim, groups = SCANS[kind]
+    inner, keys, n = heads * head_dim, groups * state_dim, sum(LENGTHS)
+    inputs = {
+        "x": random_tensor(n, inner + keys + 3, seed=4),
+        "y": random_tensor(n, heads, seed=5),
+        "z": random_tensor(n, keys, seed=9),
+    }
+    by_element = head_dim == 1
+    decay = -random_tensor(*((state_dim, heads) if by_element else (heads,)), seed=6).abs()
+    dt_bias, skip = random_tensor(heads, seed=7), random_tensor(heads, seed=8)
+
+    def record(
+        builder: GraphBuilder, values: dict[str, Value], metadata: Value, cache: StateCache
+    ) -> Value:
+        x, dt, c = (values[name] for name in ("x", "y", "z"))
+        return selective_scan(
+            builder,
+            x,
+            Columns(x, inner + 3),
+            Columns(c),
+            dt,
+            metadata,
+            cache,
+            decay,
+            dt_bias,
+            skip,
+            groups=groups,
+            head_dim=head_dim,
+            by_element=by_element,
+            dt_limit=LIMIT,
+        )
+
+    factors = decay.double() if by_element else decay.double().expand(state_dim, heads)
+    expected = []
+    for x, dt, c in zip(
+        *(torch.split(inputs[name].double(), list(LENGTHS)) for name in ("x", "y", "z")),
+        strict=True,
+    ):
+        steps = torch.nn.functional.softplus(dt + dt_bias).clamp(*LIMIT)
+        state = torch.zeros(heads, state_dim, head_dim, dtype=torch.double)
+        for t in range(len(x)):
+            values = x[t, :inner].view(heads, head_dim)
+            own_b, own_c = (
+                part.view(groups, state_dim).repeat_interleave(heads // groups, dim=0)
+                for part in (x[t, inner + 3 :], c[t])
+            )
+            state = state * torch.exp(steps[t] * factors).t()[:, :, None]
+            state = state + own_b[:, :, None] * (steps[t, :, None] * values)[:, None]
+            out = torch.einsum("hnp,hn->hp", state, own_c) + skip[:, None] * values
+            expected.append(out.flatten())
+    return inputs, record, torch.stack(expected).float()
+
+
 def _cases() -> dict[str, tuple[tuple[int, int, int], tuple[dict[str, Tensor], Record, Tensor]]]:
     conv = (CHANNELS, WIDTH - 1, 0)
     return {kind: (conv, _conv(kind)) for kind in CONVS} | {
-        "delta": ((HEADS, KEY_DIM * VALUE_DIM, 12), _delta())
+        "delta": ((HEADS, KEY_DIM * VALUE_DIM, 12), _delta()),
+        "heads": ((6, 40 * 10, 12), _scan("heads")),
+        "channels": ((71, 6, 12), _scan("channels")),
     }
 
 
-@pytest.mark.parametrize("kind", [*CONVS, "delta"])
+@pytest.mark.parametrize("kind", [*CONVS, "delta", *SCANS])
 def test_layers_with_a_state(kind: str, ops: Any) -> None:
     sizes, (inputs, record, expected) = _cases()[kind]
     whole = _whole(ops, _states(*sizes), inputs, record)
@@ -172,7 +240,7 @@ def test_layers_with_a_state(kind: str, ops: Any) -> None:
     assert torch.equal(_in_pieces(ops, _states(*sizes), inputs, record), whole)
 
 
-@pytest.mark.parametrize("kind", [*CONVS, "delta"])
+@pytest.mark.parametrize("kind", [*CONVS, "delta", *SCANS])
 @pytest.mark.parametrize("num_known", [1, 2, 16])
 def test_drafts_leave_states_as_they_were(kind: str, num_known: int, ops: Any) -> None:
     """Every other step has drafts that are right, whose rows have the bits of rows in turn; the others have wrong
@@ -191,7 +259,7 @@ def test_drafts_leave_states_as_they_were(kind: str, num_known: int, ops: Any) -
         assert torch.equal(rows[: end - done], whole[done:end])
 
 
-@pytest.mark.parametrize("kind", ["gated", "delta"])
+@pytest.mark.parametrize("kind", ["gated", "delta", *SCANS])
 def test_full_blocks_are_snapshots(kind: str, ops: Any) -> None:
     """Another sequence goes on behind a full block of the first one, whose later blocks it does not see."""
     sizes, (inputs, record, _) = _cases()[kind]
@@ -223,6 +291,17 @@ def test_gated_norms_of_heads(ops: Any) -> None:
     heads = x.double().view(9, 3, 20)
     normed = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     expected = normed.flatten(1) * torch.nn.functional.silu(gate.double())
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_groups(ops: Any) -> None:
+    x, weight = random_tensor(9, 60, seed=1), random_tensor(60, seed=2)
+    found = compute(
+        ops.backend, lambda builder, x: rms_norm_groups(builder, x, weight, 3, 1e-6), {"x": x}
+    )
+    groups = x.double().view(9, 3, 20)
+    normed = groups / (groups.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = normed.flatten(1) * weight
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
 
 

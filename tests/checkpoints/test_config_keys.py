@@ -49,9 +49,11 @@ HARMLESS = {
     "num_mtp_layers",
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cls_token_id", "eod_token_id"),
     *("mask_token_id", "sep_token_id", "deterministic_flash_attn"),
-    # Of layers with a state, which are refused by the kinds of layers.
-    *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state"),
-    *("mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
+    # Of how layers with a state are trained, and computed within transformers.
+    *("chunk_size", "mamba_chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+    *("num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor"),
+    *("time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale"),
+    *("use_associative_scan", "use_mamba_kernels", "use_mambapy", "z_loss_coefficient"),
 }
 """Keys that change nothing of what an answer is computed of."""
 ELSEWHERE = {
@@ -65,6 +67,11 @@ ELSEWHERE = {
     "num_experts_per_tok": "where there are experts",
     "intermediate_size": "where not all layers have experts",
     **dict.fromkeys(("block_ffn_dim_multiplier", "conv_L_cache", "conv_bias"), "test_families.py"),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_d_conv", "mamba_d_head"), "test_families.py"),
+    **dict.fromkeys(("mamba_d_state", "mamba_expand", "mamba_n_groups"), "test_families.py"),
+    **dict.fromkeys(("mamba_n_heads", "mamba_proj_bias"), "test_families.py"),
+    "mamba_norm_before_gate": "with mamba_rms_norm",
+    "time_step_limit": "test_scan_layers.py",
     "max_relative_positions": "with relative_attention",
     "num_kv_heads": "with new_decoder_architecture",
     "num_ln_in_parallel_attn": "with new_decoder_architecture",
@@ -74,6 +81,10 @@ ELSEWHERE = {
 WITHOUT_USE = {
     **{it: {"attn_logit_softcapping"} for it in ("Gemma3ForCausalLM", "Gemma3TextModel")},
     "MptForCausalLM": {"learned_pos_emb", "logit_scale", "norm_type"},
+    "Mamba2ForCausalLM": {"time_step_rank"},
+    "NemotronHForCausalLM": {
+        *("attention_bias", "expand", "mtp_layers_block_type", "num_nextn_predict_layers"),
+    },
 }
 """Keys that transformers' classes have, and no use of: `test_families.py` compares answers."""
 
@@ -138,6 +149,14 @@ def _base(name: str) -> dict[str, Any]:
         base |= {"hidden_act": "gelu", "num_labels": 1}
     if name.startswith("GPTJ"):
         base["rotary_dim"] = 8
+    if name.startswith(("MambaFor", "FalconMamba")):
+        del base["intermediate_size"]  # follows from `expand`
+    if name.startswith("Mamba2"):
+        base |= {"num_heads": 8, "n_groups": 2}
+    if name.startswith("Bamba"):
+        base["attn_layer_indices"] = [2]
+    if name.startswith("Jamba"):
+        base |= {"attn_layer_period": 2, "attn_layer_offset": 1}
     if name.startswith("Falcon"):
         del base["head_dim"]  # its class computes it
     return base
@@ -159,7 +178,7 @@ def test_absent_keys_have_the_values_of_transformers(name: str) -> None:
     assert _parse(base | {"architectures": [name]}) == _parse(filled)
 
 
-_ALL_HEADS = ("GPT", "OPT", "Bloom", "Falcon", "Mpt", "Persimmon")
+_ALL_HEADS = ("GPT", "OPT", "Bloom", "Falcon", "Mamba", "Mpt", "Persimmon")
 """Families without fields for heads of keys, and for the size of heads."""
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from own_arithmetic_models import OWN_ARITHMETIC
 from safetensors.torch import load_file, save_file
+from scan_models import SCANS
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -355,6 +356,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True}),
     "cohere": ("CohereForCausalLM", {}),
+    **SCANS,
     "lfm2": ("Lfm2ForCausalLM", _LFM2),
     "lfm2-bias": (
         "Lfm2ForCausalLM",

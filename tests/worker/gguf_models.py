@@ -68,9 +68,16 @@ ARCHITECTURES = {
     "Ernie4_5": "ernie4_5",
     "HunYuanDenseV1": "hunyuan-dense",
 }
-_ENUM = {"granitemoe": "GRANITE_MOE", "glm4moe": "GLM4_MOE"}
+_ENUM = {
+    "granitemoe": "GRANITE_MOE",
+    "granitehybrid": "GRANITE_HYBRID",
+    "glm4moe": "GLM4_MOE",
+}
 """Architectures whose names in the package are not just their own in capitals."""
-_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "arcee", "olmo", "internlm2")
+_PERMUTED = (
+    *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee", "olmo"),
+    "internlm2",
+)
 """Architectures whose heads are brought into the order that ggml rotates; some have it in checkpoints already."""
 _WINDOWED = (
     "mistral",
@@ -126,6 +133,9 @@ def save_gguf(
     own = type(model).__name__.removesuffix("ForCausalLM")
     architecture = architecture or ARCHITECTURES[own]
     is_dense = getattr(config, "num_local_experts", None) == 0
+    has_state = own == "GraniteMoeHybrid" and "linear_attention" in config.layer_types
+    if has_state:
+        architecture = "granitehybrid"
     if architecture == "granitemoe" and is_dense:
         architecture = "granite"
     writer = GGUFWriter(path, architecture)
@@ -148,6 +158,10 @@ def save_gguf(
             values = -values.exp()
         if values.dim() > 1:  # as the converter squeezes all
             values = values.squeeze()
+        if has_state and name.endswith((".A_log", ".D")):
+            values = values[:, None]
+        if has_state and name.endswith("mamba.norm.weight"):
+            values = values.unflatten(0, (config.mamba_n_groups, -1))
         if is_dense:
             name = name.replace("shared_experts.", "").replace(
                 "shared_mlp.output_linear", "mlp.down_proj"
@@ -310,7 +324,8 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
         writer.add_shortconv_l_cache(config.conv_L_cache)
     elif config.model_type == "granitemoehybrid":
-        writer.add_head_count_kv([config.num_key_value_heads] * config.num_hidden_layers)
+        heads = {"linear_attention": 0, "full_attention": config.num_key_value_heads}
+        writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
         writer.add_ssm_state_size(config.mamba_d_state)

@@ -14,7 +14,10 @@ from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.worker.memory import LEAST_RUN
 
-FAMILIES = ("gemma3", "llama4-chunked", "gpt-oss", "lfm2", "qwen3-next", "deepseek-v2-lite")
+FAMILIES = (
+    *("gemma3", "llama4-chunked", "gpt-oss", "lfm2", "qwen3-next", "deepseek-v2-lite"),
+    *("bamba", "jamba", "falcon-h1"),
+)
 LENGTH = 320
 CUTS = (0, 0, 16, 64, 100, 128, 192)
 """Leading tokens that a prompt has in common with others."""

@@ -112,6 +112,7 @@ def _shape(architecture: str) -> dict[str, Any]:
         ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 17}, "at most 16 tokens .*el_dim of con"),
         ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 260}, "at most 256 elements .*has 260; ch"),
         ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 6}, "a multiple of 4 elements in a key of"),
+        ("MambaForCausalLM", {"state_size": 257}, "at most 256 elements in a state of a Mamba"),
     ],
 )
 def test_models_that_kernels_have_no_room_for(
@@ -145,6 +146,7 @@ class _Lacking:
         ("DeepseekV3ForCausalLM", "latent_attention"),
         ("Lfm2ForCausalLM", "short_conv"),
         ("Qwen3_5ForCausalLM", "gated_delta"),
+        ("MambaForCausalLM", "selective_scan"),
         ("CohereForCausalLM", "layer_norm"),
     ],
 )

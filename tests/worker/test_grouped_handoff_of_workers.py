@@ -54,6 +54,7 @@ FAMILIES = {
     "gemma3": [*[WINDOW] * 5, FULL],
     "lfm2": [STATE, STATE, FULL, STATE, FULL, STATE],
     "qwen3-next": [STATE, STATE, STATE, FULL],
+    "granite4-h": [STATE, FULL, STATE, STATE],
 }
 """Families, and what each layer keeps."""
 ENGINES = {

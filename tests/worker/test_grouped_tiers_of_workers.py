@@ -67,7 +67,7 @@ def test_answers_over_tiers_are_those_of_transformers(
     server.core.close()
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", "jamba"])
 def test_a_state_goes_on_from_disk_after_a_restart(
     name: str, parallel: ParallelConfig, tmp_path: Path
 ) -> None:

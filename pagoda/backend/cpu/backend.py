@@ -100,6 +100,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             max_conv_width=native.MAX_CONV_WIDTH,
             max_delta_key_dim=native.MAX_DELTA_KEY,
             delta_key_multiple=native.DELTA_KEY_MULTIPLE,
+            max_scan_state=native.MAX_SCAN_STATE,
         )
         self.kernels: _native.Kernels = native.Kernels(instruction_set)
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (

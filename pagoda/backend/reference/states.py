@@ -192,7 +192,59 @@ def gated_head_norm(
     return normed * _silu(gate)
 
 
+def rms_norm_groups(x: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
+    parts = x.view(len(x), -1, group_size)
+    normed: Tensor = rms_norm(parts, weight.view(-1, group_size), eps=eps).flatten(1)
+    return normed
+
+
+def selective_scan(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    metadata: StateMetadata,
+    cache: StateCache,
+    decay: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    *,
+    groups: int,
+    state_dim: int,
+    b_first: int,
+    c_first: int,
+    by_element: float,
+    dt_min: float,
+    dt_max: float,
+) -> Tensor:
+    heads, n = cache.units, len(x)
+    head_dim, keys = cache.floats // state_dim, groups * state_dim
+    x = x[:, : heads * head_dim].reshape(n, heads, head_dim)
+    b, c = (
+        part[:, first : first + keys]
+        .reshape(n, groups, state_dim)
+        .repeat_interleave(heads // groups, dim=1)
+        for part, first in ((b, b_first), (c, c_first))
+    )
+    steps = _softplus(dt + dt_bias).clamp(dt_min, dt_max)
+    factors = decay.t() if by_element else decay[:, None]
+    out = torch.empty_like(x)
+    for sequence in metadata.sequences:
+        states = _States(cache, sequence, metadata.block_size)
+        state = states.before().view(heads, state_dim, head_dim)
+        places = set(states.kept())
+        for place, row in enumerate(range(sequence.rows.start, sequence.rows.stop)):
+            kept = torch.exp(steps[row, :, None] * factors)
+            added = steps[row, :, None] * x[row]
+            state = state * kept[:, :, None] + b[row, :, :, None] * added[:, None]
+            out[row] = (state * c[row, :, :, None]).sum(1)
+            if place in places:
+                states.keep(place, state.flatten(1))
+    return (out + skip[:, None] * x).flatten(1)
+
+
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (short_conv, gated_delta, gated_head_norm)
+    function.__name__: function
+    for function in (short_conv, gated_delta, gated_head_norm, rms_norm_groups, selective_scan)
 }
 """Operations by name."""

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.families.mamba import GGUF_KEYS as GGUF_MAMBA2
+from pagoda.checkpoints.families.mamba import GGUF_SCAN, MAMBA_NAMES, with_mamba2
 from pagoda.checkpoints.families.shared import (
     expert_counts,
+    layer_kinds,
     text_sizes,
     with_attention,
     with_experts,
@@ -59,6 +62,11 @@ GGUF_KEYS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GGUF_EXPERTS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+}
 GGUF_STATES = frozenset(
     {"ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"}
 )
@@ -75,7 +83,7 @@ GRANITE = Family(
 )
 
 
-# ---- Granite 3 with experts, and Granite 4 without state layers, with experts or without
+# ---- Granite 3 with experts, and Granite 4 with Mamba-2 in some layers or none, with experts or without
 
 
 def _adapt_third(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -83,14 +91,16 @@ def _adapt_third(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return _with_experts(adapt_granite(spec, fields), fields, num_shared)
 
 
+_ATTENTION, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
+"""Kinds of layers as its makers and transformers call them."""
+
+
 def _adapt_fourth(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    kinds = fields.texts("layer_types", ["mamba"])
-    if kinds != ["attention"] * spec.num_layers and kinds != ["full_attention"] * spec.num_layers:
-        fields.refuse(
-            "layer_types", "must name attention only; layers with a state are not supported"
-        )
     told = fields.text("position_embedding_type", "nope")
     spec = adapt_granite(spec, fields.updated({"position_embedding_type": told}))
+    usual = ["mamba"] * spec.num_layers
+    kinds = layer_kinds(fields, spec.num_layers, (*_ATTENTION, *_MAMBA), usual)
+    spec = with_mamba2(spec, fields, [kind in _MAMBA for kind in kinds])
     num_shared = fields.positive("shared_intermediate_size", 1024)
     if fields.count("num_local_experts", 8):
         return _with_experts(spec, fields, num_shared)
@@ -123,27 +133,48 @@ GRANITE_MOE = Family(
     gguf=GgufFormat(
         "granitemoe",
         names=GGUF_NEIGHBOURS,
-        keys={
-            **GGUF_KEYS,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
-        },
+        keys={**GGUF_KEYS, **GGUF_EXPERTS},
         values=gguf_positions,
         read=GGUF_STATES,
     ),
     aliases=frozenset({"GraniteMoeSharedForCausalLM"}),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )
+
+
+def _gguf_fourth(fields: Fields) -> Mapping[str, object]:
+    """Kinds of layers, of which those without heads of keys and values are Mamba-2, and sizes."""
+    heads = fields.values.get("attention.head_count_kv")
+    counts = heads if isinstance(heads, list) else [heads] * fields.positive("block_count")
+    inner = fields.positive("ssm.inner_size")
+    values: dict[str, object] = {
+        **gguf_positions(fields),
+        "layer_types": ["attention" if count else "mamba" for count in counts],
+        "mamba_expand": inner / fields.positive("embedding_length"),
+    }
+    if fields.count("expert_count", 0):
+        return values
+    size = fields.positive("feed_forward_length")
+    return {**values, "num_local_experts": 0, "shared_intermediate_size": size}
+
+
 GRANITE4 = Family(
     "GraniteMoeHybridForCausalLM",
-    "Granite 4 without Mamba layers: Micro, 350M, 1B",
+    "Granite 4: H-Small, H-Tiny, H-Micro, H-1B, H-350M, Micro, 1B, 350M",
     _adapt_fourth,
     names=replace(
         _NAMES,
         gate="shared_mlp.input_linear",
         up="shared_mlp.input_linear",
         down="shared_mlp.output_linear",
+        **MAMBA_NAMES,
+    ),
+    gguf=GgufFormat(
+        "granitehybrid",
+        names=replace(GGUF_NEIGHBOURS, **GGUF_SCAN),
+        keys={**GGUF_KEYS, **GGUF_EXPERTS, **GGUF_MAMBA2},
+        values=_gguf_fourth,
+        read=frozenset({"ssm.inner_size"}),
     ),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )

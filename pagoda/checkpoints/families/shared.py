@@ -10,7 +10,7 @@ from typing import Any
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, NormSpec, StateSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import (
     ClassifierSpec,
@@ -22,7 +22,6 @@ from pagoda.checkpoints.pooling_spec import (
     VectorMap,
 )
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
-from pagoda.checkpoints.state_layers import StateSpec
 
 _MAX_EXPERTS = 65_536
 """Experts of a layer: each is an object."""

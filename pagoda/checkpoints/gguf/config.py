@@ -65,7 +65,7 @@ _COUNTED = {"type_vocab_size": "token_types.weight", "num_labels": f"{SCORE}.wei
 """Keys of config.json that only tensors say, by their rows."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-_CONV_WIDTH = "shortconv.l_cache"
+_CONV_WIDTH, _SCAN_WIDTH = "shortconv.l_cache", "ssm.conv_kernel"
 
 _COMMON = frozenset(
     {"block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"}
@@ -317,7 +317,7 @@ def _num_kv_heads(fields: Fields, form: GgufFormat, num_heads: int) -> int:
     if not isinstance(fields.values.get(name), list):
         return fields.positive(name, num_heads)
     counts = set(fields.integers(name))
-    some = counts - {0} if _CONV_WIDTH in form.keys else counts
+    some = counts - {0} if _CONV_WIDTH in form.keys or _SCAN_WIDTH in form.keys else counts
     if len(some) != 1 or min(some) <= 0:
         fields.refuse(name, "must be the same positive integer for all layers with attention")
     return some.pop()

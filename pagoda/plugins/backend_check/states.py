@@ -13,7 +13,14 @@ from torch import Tensor
 from pagoda.backend.base import Backend, KVCache, StateCache
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
-from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
+from pagoda.backend.state_layers import (
+    Columns,
+    gated_delta,
+    gated_head_norm,
+    rms_norm_groups,
+    selective_scan,
+    short_conv,
+)
 from pagoda.plugins.backend_check.attention import Kind, Share, spoil, token_batch
 from pagoda.plugins.backend_check.subject import (
     ROWS,
@@ -82,6 +89,33 @@ def _delta(device: torch.device) -> RecordState:
     return record
 
 
+def _scan(
+    heads: int, head_dim: int, state_dim: int, groups: int
+) -> Callable[[torch.device], RecordState]:
+    by_element = head_dim == 1
+
+    def on(device: torch.device) -> RecordState:
+        shape = (state_dim, heads) if by_element else (heads,)
+        decay = -random_tensor(*shape, seed=6).abs().to(device)
+        dt_bias, skip = (random_tensor(heads, seed=seed).to(device) for seed in (7, 8))
+
+        def record(
+            ops: GraphBuilder, inputs: Mapping[str, Value], metadata: Value, cache: StateCache
+        ) -> Value:
+            x, keys = inputs["x0"], groups * state_dim
+            b, c = (Columns(x, x.width - count * keys) for count in (2, 1))
+            rest = {"groups": groups, "head_dim": head_dim, "by_element": by_element}
+            weights = (cache, decay, dt_bias, skip)
+            limit = (0.1, 2.0)
+            return selective_scan(
+                ops, x, b, c, inputs["x1"], metadata, *weights, **rest, dt_limit=limit
+            )
+
+        return record
+
+    return on
+
+
 _CASES = {
     "short_conv": {
         "plain": _Case(_CHANNELS, _WIDTH - 1, 0, [_CHANNELS], _conv(gated=False, silu=False)),
@@ -98,6 +132,10 @@ _CASES = {
             [2 * _KEY_HEADS * _KEY_DIM + _HEADS * _VALUE_DIM, 2 * _HEADS],
             _delta,
         )
+    },
+    "selective_scan": {
+        "of heads": _Case(6, 10 * 40, 12, [6 * 40 + 4 * 10, 6], _scan(6, 40, 10, 2)),
+        "of channels": _Case(70, 6, 0, [70 + 2 * 6, 70], _scan(70, 1, 6, 1)),
     },
 }
 
@@ -228,8 +266,20 @@ def _gated_head_norm(subject: Subject) -> str:
     return "three heads of 20"
 
 
+def _rms_norm_groups(subject: Subject) -> str:
+    subject.needs("rms_norm_groups")
+
+    def for_backend(backend: Backend[Any, Any]) -> Record:
+        weight = random_tensor(60, seed=3).to(backend.device)
+        return lambda ops, x: rms_norm_groups(ops, x, weight, 3, 1e-6)
+
+    check_rows(subject, for_backend, {"x": random_tensor(ROWS, 60)}, 2e-5, "rms_norm_groups")
+    return "three groups of 20"
+
+
 EXPLICIT = {
     **{name: Check(name, _state_check(name)) for name in _CASES},
     "gated_head_norm": Check("gated_head_norm", _gated_head_norm),
+    "rms_norm_groups": Check("rms_norm_groups", _rms_norm_groups),
 }
 """Checks of operations of layers that keep a state."""

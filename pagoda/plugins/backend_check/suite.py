@@ -113,7 +113,7 @@ def _run(run: Callable[[Subject], str], subject: Subject) -> tuple[str, str]:
 
 _LIMITS = (
     *("max_batch_tokens", "max_batch_seqs", "max_model_len", "batch_multiple", "max_experts"),
-    *("max_conv_width", "max_delta_key_dim", "delta_key_multiple"),
+    *("max_conv_width", "max_delta_key_dim", "delta_key_multiple", "max_scan_state"),
 )
 
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-H and Nemotron 3: Mamba-2, attention, MLPs and experts, each with a number of its own (NVIDIA 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.checkpoints.families.mamba import MIXER_NAMES, mamba2
+from pagoda.checkpoints.families.shared import sigmoid_experts, without_rotation
+from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.tensor_names import TensorNames
+
+_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Kinds as transformers calls them."""
+_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 7688,
+}
+
+
+def _kinds(fields: Fields) -> list[str]:
+    """Kinds of what has a number in files: mamba, attention, mlp or moe."""
+    name = "layers_block_type"
+    if fields.values.get(name) is None and fields.values.get("layer_types") is None:
+        name = "hybrid_override_pattern"
+        kinds = [_KINDS.get(it, it) for it in fields.text(name, "ME*-")]
+    else:
+        name = name if fields.values.get(name) is not None else "layer_types"
+        kinds = [_NAMES.get(it, it) for it in fields.texts(name)]
+    if not kinds or not {*kinds} <= {*_KINDS.values()}:
+        fields.refuse(name, "must name mamba (M), attention (*), mlp (-) and moe (E) layers only")
+    for before, kind in zip(["mlp", *kinds], kinds, strict=False):
+        if {before, kind} <= {"mlp", "moe"}:
+            fields.refuse(
+                name, "must have a mamba or attention layer in front of each mlp or moe layer"
+            )
+    return kinds
+
+
+def _values(fields: Fields) -> Mapping[str, object]:
+    """The number of layers, each of them a mixer with the MLP behind it."""
+    kinds = _kinds(fields)
+    heads, size = fields.positive("mamba_num_heads", 128), fields.positive("mamba_head_dim", 64)
+    return {
+        "num_hidden_layers": sum(kind in ("mamba", "attention") for kind in kinds),
+        "mamba_n_heads": heads,
+        "mamba_d_head": size,
+        "mamba_proj_bias": fields.flag("use_bias", False),
+        "hidden_act": fields.text("mlp_hidden_act", "relu2"),
+    }
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    kinds = _kinds(fields)
+    fields.require("mamba_hidden_act", "silu")
+    fields.require("moe_latent_size", None)
+    numbers = [number for number, kind in enumerate(kinds) if kind in ("mamba", "attention")]
+    behind = [kinds[number + 1] if number + 1 < len(kinds) else "" for number in numbers]
+    mlp = replace(_dense(spec.layers[0]), bias=fields.flag("mlp_bias", False))
+    mlps = {"mlp": mlp, "moe": _experts(fields) if "moe" in kinds else None}
+    state = None
+    if "mamba" in kinds:
+        heads = fields.positive("mamba_n_heads")
+        state = mamba2(fields, heads * fields.positive("mamba_d_head"))
+    bias = fields.flag("mamba_proj_bias", False)
+    spec = without_rotation(spec, [True] * spec.num_layers)
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        is_state = kinds[numbers[index]] == "mamba"
+        own = bias if is_state else False
+        attention = replace(layer.attention, qkv_bias=own, output_bias=own)
+        mlp = mlps.get(behind[index])
+        return replace(layer, attention=attention, mlp=mlp, state=state if is_state else None)
+
+    spec = spec.with_layers(change)
+    return replace(spec, names=replace(spec.names, numbers=tuple(numbers)))
+
+
+def _dense(layer: LayerSpec) -> MlpSpec:
+    if not isinstance(layer.mlp, MlpSpec):
+        raise TypeError("Layers begin as dense ones.")
+    return layer.mlp
+
+
+def _experts(fields: Fields) -> ExpertsSpec:
+    fields.require("n_shared_experts", 1)
+    fields.require("mlp_bias", False)
+    experts = sigmoid_experts(fields, _EXPERTS, scale=1.0)
+    size = fields.positive("moe_shared_expert_intermediate_size", 7688)
+    return replace(experts, shared_size=size, gated=False)
+
+
+NEMOTRON_H = Family(
+    "NemotronHForCausalLM",
+    "Nemotron-H 4B to 56B, Nemotron Nano 2, Nemotron 3 Nano",
+    _adapt,
+    names=TensorNames(
+        embedding="backbone.embeddings",
+        norm="backbone.norm_f",
+        layers="backbone.layers",
+        attention_norm="norm",
+        query="mixer.q_proj",
+        key="mixer.k_proj",
+        value="mixer.v_proj",
+        attention_out="mixer.o_proj",
+        mlp_norm="+norm",
+        up="+mixer.up_proj",
+        down="+mixer.down_proj",
+        router="+mixer.gate",
+        correction="+mixer.gate.e_score_correction_bias",
+        expert_up="+mixer.experts.{expert}.up_proj",
+        expert_down="+mixer.experts.{expert}.down_proj",
+        shared_up="+mixer.shared_experts.up_proj",
+        shared_down="+mixer.shared_experts.down_proj",
+        **MIXER_NAMES,
+    ),
+    renamed={
+        "n_groups": "mamba_n_groups",
+        "ssm_state_size": "mamba_d_state",
+        "conv_kernel": "mamba_d_conv",
+        "use_conv_bias": "mamba_conv_bias",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "attention_head_dim": "head_dim",
+    },
+    values=_values,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 21_504,
+    },
+    activation="relu2",
+    gated=False,
+    own_keys=frozenset({"mlp_bias", *_EXPERTS, "n_group", "topk_group", "routed_scaling_factor"}),
+)
