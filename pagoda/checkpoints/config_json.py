@@ -44,7 +44,7 @@ _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
 _MODELOPT_FILE = "hf_quant_config.json"
-"""How NVIDIA's older checkpoints are quantized."""
+"""The file that says how older checkpoints of NVIDIA are quantized."""
 _COLBERT, _COLBERT_MAP = "ColBERT", "linear"
 """Part of the names of encoders that give vectors of tokens, and the map that makes them."""
 _SPLADE = "SpladePooling"

@@ -64,7 +64,7 @@ def four_bit_floats(
 
 
 def _scale_of_all(tensors: CheckpointWeights, name: str) -> float:
-    """What all scales are multiplied by: compressed-tensors stores its inverse."""
+    """Scale of all groups, the inverse of which compressed-tensors stores."""
     is_inverse = tensors.has(f"{name}_global_scale")
     stored = f"{name}_global_scale" if is_inverse else f"{name}_scale_2"
     shape = tensors.shape(stored)
