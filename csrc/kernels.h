@@ -9,9 +9,9 @@
 namespace pagoda {
 
 // Weights have one of the first three, caches any. Activations are floats between operations.
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, e4m3 = 4 };
 
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype >= Dtype::i8 ? 1 : 2; }
 
 // Columns of a weight panel. In memory a panel holds, for every input, the weights of its 32 outputs; in bf16
 // for every two inputs the 32 pairs.

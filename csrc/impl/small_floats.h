@@ -72,9 +72,8 @@ void widen_small_row(const SmallPanel& panel, int output, float* out) {
         const int64_t first = i / panel.group * panel.group, within = i - first;
         const uint8_t* scales = panel.group_at(first);
         const uint8_t* codes = scales + panel.scale_bytes() + within / side_by_side * side_by_side * kPanel;
-        const auto code = static_cast<int8_t>(codes[output * side_by_side + within % side_by_side]);
-        const f16 half{static_cast<uint16_t>((code * 128) & 0xbfff)};
-        out[i] = as_float(half) * reinterpret_cast<const float*>(scales)[output];
+        const e4m3 code{codes[output * side_by_side + within % side_by_side]};
+        out[i] = as_float(code) * (reinterpret_cast<const float*>(scales)[output] * 0x1p-8f);
     }
 }
 
