@@ -47,7 +47,7 @@ class GroupScheme:
 Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
 """Int8: a scale for each output, and one for each row of inputs, worked out anew."""
 _BLOCKS = {
-    **{MXFP4: "weights in 4-bit floats", NVFP4: "nvfp4 weights (groups of 16)"},
+    **{MXFP4: "mxfp4 weights", NVFP4: "nvfp4 weights (groups of 16)"},
     **{NF4: "nf4 weights", FP4: "fp4 weights"},
 }
 _DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
@@ -83,6 +83,8 @@ class CheckpointQuantization:
 
     @property
     def summary(self) -> str:
+        if self.layout == "mxfp4":
+            return "mxfp4 weights of experts"
         kinds = " and ".join(dict.fromkeys(self._summary(scheme) for _, scheme in self.targets))
         layout = self.layout.removesuffix("_v2").removesuffix("_gemv")
         return kinds if self.layout == "fp8" else f"{layout} {kinds}"
