@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pagoda.checkpoints.fp8_config import Fp8Scheme
@@ -51,19 +53,10 @@ _BLOCKS = {
     **{NF4: "nf4 weights", FP4: "fp4 weights"},
 }
 _DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
+_DOT = re.compile(r"\.")
 Layout = Literal[
-    *(
-        "compressed-tensors",
-        "modelopt",
-        "fp8",
-        "awq",
-        "awq_gemv",
-        "gptq",
-        "gptq_v2",
-        "marlin",
-        "bitsandbytes",
-    ),
-    "mxfp4",
+    *("compressed-tensors", "modelopt", "fp8", "awq", "awq_gemv"),
+    *("gptq", "gptq_v2", "marlin", "bitsandbytes", "mxfp4"),
 ]
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are, `marlin` none."""
 
@@ -76,7 +69,7 @@ class CheckpointQuantization:
     targets: tuple[tuple[str, Scheme], ...]
     """Schemes by layer: a name, `re:` and a pattern that names begin with, or `Linear` for all others."""
     ignore: tuple[str, ...] = ()
-    """Names and patterns of layers that stay dense."""
+    """Names and patterns of layers that stay dense, or beginnings of names, which end with a dot."""
     dense: frozenset[LinearRole] = frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE})
     keeps_fp8: bool = False
     """True if 8-bit floats stay what they are in memory; else they become dense as they are loaded."""
@@ -91,14 +84,19 @@ class CheckpointQuantization:
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:
         """Scheme of a layer; None if it is dense."""
-        stored = linear.stored.tensor
-        if linear.role in self.dense or any(_matches(name, stored) for name in self.ignore):
+        names = _names(linear.stored.tensor)
+        if linear.role in self.dense or self._ignored.find(names) is not None:
             return None
-        for wanted in (stored, "Linear"):
-            for target, scheme in self.targets:
-                if _matches(target, wanted):
-                    return scheme
-        return None
+        found = self._targeted.find(names) or self._targeted.find(["Linear"])
+        return found[0] if found else None
+
+    @cached_property
+    def _ignored(self) -> _Patterns:
+        return _Patterns((name, None) for name in self.ignore)
+
+    @cached_property
+    def _targeted(self) -> _Patterns:
+        return _Patterns(self.targets)
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         scheme = self.scheme_of(linear)
@@ -155,12 +153,31 @@ def _summary(scheme: Int8Format | GroupScheme | BlockFormat) -> str:
     return f"int{scheme.bits} weights ({'one group' if size is None else f'groups of {size}'})"
 
 
-def _matches(target: str, name: str) -> bool:
-    """Tells if a target names a layer, also as part of a model that sees or hears."""
+class _Patterns:
+    """Names, beginnings of names that end with a dot, and patterns behind `re:`, each with a value."""
+
+    def __init__(self, values: Iterable[tuple[str, Scheme | None]]) -> None:
+        self._named: dict[str, Scheme | None] = {}
+        self._patterns: list[tuple[re.Pattern[str], Scheme | None]] = []
+        for target, value in values:
+            if target.startswith("re:"):
+                self._patterns.append((re.compile(target[3:]), value))
+            else:
+                self._named.setdefault(target, value)
+
+    def find(self, names: Sequence[str]) -> tuple[Scheme | None] | None:
+        """The value of the first that matches one of a layer's names, of names before patterns."""
+        for name in names:
+            for known in (name, *(name[: dot.end()] for dot in _DOT.finditer(name))):
+                if known in self._named:
+                    return (self._named[known],)
+        for pattern, value in self._patterns:
+            if any(pattern.match(name) for name in names):
+                return (value,)
+        return None
+
+
+def _names(name: str) -> list[str]:
+    """Names of a layer, also as part of a model that sees or hears."""
     inner = name.removeprefix("model.")
-    names = {name}
-    for part in TEXT_PARTS:
-        names |= {f"{part}{name}", f"model.{part}{inner}"}
-    if target.startswith("re:"):
-        return any(re.match(target[3:], known) for known in names)
-    return target in names
+    return [name, *(it for part in TEXT_PARTS for it in (f"{part}{name}", f"model.{part}{inner}"))]

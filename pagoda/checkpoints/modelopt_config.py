@@ -34,7 +34,7 @@ def modelopt(fields: Fields) -> CheckpointQuantization:
     return CheckpointQuantization(
         "modelopt",
         tuple(targets),
-        tuple(_pattern(name) for name in fields.texts(left_out, [])),
+        tuple(it for name in fields.texts(left_out, []) for it in _patterns(name)),
         dense=frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE, LinearRole.ROUTER}),
     )
 
@@ -48,6 +48,8 @@ def _scheme(fields: Fields) -> Scheme:
     return _SCHEMES[name]
 
 
-def _pattern(name: str) -> str:
+def _patterns(name: str) -> tuple[str, ...]:
     """A layer, or all whose names begin so, with stars for any text."""
-    return rf"re:{re.escape(name).replace(re.escape('*'), '.*')}(\.|$)"
+    if "*" not in name:
+        return name, f"{name}."
+    return (rf"re:{re.escape(name).replace(re.escape('*'), '.*')}(\.|$)",)

@@ -89,10 +89,11 @@ def auto_round(fields: Fields) -> CheckpointQuantization:
         layer = (own.table(name) or own).values
         numbers = {key: value for key, value in layer.items() if value is not None}
         merged = fields.updated(numbers)
+        target = _auto_round_name(own, name)
         if merged.positive("bits") >= _DENSE_BITS:
-            ignore.append(_auto_round_name(name))
+            ignore.append(target)
         else:
-            targets.append((_auto_round_name(name), _auto_round_scheme(merged, packing)))
+            targets.append((target, _auto_round_scheme(merged, packing)))
     has_head = any(target == "lm_head" for target, _ in targets)
     return CheckpointQuantization(
         _AUTO_ROUND_PACKINGS[packing],
@@ -102,9 +103,15 @@ def auto_round(fields: Fields) -> CheckpointQuantization:
     )
 
 
-def _auto_round_name(name: str) -> str:
+def _auto_round_name(config: Fields, name: str) -> str:
     """Names with signs of regular expressions are such."""
-    return name if re.fullmatch(r"[\w.\-]+", name) else f"re:.*{name}"
+    if re.fullmatch(r"[\w.\-]+", name):
+        return name
+    try:
+        re.compile(name)
+    except (re.error, RecursionError, OverflowError):
+        config.refuse(name, "must be a name or a valid regular expression")
+    return f"re:.*(?:{name})"
 
 
 def _auto_round_scheme(fields: Fields, packing: str) -> GroupScheme:

@@ -199,6 +199,10 @@ SUPPORTED = (
             "packing_format must be 'auto_round:auto_gptq' or 'auto_round:auto_awq', got "
             "'auto_round:awq_gemm_v9'.",
         ),
+        (
+            AUTO_ROUND | {"extra_config": {"(": {"bits": 16}}},
+            "extra_config.( must be a name or a valid regular expression, got {'bits': 16}.",
+        ),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type must be 'int', got 'mx_fp'."),
         (
             MODELOPT | {"quant_algo": "W4A8_AWQ"},
