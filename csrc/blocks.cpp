@@ -77,7 +77,8 @@ bool known(int bits, int64_t group_size, bool integer_scales, bool minima, Codeb
         return integer_scales && minima && codebook == Codebook::kNone &&
                (bits == 8 ? group_size == 64 : (bits == 4 || bits == 5) && group_size == 32);
     }
-    if (codebook > Codebook::kE2m1 || (codebook == Codebook::kE2m1 && integer_scales)) return false;
+    if (codebook > Codebook::kFp4 || (codebook > Codebook::kE2m1 && integer_scales)) return false;
+    if (codebook == Codebook::kE2m1 && integer_scales) return bits == 4 && group_size == 16 && !minima;
     if (codebook != Codebook::kNone) return bits == 4 && group_size == 32 && !minima;
     if (!integer_scales) return group_size == 32 && (bits == 4 || bits == 5 || (bits == 8 && !minima));
     if (bits == 4 || bits == 5) return group_size == 32 && minima;

@@ -149,11 +149,12 @@ constexpr int kUnitInputs = 32;
 // Inputs whose activations are rounded by one scale there.
 constexpr int kBlockRowGroup = 16;
 
-// Numbers that 4-bit codes stand for, if not for themselves: those of ggml's IQ4_NL, or twice those of E2M1 (MXFP4).
-enum class Codebook { kNone, kIq4, kE2m1 };
+// Numbers that 4-bit codes stand for, if not for themselves: those of ggml's IQ4_NL, twice those of E2M1 (MXFP4, NVFP4), or
+// those of bitsandbytes' NF4 and FP4.
+enum class Codebook { kNone, kIq4, kE2m1, kNf4, kFp4 };
 
 // Blocks of ggml, in which a weight is scale * (code - zero) + minimum. In a panel a block of 32 outputs has, one behind
-// the other: its groups' scales [groups, 32] int8; their minima (those of 2-bit codes are the high halves of the scales'
+// the other: its groups' scales [groups, 32] int8, or of E2M1 numbers of E4M3 that count 2^-8; their minima (those of 2-bit codes are the high halves of the scales'
 // bytes); 32 float16 that the scales are multiplied by and 32 for the minima; or, where scales are no integers, these
 // alone; then the codes of every 32 inputs. Of those all eight or the low four bits come first, if there are as many, then
 // the next two, then the last one; each as words of 32 outputs, whose bytes are of four neighbouring inputs: with four bits the
@@ -169,6 +170,8 @@ struct BlockFormat {
 // The numbers of a codebook, and 128.
 constexpr uint8_t kIq4Codebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t kE2m1Codebook[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+constexpr uint8_t kNf4Codebook[16] = {5, 42, 63, 79, 93, 105, 117, 128, 138, 148, 158, 170, 182, 197, 217, 251};
+constexpr uint8_t kFp4Codebook[16] = {128, 129, 208, 248, 168, 188, 148, 158, 128, 127, 48, 8, 88, 68, 108, 98};
 
 // How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
 // four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales

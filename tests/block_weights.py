@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in the blocks of GGUF files."""
+"""Weights in blocks, of GGUF files and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import BlockWeight
-from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.checkpoints.weight_formats import FP4, NF4, NVFP4, BlockFormat
+
+OTHER_BLOCKS = {"NF4": NF4, "FP4": FP4, "NVFP4": NVFP4}
+"""Formats of checkpoints in safetensors files."""
 
 
 def whole_rows(bits: int, inputs: int) -> BlockFormat:
@@ -27,6 +30,11 @@ def make_blocks(stored_format: BlockFormat, outputs: int, inputs: int, seed: int
         shape = (outputs, inputs // stored_format.group_size)
         return torch.randint(lowest, highest + 1, shape, generator=generator).to(torch.int8)
 
+    def floats() -> Tensor:
+        shape = (outputs, inputs // stored_format.group_size)
+        codes = torch.randint(0, 127, shape, generator=generator).to(torch.uint8)
+        return codes.view(torch.float8_e4m3fn)
+
     codes = torch.randint(0, 2**stored_format.bits, (outputs, inputs), generator=generator)
     if not stored_format.integer_scales:
         minima = 4 * halves(stored_format.group_size) if stored_format.minima else None
@@ -45,7 +53,7 @@ def make_blocks(stored_format: BlockFormat, outputs: int, inputs: int, seed: int
     return BlockWeight(
         stored_format,
         codes.to(torch.uint8),
-        integers(*limits),
+        floats() if stored_format.scales_are_floats else integers(*limits),
         integers(*limits) if stored_format.minima else None,
         halves(stored_format.block_size) / limits[1],
         halves(stored_format.block_size) / limits[1] if stored_format.minima else None,

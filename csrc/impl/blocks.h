@@ -90,6 +90,15 @@ PAGODA_INLINE void take_plane(ints word, ints* quads) {
     if constexpr ((I + 1) * Width < 8) take_plane<Width, To, I + 1>(word, quads);
 }
 
+constexpr const uint8_t (&numbers_of(Codebook codebook))[16] {
+    switch (codebook) {
+        case Codebook::kE2m1: return pagoda::kE2m1Codebook;
+        case Codebook::kNf4: return pagoda::kNf4Codebook;
+        case Codebook::kFp4: return pagoda::kFp4Codebook;
+        default: return pagoda::kIq4Codebook;
+    }
+}
+
 // Codes of 32 inputs of a vector of outputs, whose words begin at `unit`.
 template <class B>
 PAGODA_INLINE void unpack_unit(const uint8_t* unit, ints (&quads)[kQuads]) {
@@ -103,7 +112,7 @@ PAGODA_INLINE void unpack_unit(const uint8_t* unit, ints (&quads)[kQuads]) {
         take_plane<1, low>(load_ints(unit + rows * kRowBytes), quads);
     }
     if constexpr (B::codebook != Codebook::kNone) {
-        constexpr auto& numbers = B::codebook == Codebook::kIq4 ? pagoda::kIq4Codebook : pagoda::kE2m1Codebook;
+        constexpr auto& numbers = numbers_of(B::codebook);
 #pragma GCC unroll 8
         for (ints& quad : quads) quad = looked_up(numbers, quad);
     }
@@ -128,6 +137,10 @@ PAGODA_INLINE GroupScales group_scales(const QuantizedFormat& format, const uint
                                        int column) {
     if constexpr (B::integers) {
         const uint8_t* own = block + group * kPanel + column;
+        if constexpr (B::codebook == Codebook::kE2m1) {
+            result.scale = mul(result.scale, load_small_floats(own));
+            return result;
+        }
         const ints scales = load_signed_bytes(own);
         if constexpr (B::bits == 2) {
             result.scale = mul(result.scale, to_floats(low_half_of_bytes(scales)));
@@ -413,7 +426,7 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
     }
 }
 
-// Calls f(Blocks<...>{}) for a format of blocks: those of MXFP4, IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
+// Calls f(Blocks<...>{}) for a format of blocks: those of NVFP4, MXFP4, NF4, FP4, IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
 template <class F>
 PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     const bool integers = format.blocks.integer_scales, minima = format.offsets;
@@ -422,7 +435,12 @@ PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
         if (format.bits == 5) return f(Blocks<5, Codebook::kNone, true, true, 32, true>{});
         return f(Blocks<4, Codebook::kNone, true, true, 32, true>{});
     }
-    if (format.blocks.codebook == Codebook::kE2m1) return f(Blocks<4, Codebook::kE2m1, false, false, 32>{});
+    if (format.blocks.codebook == Codebook::kE2m1) {
+        if (integers) return f(Blocks<4, Codebook::kE2m1, true, false, 16>{});
+        return f(Blocks<4, Codebook::kE2m1, false, false, 32>{});
+    }
+    if (format.blocks.codebook == Codebook::kNf4) return f(Blocks<4, Codebook::kNf4, false, false, 32>{});
+    if (format.blocks.codebook == Codebook::kFp4) return f(Blocks<4, Codebook::kFp4, false, false, 32>{});
     if (format.blocks.codebook == Codebook::kIq4) {
         if (integers) return f(Blocks<4, Codebook::kIq4, true, false, 32>{});
         return f(Blocks<4, Codebook::kIq4, false, false, 32>{});

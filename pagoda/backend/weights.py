@@ -122,7 +122,7 @@ class BlockWeight:
     codes: Tensor
     """[out, in] uint8, below `2 ** bits`."""
     scales: Tensor
-    """[out, in / group_size] float16, or int8 where scales are integers."""
+    """[out, in / group_size] float16, or where scales have 8 bits int8 or float8_e4m3fn."""
     minima: Tensor | None
     """The same of minima; None if the format has none."""
     block_scales: Tensor | None
@@ -163,6 +163,8 @@ class BlockWeight:
         if of_blocks is None:
             return numbers.float()
         groups = self.stored_format.block_size // self.stored_format.group_size
+        if self.stored_format.scales_are_floats:
+            of_blocks = of_blocks.float() * 2**-8
         return of_blocks.float().repeat_interleave(groups, dim=1) * numbers.float()
 
 

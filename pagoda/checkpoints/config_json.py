@@ -43,6 +43,8 @@ _BARE, _WITH_HEAD, _OLD_HEAD = "Model", "ForCausalLM", "LMHeadModel"
 _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
+_MODELOPT_FILE = "hf_quant_config.json"
+"""The file that says how older checkpoints of NVIDIA are quantized."""
 _COLBERT, _COLBERT_MAP = "ColBERT", "linear"
 """Part of the names of encoders that give vectors of tokens, and the map that makes them."""
 _SPLADE = "SpladePooling"
@@ -82,6 +84,9 @@ def read_model_config(
     path = directory / "config.json"
     try:
         values = read_object(path)
+        beside = directory / _MODELOPT_FILE
+        if values.get("quantization_config") is None and beside.is_file():
+            values["quantization_config"] = {"quant_method": "modelopt", **read_object(beside)}
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a Hugging Face model directory.") from error
     except OSError as error:

@@ -37,12 +37,14 @@ _BARE = (
 """Tensors in files of a decoder alone: its embedding table, or the first map of an EAGLE-3 head."""
 _EAGLE_LAYER = "midlayer."
 """Beginning of names in an EAGLE-3 head's only layer, which others call its first."""
-_WEIGHTS = (".weight", ".qweight", ".weight_packed")
-"""Ends of the names of a linear layer's weight, plain, by AWQ and GPTQ, and by compressed-tensors."""
+_WEIGHTS = (".weight", ".qweight", ".weight_packed", ".B")
+"""Ends of the names of a linear layer's weight, plain, by AWQ and GPTQ, by compressed-tensors, and by Marlin."""
 _PARTS = frozenset(
     {"qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
     | {"weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "output_scale"}
-    | {"activation_scale", "input_zero_point"}
+    | {"activation_scale", "input_zero_point", "weight_global_scale", "input_global_scale"}
+    | {"weight_scale_2", "SCB", "weight_format", "s", "workspace", "absmax", "quant_map"}
+    | {"nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"}
 )
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
 _FOLLOWING = re.compile(
@@ -143,6 +145,8 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
                 read |= {f"{spec.names.of_layer(index, stem)}.weight" for stem in stems}
         for name in named:
             stem, _, end = name.rpartition(".")
+            # bitsandbytes hangs what a weight needs on the weight's own name.
+            stem = stem.removesuffix(".quant_state").removesuffix(".weight")
             is_part = end in _PARTS and stem in linears
             is_part |= name.endswith("_scales") and name.removesuffix("_scales") in linears
             if name not in read and not is_part and not _FOLLOWING.search(name):

@@ -50,7 +50,8 @@ class BlockFormat:
     block_size: int
     """Inputs of a block; one group where scales are no integers."""
     integer_scales: bool
-    """True if scales and minima are integers of 8 bits, times a float16 for each block, instead of float16."""
+    """True if scales and minima have 8 bits, times a float16 for each block, instead of float16: integers, or of
+    E2M1 floats (E4M3), 2^-8 of which count."""
     minima: bool
     """True if a number is added to the codes of each group; then no code means zero by itself."""
     codebook: tuple[int, ...] | None = None
@@ -62,6 +63,11 @@ class BlockFormat:
     def zero(self) -> int:
         """The code that means zero."""
         return 0 if self.minima or self.codebook is not None else 1 << (self.bits - 1)
+
+    @property
+    def scales_are_floats(self) -> bool:
+        """True if scales of 8 bits are floats (NVFP4)."""
+        return self.integer_scales and self.codebook == E2M1_CODEBOOK
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,21 @@ E2M1_CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the numbers of 4-bit floats E2M1 (OCP Microscaling Formats 1.0)."""
 MXFP4 = BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=E2M1_CODEBOOK)
 """Blocks of such floats with a power of two as their scale (OCP Microscaling Formats 1.0)."""
-CODEBOOKS = (None, IQ4_CODEBOOK, E2M1_CODEBOOK)
+NVFP4 = BlockFormat(4, 16, 256, integer_scales=True, minima=False, codebook=E2M1_CODEBOOK)
+"""Groups of such floats with an E4M3 float as their scale (NVIDIA, 2025)."""
+NF4_CODEBOOK = (-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54, 69, 89, 123)
+"""`NF4_UNIT` times the quantiles of NF4 (Dettmers et al. 2023), rounded: none moves by more than 0.0029."""
+NF4_UNIT = 123.256
+"""The multiple that rounds the farthest number least, of those below 128."""
+FP4_CODEBOOK = (0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30)
+"""`FP4_UNIT` times the 4-bit floats of bitsandbytes, exact but for the smallest, 1 / 192."""
+FP4_UNIT = 120.0
+NF4, FP4 = (
+    BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=codebook)
+    for codebook in (NF4_CODEBOOK, FP4_CODEBOOK)
+)
+"""Blocks of bitsandbytes, in memory: the highest magnitude of a block is its scale."""
+CODEBOOKS = (None, IQ4_CODEBOOK, E2M1_CODEBOOK, NF4_CODEBOOK, FP4_CODEBOOK)
 """Codebooks that kernels know, in their order."""
 
 BLOCK_SIZES = (256, 128, 64, 32)
@@ -184,6 +204,16 @@ def _part_of_blocks(stored_format: BlockFormat, part: range) -> BlockFormat | No
         if size <= stored_format.block_size and part.start % size == part.stop % size == 0:
             return replace(stored_format, block_size=size)
     return None
+
+
+def held_block_format(stored: BlockFormat, inputs: int) -> BlockFormat | DenseFormat:
+    """The format in memory of rows of so many inputs, in the largest blocks that divide them; plain numbers where
+    none does."""
+    sizes = BLOCK_SIZES if stored.integer_scales else (stored.block_size,)
+    for size in sizes:
+        if size <= stored.block_size and inputs % size == 0:
+            return replace(stored, block_size=size)
+    return DenseFormat()
 
 
 def held_group_size(name: str, inputs: int, stored: int | None) -> int:

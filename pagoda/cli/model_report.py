@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.contents import missing_tensor, no_place, tensor_names, unread_tensors
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli.weight_traffic import BYTES_PER_WEIGHT, held_bytes
 from pagoda.engine.drafting.matching import INDEX_BYTES, MOST_POOL_BYTES

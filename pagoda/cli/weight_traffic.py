@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pagoda.checkpoints.checkpoint_quantization import is_dense_once_loaded
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.quantization_config import is_dense_once_loaded
 from pagoda.checkpoints.weight_formats import DenseFormat, format_bytes
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -5,7 +5,19 @@ from __future__ import annotations
 
 _ROUNDED = ("int8", "int4", "fp8")
 _NUMBERS = ("float32", "bfloat16", "float16")
-_STORED = ("awq", "gptq", "compressed-tensors", "mxfp4", "gguf", "bitsandbytes", "auto")
+_STORED = (
+    *(
+        "awq",
+        "awq_marlin",
+        "gptq",
+        "gptq_marlin",
+        "compressed-tensors",
+        "modelopt",
+        "modelopt_fp4",
+        "mxfp4",
+    ),
+    *("gguf", "bitsandbytes", "auto-round", "auto"),
+)
 """Formats of files, which vLLM's `--quantization` names."""
 
 

@@ -20,10 +20,10 @@ from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
 from pagoda.backend.overlap import OverlapBackend
 from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.quantization_config import CheckpointQuantization
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat
 from pagoda.errors import ConfigError

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_formats import KV_FORMATS, OTHER_NAMES

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_weights import make_blocks, whole_rows
+from block_weights import OTHER_BLOCKS, make_blocks, whole_rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from single_operations import SingleOperations
@@ -231,6 +231,6 @@ QUANTIZED: dict[str, LinearWeight] = {
     "int4-offsets": make_weight(Format(4, 128, offsets=True), 70, 256, 1),
     "int4-order": make_weight(Format(4, 64, offsets=True, ordered=True), 70, 192, 1),
     "int8-groups": make_weight(Format(8, 128, offsets=True, ordered=True), 333, 256, 1),
-    **{name: make_blocks(stored_format, 70, 512, 1) for name, stored_format in BLOCKS.items()},
+    **{name: make_blocks(it, 70, 512, 1) for name, it in (BLOCKS | OTHER_BLOCKS).items()},
     **{f"int{b}-rows": make_blocks(whole_rows(b, 576), 70, 576, 1) for b in (4, 5, 8)},
 }

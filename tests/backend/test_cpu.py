@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_weights import make_blocks, whole_rows
+from block_weights import OTHER_BLOCKS, make_blocks, whole_rows
 from cpu_cases import (
     DENSE,
     INT8,
@@ -255,7 +255,7 @@ def test_one_format(
 
 @given(
     sets, dtypes, threads, seeds, st.integers(1, 10) | st.integers(90, 200),
-    st.sampled_from([*BLOCKS, *_WHOLE_ROWS]), st.integers(1, 5), st.integers(1, 150), st.booleans(),
+    st.sampled_from([*BLOCKS, *OTHER_BLOCKS, *_WHOLE_ROWS]), st.integers(1, 5), st.integers(1, 150), st.booleans(),
     st.integers(0, 3),
 )  # fmt: skip
 @settings(examples, max_examples=120)
@@ -264,7 +264,7 @@ def test_blocks(
     outputs: int, biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    stored_format = (BLOCKS | _WHOLE_ROWS)[kind]
+    stored_format = (BLOCKS | OTHER_BLOCKS | _WHOLE_ROWS)[kind]
     if stored_format.whole_rows:
         stored_format = whole_rows(stored_format.bits, 64 * blocks)
         blocks = 1
@@ -300,7 +300,9 @@ def test_blocks_that_kernels_do_not_know_are_refused() -> None:
         (5, 32, 256, True, False, False),
         (3, 16, 256, True, False, 1),
         (4, 32, 256, True, False, 2),
-        (4, 32, 32, False, False, 3),
+        (4, 16, 256, True, True, 2),
+        (4, 32, 256, True, False, 3),
+        (4, 32, 32, False, False, 5),
     ):
         with pytest.raises(ValueError, match="there are no such blocks"):
             shapes.in_blocks(32, 256, bits, group, block, integers, minima, codebook, False)
@@ -331,7 +333,14 @@ def test_parts_of_one_format_become_one_map() -> None:
 
 @pytest.mark.parametrize(
     "stored_format",
-    [INT8, Format(4, 32, True), Format(8, 128), *BLOCKS.values(), *_WHOLE_ROWS.values()],
+    [
+        INT8,
+        Format(4, 32, True),
+        Format(8, 128),
+        *BLOCKS.values(),
+        *OTHER_BLOCKS.values(),
+        *_WHOLE_ROWS.values(),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 33])

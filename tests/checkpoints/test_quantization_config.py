@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.linears import LinearRole, LinearSpec
-from pagoda.checkpoints.quantization_config import (
+from pagoda.checkpoints.checkpoint_quantization import (
     CheckpointQuantization,
     GroupScheme,
     is_dense_once_loaded,
-    parse_quantization,
 )
-from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, Int8Format
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fp8_config import Fp8Scheme
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
+from pagoda.checkpoints.quantization_config import parse_quantization
+from pagoda.checkpoints.weight_formats import NVFP4, DenseFormat, GroupedFormat, Int8Format
 from pagoda.errors import ConfigError
 
 LAYER = "model.layers.3.mlp.up_proj"
@@ -31,8 +31,11 @@ COMPRESSED: dict[str, Any] = {
     "ignore": ["lm_head"],
 }
 CHANNEL_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+NVFP4_GROUP = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
+AUTO_ROUND: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
@@ -155,8 +158,9 @@ def test_larger_groups_are_held_as_several() -> None:
 
 
 SUPPORTED = (
-    "must be one that Pagoda reads, compressed-tensors (fp8, int8 weights and inputs, or packed int4 and int8 "
-    "weights), fp8, awq (4 bits), gptq (4 and 8 bits) and mxfp4"
+    "must be one that Pagoda reads, compressed-tensors (fp8, int8 weights and inputs, packed int4 and int8 "
+    "weights, nvfp4, mxfp4), modelopt (FP8 and NVFP4), fp8, bitsandbytes (nf4, fp4 and int8), awq (4 bits), gptq "
+    "(2, 3, 4 and 8 bits), auto-round (as these two) and mxfp4"
 )
 
 
@@ -180,11 +184,42 @@ SUPPORTED = (
             AWQ | {"modules_to_not_convert": [1]},
             "modules_to_not_convert must be a list of strings, got [1].",
         ),
-        (AWQ | {"version": "gemv"}, "version must be 'gemm', got 'gemv'."),
-        (GPTQ | {"bits": 2}, "bits must be 4 or 8, got 2."),
+        (AWQ | {"version": "gemv_fast"}, "version must be 'gemm' or 'gemv', got 'gemv_fast'."),
+        (GPTQ | {"bits": 5}, "bits must be 2 or 3 or 4 or 8, got 5."),
         (
-            GPTQ | {"checkpoint_format": "marlin"},
-            "checkpoint_format must be 'gptq' or 'gptq_v2', got 'marlin'.",
+            GPTQ | {"checkpoint_format": "bitblas"},
+            "checkpoint_format must be 'gptq', 'gptq_v2' or 'marlin', got 'bitblas'.",
+        ),
+        (
+            GPTQ | {"checkpoint_format": "marlin", "sym": False},
+            "sym must be true, and desc_act false, in the layout of Marlin, got False.",
+        ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:awq_gemm_v9"},
+            "packing_format must be 'auto_round:auto_gptq' or 'auto_round:auto_awq', got "
+            "'auto_round:awq_gemm_v9'.",
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {"(": {"bits": 16}}},
+            "extra_config.( must be a name or a valid regular expression, got {'bits': 16}.",
+        ),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type must be 'int', got 'mx_fp'."),
+        (
+            MODELOPT | {"quant_algo": "W4A8_AWQ"},
+            "quant_algo must be one that Pagoda reads, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, got "
+            "'W4A8_AWQ'.",
+        ),
+        (
+            MODELOPT | {"group_size": 32},
+            "group_size must be 16, the inputs of a group of NVFP4, got 32.",
+        ),
+        (
+            {"quant_method": "bitsandbytes"},
+            "load_in_4bit must be true, or load_in_8bit, but not both, got None.",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "af4"},
+            "bnb_4bit_quant_type must be 'nf4' or 'fp4', got 'af4'.",
         ),
         (
             GPTQ | {"dynamic": {"-:.*": {}}},
@@ -223,12 +258,11 @@ def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: 
     [
         (
             {"weights": CHANNEL_INT8 | {"type": "complex"}},
-            f".weights.type must be 'int' or 'float'; Pagoda reads {SUPPORTED.partition('reads, ')[2]}, "
-            "got 'complex'.",
+            ".weights.type must be 'int' or 'float', got 'complex'.",
         ),
         (
-            {"format": "float-quantized", "weights": CHANNEL_FP8 | {"num_bits": 4}},
-            ".weights.num_bits must be 8 for weights of type float, got 4.",
+            {"format": "float-quantized", "weights": CHANNEL_FP8 | {"num_bits": 6}},
+            ".weights.num_bits must be 8 for weights of type float, got 6.",
         ),
         (
             {"format": "float-quantized", "weights": CHANNEL_FP8 | {"symmetric": False}},
@@ -242,26 +276,25 @@ def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: 
             {"format": "float-quantized", "weights": CHANNEL_FP8 | {"strategy": "block"}},
             ".weights.block_structure must be two positive integers, the outputs and inputs of a block, got None.",
         ),
-        ({"weights": CHANNEL_INT8 | {"num_bits": 4}}, ".weights.num_bits must be 8 in the format "),
         (
-            {"weights": CHANNEL_INT8 | {"symmetric": False}},
-            ".weights.symmetric must be true in the format int-quantized, got False.",
+            {"weights": CHANNEL_INT8 | {"num_bits": 6}},
+            ".weights.num_bits must be 4 or 8 in the format int-quantized, got 6.",
         ),
         (
-            {"weights": CHANNEL_INT8 | {"strategy": "tensor"}},
-            ".weights.strategy must be 'channel' in the format int-quantized, got 'tensor'.",
+            {"weights": CHANNEL_INT8 | {"strategy": "block"}},
+            ".weights.strategy must be 'channel', 'tensor' or 'group' in the format int-quantized, got 'block'.",
         ),
         (
-            {"input_activations": TOKEN_INT8 | {"type": "float"}},
-            ".input_activations.type must be 'int', got 'float'.",
+            {"format": "nvfp4-pack-quantized", "weights": NVFP4_GROUP | {"strategy": "group"}},
+            ".weights.strategy must be 'tensor_group' in the format nvfp4-pack-quantized, got 'group'.",
         ),
         (
-            {"input_activations": TOKEN_INT8 | {"dynamic": False, "strategy": "tensor"}},
-            ".input_activations.dynamic must be true: static scales of inputs are not supported, got False.",
+            {"format": "nvfp4-pack-quantized", "weights": NVFP4_GROUP | {"group_size": 32}},
+            ".weights.group_size must be 16 in the format nvfp4-pack-quantized, got 32.",
         ),
         (
-            {"input_activations": TOKEN_INT8 | {"symmetric": False}},
-            ".input_activations.symmetric must be true: zero points of inputs are not supported, got False.",
+            {"input_activations": TOKEN_INT8 | {"num_bits": 4}},
+            ".input_activations.num_bits must be 8, got 4.",
         ),
         (
             {"format": "pack-quantized", "weights": GROUP_INT4 | {"num_bits": 3}},
@@ -278,3 +311,38 @@ def test_groups_that_are_not_supported(group: dict[str, Any], message: str) -> N
         _parse(COMPRESSED | {"config_groups": {"group_0": W8A8 | group}})
     prefix = "config.json: quantization_config.config_groups.group_0"
     assert str(caught.value).startswith(prefix + message)
+
+
+def test_names_that_are_left_out() -> None:
+    """Lists of bitsandbytes, modelopt and auto-round, each by its own rules."""
+    skipped = ["lm_head", "model.layers.1", "mlp.up_proj"]
+    theirs = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "llm_int8_skip_modules": skipped,
+    }
+    ignored = {"ignore": ["lm_head", "model.layers.1*", "*.mlp.up_proj"]}
+    own = {name: {"bits": 16} for name in ("model.layers.1.mlp.down_proj", r".*mlp\.up_proj")}
+    more = {"model.layers.1.self_attn.o_proj": {"bits": 8}}
+    for values in (theirs, MODELOPT | ignored, AUTO_ROUND | {"extra_config": own | more}):
+        parsed = _parse(values)
+        assert parsed.scheme_of(_linear("model.layers.1.mlp.down_proj")) is None
+        assert parsed.scheme_of(_linear("model.layers.2.mlp.up_proj")) is None
+        assert parsed.scheme_of(_linear("lm_head")) is None
+        for dense in ("model.layers.11.mlp.down_proj", "model.layers.2.mlp.down_proj"):
+            is_star = "ignore" in values and ".11." in dense
+            assert (parsed.scheme_of(_linear(dense)) is None) == is_star
+    eight = parsed.scheme_of(_linear("model.layers.1.self_attn.o_proj"))
+    assert eight == GroupScheme(bits=8, group_size=128, symmetric=True, act_order=False)
+    assert parsed.summary == "gptq int8 weights (groups of 128) and int4 weights (groups of 128)"
+
+
+def test_layers_of_modelopt_that_have_schemes_of_their_own() -> None:
+    layers = {"model.layers.3.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    layers |= {"model.layers.3.mlp.down_proj": {"quant_algo": "FP8"}}
+    parsed = _parse(MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    assert parsed.scheme_of(_linear(LAYER)) == NVFP4
+    assert parsed.scheme_of(_linear("model.layers.3.mlp.down_proj")) == Fp8Scheme(None, None)
+    assert parsed.scheme_of(_linear("model.layers.4.mlp.up_proj")) is None
+    assert parsed.format_of(_linear(LAYER, 320)) == replace(NVFP4, block_size=64)
+    assert parsed.format_of(_linear(LAYER, 48)) == DenseFormat()

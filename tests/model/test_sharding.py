@@ -23,12 +23,12 @@ from pagoda.backend.weights import (
     weight_bytes,
     weight_format,
 )
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.weight_formats import (
     DenseFormat,
     Fp8Format,

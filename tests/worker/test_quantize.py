@@ -16,8 +16,8 @@ from gguf_models import save_gguf
 from tiny_models import make_model, save_model
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.config_json import read_model_config
-from pagoda.checkpoints.quantization_config import CheckpointQuantization
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeConfig, QuantizeResult
 from pagoda.model.compressed_tensors import quantized_linears

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -183,6 +183,8 @@ def _segment(run: Sequence[LinearWeight], dtype: torch.dtype, upload: Upload) ->
 
 
 def _blocks(parts: Sequence[BlockWeight], upload: Upload) -> Blocks:
+    if parts[0].stored_format.scales_are_floats:
+        parts = [_with_half_scales(part) for part in parts]
     stored_format, inputs = parts[0].stored_format, parts[0].codes.shape[1]
     packed = [PackedBlocks.of(part) for part in parts]
     planes = zip(*(part.planes for part in packed), strict=True)
@@ -200,6 +202,13 @@ def _blocks(parts: Sequence[BlockWeight], upload: Upload) -> Blocks:
         _joined(parts, "scales", upload),
         **of_groups,
     )
+
+
+def _with_half_scales(part: BlockWeight) -> BlockWeight:
+    """The weight with a float16 for each group, instead of an E4M3 float and a float16 for all of its block."""
+    size = part.stored_format.group_size
+    plain = replace(part.stored_format, block_size=size, integer_scales=False)
+    return BlockWeight(plain, part.codes, part.group_scales().half(), None, None, None)
 
 
 def _joined(parts: Sequence[object], field: str, upload: Upload) -> Tensor:

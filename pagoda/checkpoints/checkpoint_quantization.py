@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of ready-made quantized checkpoints, and how each is quantized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pagoda.checkpoints.fp8_config import Fp8Scheme
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearRole, LinearSpec
+from pagoda.checkpoints.tensor_names import TEXT_PARTS
+from pagoda.checkpoints.weight_formats import (
+    FP4,
+    MXFP4,
+    NF4,
+    NVFP4,
+    BlockFormat,
+    DenseFormat,
+    Fp8Format,
+    GroupedFormat,
+    Int8Format,
+    Quantization,
+    WeightFormat,
+    held_block_format,
+    held_group_size,
+)
+
+
+@dataclass(frozen=True)
+class GroupScheme:
+    """Integers with a scale, and perhaps a zero point, for each group of inputs."""
+
+    bits: int
+    """2, 3, 4 or 8; 3 take 4 in memory, as do 2 in act-order."""
+    group_size: int | None
+    """None: all inputs are one group."""
+    symmetric: bool
+    act_order: bool
+
+    @property
+    def held_in_blocks(self) -> bool:
+        """True of 2 bits, which fit the blocks of ggml's Q2_K with scales and minima that are all one."""
+        return self.bits == 2 and not self.act_order
+
+
+Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
+"""Int8: a scale for each output, and one for each row of inputs, worked out anew."""
+_BLOCKS = {
+    **{MXFP4: "mxfp4 weights", NVFP4: "nvfp4 weights (groups of 16)"},
+    **{NF4: "nf4 weights", FP4: "fp4 weights"},
+}
+_DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
+_DOT = re.compile(r"\.")
+_Words = Literal["awq", "awq_gemv", "gptq", "gptq_v2", "marlin"]
+Layout = _Words | Literal["compressed-tensors", "modelopt", "fp8", "bitsandbytes", "mxfp4"]
+"""`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are, `marlin` none."""
+
+
+@dataclass(frozen=True)
+class CheckpointQuantization:
+    """Linear layers of a checkpoint that are quantized, and how."""
+
+    layout: Layout
+    targets: tuple[tuple[str, Scheme], ...]
+    """Schemes by layer: a name, `re:` and a pattern that names begin with, or `Linear` for all others."""
+    ignore: tuple[str, ...] = ()
+    """Names and patterns of layers that stay dense, or beginnings of names, which end with a dot."""
+    dense: frozenset[LinearRole] = frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE})
+    keeps_fp8: bool = False
+    """True if 8-bit floats stay what they are in memory; else they become dense as they are loaded."""
+
+    @property
+    def summary(self) -> str:
+        if self.layout == "mxfp4":
+            return "mxfp4 weights of experts"
+        kinds = " and ".join(dict.fromkeys(self._summary(scheme) for _, scheme in self.targets))
+        layout = self.layout.removesuffix("_v2").removesuffix("_gemv")
+        return kinds if self.layout == "fp8" else f"{layout} {kinds}"
+
+    def scheme_of(self, linear: LinearSpec) -> Scheme | None:
+        """Scheme of a layer; None if it is dense."""
+        names = _names(linear.stored.tensor)
+        if linear.role in self.dense or self._ignored.find(names) is not None:
+            return None
+        found = self._targeted.find(names) or self._targeted.find(["Linear"])
+        return found[0] if found else None
+
+    @cached_property
+    def _ignored(self) -> _Patterns:
+        return _Patterns((name, None) for name in self.ignore)
+
+    @cached_property
+    def _targeted(self) -> _Patterns:
+        return _Patterns(self.targets)
+
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        scheme = self.scheme_of(linear)
+        if scheme is None or linear.role is LinearRole.LATENT_HEADS:
+            return DenseFormat()
+        if isinstance(scheme, Fp8Scheme):
+            # Tables, heads and routers are left out of fp8 checkpoints, as a rule, whatever config.json says.
+            is_kept = self.keeps_fp8 and linear.role not in _DENSE_IN_FP8
+            return scheme.stored_format if is_kept else DenseFormat()
+        if isinstance(scheme, Int8Format):
+            return scheme
+        if isinstance(scheme, BlockFormat):
+            return held_block_format(scheme, linear.inputs)
+        size = held_group_size(linear.name, linear.inputs, scheme.group_size)
+        if scheme.held_in_blocks:
+            return BlockFormat(2, 16, size, integer_scales=True, minima=True)
+        return GroupedFormat(
+            bits=max(scheme.bits, 4),
+            group_size=size,
+            offsets=not scheme.symmetric,
+            act_order=scheme.act_order,
+        )
+
+    @property
+    def is_held_in_fp8(self) -> bool:
+        """True if all layers that are quantized are 8-bit floats in memory."""
+        return all(self._keeps(scheme) for _, scheme in self.targets)
+
+    def _keeps(self, scheme: Scheme) -> bool:
+        is_fp8 = isinstance(scheme, Fp8Scheme) and isinstance(scheme.stored_format, Fp8Format)
+        return self.keeps_fp8 and is_fp8
+
+    def _summary(self, scheme: Scheme) -> str:
+        if not isinstance(scheme, Fp8Scheme):
+            return _summary(scheme)
+        return scheme.summary if self._keeps(scheme) else f"{scheme.summary}, converted"
+
+
+def is_dense_once_loaded(quantization: Quantization | None) -> bool:
+    """Returns True if all layers of a checkpoint are dense once they are loaded, and may be quantized anew."""
+    return quantization is None or (
+        isinstance(quantization, CheckpointQuantization)
+        and not quantization.keeps_fp8
+        and all(isinstance(scheme, Fp8Scheme) for _, scheme in quantization.targets)
+    )
+
+
+def _summary(scheme: Int8Format | GroupScheme | BlockFormat) -> str:
+    if isinstance(scheme, Int8Format):
+        return "int8 weights"
+    if isinstance(scheme, BlockFormat):
+        return _BLOCKS[scheme]
+    size = scheme.group_size
+    return f"int{scheme.bits} weights ({'one group' if size is None else f'groups of {size}'})"
+
+
+class _Patterns:
+    """Names, beginnings of names that end with a dot, and patterns behind `re:`, each with a value."""
+
+    def __init__(self, values: Iterable[tuple[str, Scheme | None]]) -> None:
+        self._named: dict[str, Scheme | None] = {}
+        self._patterns: list[tuple[re.Pattern[str], Scheme | None]] = []
+        for target, value in values:
+            if target.startswith("re:"):
+                self._patterns.append((re.compile(target[3:]), value))
+            else:
+                self._named.setdefault(target, value)
+
+    def find(self, names: Sequence[str]) -> tuple[Scheme | None] | None:
+        """The value of the first that matches one of a layer's names, of names before patterns."""
+        for name in names:
+            for known in (name, *(name[: dot.end()] for dot in _DOT.finditer(name))):
+                if known in self._named:
+                    return (self._named[known],)
+        for pattern, value in self._patterns:
+            if any(pattern.match(name) for name in names):
+                return (value,)
+        return None
+
+
+def _names(name: str) -> list[str]:
+    """Names of a layer, also as part of a model that sees or hears."""
+    inner = name.removeprefix("model.")
+    return [name, *(it for part in TEXT_PARTS for it in (f"{part}{name}", f"model.{part}{inner}"))]

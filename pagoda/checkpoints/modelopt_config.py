@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of NVIDIA's checkpoints (TensorRT Model Optimizer), read from config.json or hf_quant_config.json."""
+
+from __future__ import annotations
+
+import re
+
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, Scheme
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fp8_config import Fp8Scheme
+from pagoda.checkpoints.linears import LinearRole
+from pagoda.checkpoints.weight_formats import NVFP4
+
+_SCHEMES: dict[str, Scheme] = {
+    "FP8": Fp8Scheme(None, None),
+    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Scheme(1, None),
+    "FP8_PB_WO": Fp8Scheme(128, 128),
+    "NVFP4": NVFP4,
+}
+_MIXED = "MIXED_PRECISION"
+
+
+def modelopt(fields: Fields) -> CheckpointQuantization:
+    """One scheme for all layers but those that are left out, or with `MIXED_PRECISION` one for each layer."""
+    fields = fields.table("quantization") or fields
+    left_out = "ignore" if fields.values.get("ignore") is not None else "exclude_modules"
+    targets: list[tuple[str, Scheme]]
+    layers = fields.table("quantized_layers")
+    if fields.text("quant_algo") == _MIXED and layers is not None:
+        named = {name: layers.table(name) for name in layers.values}
+        targets = [(name, _scheme(layer)) for name, layer in named.items() if layer is not None]
+    else:
+        targets = [("Linear", _scheme(fields))]
+    return CheckpointQuantization(
+        "modelopt",
+        tuple(targets),
+        tuple(it for name in fields.texts(left_out, []) for it in _patterns(name)),
+        dense=frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE, LinearRole.ROUTER}),
+    )
+
+
+def _scheme(fields: Fields) -> Scheme:
+    name = fields.text("quant_algo")
+    if name not in _SCHEMES:
+        fields.refuse("quant_algo", f"must be one that Pagoda reads, {', '.join(_SCHEMES)}")
+    if name == "NVFP4" and fields.positive("group_size", 16) != 16:
+        fields.refuse("group_size", "must be 16, the inputs of a group of NVFP4")
+    return _SCHEMES[name]
+
+
+def _patterns(name: str) -> tuple[str, ...]:
+    """A layer, or all whose names begin so, with stars for any text."""
+    if "*" not in name:
+        return name, f"{name}."
+    return (rf"re:{re.escape(name).replace(re.escape('*'), '.*')}(\.|$)",)
