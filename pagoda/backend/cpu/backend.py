@@ -453,6 +453,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             block_size,
             parts * pair,
             parts * pair,
+            0,
         )
         return native
 
@@ -476,6 +477,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             rows * pair,
             width,
             cache.rank,
+            cache.index_dim,
         )
         return native
 
