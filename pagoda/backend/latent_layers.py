@@ -52,7 +52,7 @@ def rotate_and_cache_latents(
     eps: float,
     index_norm: Sequence[Sized] = (),
 ) -> Value:
-    """Readies the rotary parts of queries [n, heads rope_dim], and caches latents [n, rank + rope_dim + index_dim].
+    """Readies the rotary parts of queries [n, heads rope_dim], and caches latents [n, `cache.width`].
 
     The first `rank` elements of a latent are normed (RMS) by a weight [rank] float32. The `rope_dim` behind them,
     and every head of queries, are rotated in pairs (i, i + rope_dim/2) by a table [n, rope_dim/2], or not without
@@ -121,9 +121,9 @@ def indexed_latent_attention(
 ) -> Value:
     """`latent_attention` over tokens that an indexer chooses (DeepSeek-AI 2025): [n, heads rank].
 
-    A token scores each token before it, and itself, by the sum of its weights times the positive products of its index
-    queries with the other's index key. It attends to the `most` of the highest scores, of equal ones to the
-    first. Raises ValueError: shapes do not fit.
+    A token scores itself and each token before it: weights of its index heads times what is positive of the products
+    of their queries and the other's index key, added up. It attends to the `most` tokens of the highest scores, of
+    equal ones to the first. Raises ValueError: shapes do not fit.
     """
     _check_heads(latent_queries, rotary_queries, cache)
     queries, weights = index

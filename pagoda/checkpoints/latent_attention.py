@@ -31,7 +31,7 @@ class IndexSpec:
 
     heads: int
     dim: int
-    """Elements of a head's queries, and of keys; as many as latent attention rotates come first, and are rotated."""
+    """Elements of a head's queries, and of keys; of these the first are rotated, as many as in latent attention."""
     most: int
     """Tokens that are chosen at most (`index_topk`)."""
     rotates_neighbours: bool
@@ -55,7 +55,7 @@ class IndexSpec:
         )
 
     def order(self, rope_dim: int) -> tuple[int, ...] | None:
-        """Stored elements of a query, or of a key, in the order in which they are computed; None if in their own."""
+        """Stored elements of a query or key in the order in which they are computed; None if that is their own."""
         return head_order(self.dim, rope_dim) if self.rotates_neighbours else None
 
 

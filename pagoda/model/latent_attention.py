@@ -13,8 +13,8 @@ from pagoda.backend.base import HeadLinears, LatentCache, LinearT
 from pagoda.backend.decoder_operations import rotate_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import (
-    head_linear,
     IndexQueries,
+    head_linear,
     indexed_latent_attention,
     latent_attention,
     prepare_head_linears,

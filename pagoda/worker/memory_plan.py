@@ -88,8 +88,8 @@ class WorkerMemoryPlan:
         """Tokens of a block of each KV group whose cold segments may be streamed; empty where none can be.
 
         Drafters have parts of blocks, which nobody streams, ranks that have pools of their own know no tiers, and an
-        indexer may choose tokens anywhere.
-        Tensors of a block follow one another outside of the cache, and their numbers have to be aligned there.
+        indexer may choose any token. Tensors of a block follow one another outside of the cache, and their numbers
+        have to be aligned there.
         """
         config, kinds = self.config, (KVKind.FULL, KVKind.LATENT)
         numbers = self.block_size * self.shard.kv_vectors[1]

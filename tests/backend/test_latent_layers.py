@@ -101,7 +101,7 @@ def test_absorbed_maps_give_what_keys_and_values_of_each_head_give() -> None:
 
 
 def test_an_indexer_chooses_the_highest_scores_and_of_equal_ones_the_first() -> None:
-    """Against scores of whole matrices, and a mask; scores of half of the tokens are 0, as all products are below."""
+    """Against scores of whole matrices, and a mask."""
     heads, dim, most = 4, 12, 7
     queries, rope = (
         _random(_TOKENS, _HEADS * _RANK, seed=0),

@@ -19,7 +19,6 @@ from pagoda.backend.reference.linear import Linear, linear
 from pagoda.backend.reference.rows import layer_norm, rms_norm, rotated
 from pagoda.parallel.collectives import Collectives
 
-
 _TOKENS = 16
 """Tokens whose choices are copied at once."""
 
@@ -117,7 +116,7 @@ def indexed_latent_attention(
 def _chosen(
     cache: LatentCache, blocks: Tensor, length: int, queries: Tensor, weights: Tensor, most: int
 ) -> Tensor:
-    """[m] int64, rows [num_blocks * block_size] of the tokens that an indexer chooses of a sequence of `length`."""
+    """Rows [m] int64 in the cache of the tokens that an indexer chooses of a sequence of `length`."""
     size = cache.latents.shape[2]
     places = torch.arange(length)
     rows = blocks[places // size] * size + places % size
@@ -132,7 +131,7 @@ def _chosen(
 
 
 def _of_chosen(cache: LatentCache, chosen: Sequence[Tensor]) -> tuple[LatentCache, TokenBatch]:
-    """A cache of the chosen tokens without their index keys, each row's one behind the other, and a step over it."""
+    """A cache of the chosen tokens without their index keys, and a step that sees those of each token as a sequence."""
     counts = torch.tensor([len(rows) for rows in chosen])
     blocks = -(-int(counts.max()) // KEYS)
     rows = torch.stack([F.pad(rows, (0, blocks * KEYS - len(rows))) for rows in chosen]).flatten()

@@ -165,7 +165,7 @@ _MLP_KINDS = "mlp_layer_types"
 
 
 def sparse_by_kind(fields: Fields, num_layers: int, usual: int = 1) -> list[int]:
-    """Layers that `mlp_layer_types` call sparse; those behind the first one, or `usual` ones, where the file is silent."""
+    """Layers that `mlp_layer_types` call sparse; those behind the first `usual` ones where the file is silent."""
     if fields.values.get(_MLP_KINDS) is None:
         return layers_behind_dense(fields, num_layers, usual)
     kinds = fields.texts(_MLP_KINDS)
