@@ -31,7 +31,7 @@ class IndexSpec:
 
     heads: int
     dim: int
-    """Elements of a head's queries, and of keys; of these the first are rotated, as many as in latent attention."""
+    """Elements of a head's queries, and of keys; the first are rotated, as many as in latent attention."""
     most: int
     """Tokens that are chosen at most (`index_topk`)."""
     rotates_neighbours: bool

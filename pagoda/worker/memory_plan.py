@@ -87,7 +87,7 @@ class WorkerMemoryPlan:
     def streamed_groups(self) -> dict[int, int]:
         """Tokens of a block of each KV group whose cold segments may be streamed; empty where none can be.
 
-        Drafters have parts of blocks, which nobody streams, ranks that have pools of their own know no tiers, and an
+        Drafters have parts of blocks, which nobody streams, ranks with pools of their own know no tiers, and an
         indexer may choose any token. Tensors of a block follow one another outside of the cache, and their numbers
         have to be aligned there.
         """

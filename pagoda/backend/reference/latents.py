@@ -131,7 +131,7 @@ def _chosen(
 
 
 def _of_chosen(cache: LatentCache, chosen: Sequence[Tensor]) -> tuple[LatentCache, TokenBatch]:
-    """A cache of the chosen tokens without their index keys, and a step that sees those of each token as a sequence."""
+    """A cache of the chosen tokens without index keys, and a step to which those of each token are a sequence."""
     counts = torch.tensor([len(rows) for rows in chosen])
     blocks = -(-int(counts.max()) // KEYS)
     rows = torch.stack([F.pad(rows, (0, blocks * KEYS - len(rows))) for rows in chosen]).flatten()
