@@ -121,7 +121,7 @@ def indexed_latent_attention(
 ) -> Value:
     """`latent_attention` over tokens that an indexer chooses (DeepSeek-AI 2025): [n, heads rank].
 
-    A token scores itself and each token before it: weights of its index heads times what is positive of the products
+    A token scores itself and each token before it: weights of its index heads times the positive parts of products
     of their queries and the other's index key, added up. It attends to the `most` tokens of the highest scores, of
     equal ones to the first. Raises ValueError: shapes do not fit.
     """
