@@ -52,6 +52,7 @@ struct Cache {
     int64_t num_blocks, num_kv_heads, block_size, head_dim;
     int64_t value_dim;    // head_dim but of latents
     int64_t key_stride, value_stride, scale_stride;  // bytes from block to block
+    int64_t index_dim = 0;  // elements at the end of a latent's row that are a key for an indexer
 
     bool holds_latents() const { return keys == nullptr; }
 };
@@ -505,6 +506,11 @@ struct KernelTable {
     void (*delta_step)(float* state, int64_t d, const float* query, const float* key, const float* value, float decay,
                        float beta, float scale, float* out);
     void (*scan_step)(const ScanStep&);
+    // A key of an indexer, whose d elements lie `step` apart in the cache, as floats kKeyTile apart.
+    void (*index_key)(Dtype cache, const void* key, int64_t d, int64_t step, float scale, float* out);
+    // Scores [kKeyTile] of keys [d, kKeyTile]: the sum over queries [heads, d] of weights times positive products.
+    void (*index_scores)(const float* keys, int64_t d, const float* queries, const float* weights, int64_t heads,
+                         float* out);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "heads.h"
+#include "indexed_attention.h"
 
 namespace pagoda {
 
@@ -233,15 +234,15 @@ void rotate_and_cache_latents(Program& program, const Graph& graph, int index) {
     const Value cosines = rotates ? own.inputs.at(3) : queries, sines = rotates ? own.inputs.at(4) : queries;
     const int64_t r = rotates ? 2 * graph.width(cosines) : 0;
     const auto* cache = graph.weight<const Cache*>(own, 0);
-    const float* norm = graph.vector(own, 1);
-    const auto eps = static_cast<float>(own.numbers.at(0));
-    const HeadShape shape = shape_of(*cache, graph.width(queries) / (cache->head_dim - cache->value_dim));
+    const LatentNorms norms{graph.vector(own, 1), graph.vector(own, 2), graph.vector(own, 3),
+                            static_cast<float>(own.numbers.at(0))};
+    const HeadShape shape = shape_of(*cache, graph.width(queries) / (cache->head_dim - cache->value_dim - cache->index_dim));
     program.record({.nodes = {index}, .uses = {queries, latents, cosines, sines, out},
                     .work = graph.width(queries) + graph.width(latents),
                     .run = [=, &p = program](const Step&, void*) {
                         const Rotary rotary{p.at(cosines), p.at(sines), r};
                         pagoda::rotate_and_cache_latents(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
-                                                         p.at(queries), p.at(latents), norm, eps, rotary, p.at(out));
+                                                         p.at(queries), p.at(latents), norms, rotary, p.at(out));
                     },
                     .check = [=, &p = program](const Step&) {
                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
@@ -253,6 +254,32 @@ void latent_attention(Program& program, const Graph& graph, int index) {
     const Node& own = graph.node(index);
     Group* ranks = own.weights.size() > 1 ? graph.weight<Group*>(own, 1) : nullptr;
     record_attention(program, graph, index, graph.weight<const Cache*>(own, 0), {static_cast<float>(own.numbers.at(0)), {}}, ranks);
+}
+
+void indexed_latent_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value queries = own.inputs[0], rest = own.inputs.at(1), of_index = own.inputs.at(2), weights = own.inputs.at(3);
+    const Value metadata = own.inputs.at(4), out = own.outputs[0];
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const HeadShape shape = shape_of(*cache, graph.width(queries) / cache->value_dim);
+    const auto layer = std::make_shared<IndexedAttention>(*cache, shape.num_heads, graph.width(weights),
+                                                          static_cast<int64_t>(own.numbers.at(1)),
+                                                          static_cast<float>(own.numbers.at(0)));
+    program.record({.nodes = {index}, .uses = {queries, rest, of_index, weights, out}, .work = graph.width(queries) * kKeyTile,
+                    .run = [=, &p = program](const Step&, void* scratch) {
+                        const IndexedQueries all{{p.at(queries), p.at(rest)}, p.at(of_index), p.at(weights)};
+                        layer->run(p.table(), *p.at<const AttentionMetadata>(metadata), all, p.at(out), scratch);
+                    },
+                    .scratch = [=, &p = program](const Step&) {
+                        return layer->scratch(*p.at<const AttentionMetadata>(metadata));
+                    },
+                    .check = [=, &p = program](const Step&) {
+                        const auto& step = *p.at<const AttentionMetadata>(metadata);
+                        check_metadata(step, shape, cache->num_blocks);
+                        if (step.spread || !step.cold.empty()) {
+                            throw std::invalid_argument("an indexer chooses among tokens in the cache of this rank only");
+                        }
+                    }});
 }
 
 // ---- layers with a state
@@ -329,6 +356,7 @@ const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerin
     {"head_linear", head_linear},
     {"rotate_and_cache_latents", rotate_and_cache_latents},
     {"latent_attention", latent_attention},
+    {"indexed_latent_attention", indexed_latent_attention},
     {"short_conv", short_conv},
     {"gated_delta", gated_delta},
     {"selective_scan", selective_scan},

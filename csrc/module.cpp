@@ -411,12 +411,12 @@ NB_MODULE(_native, m) {
     nb::class_<Cache>(m, "Cache")
         .def("__init__", [](Cache* self, int dtype, int key_pair, Address keys, Address values, Address key_scales,
                             Address value_scales, int64_t num_blocks, int64_t num_kv_heads, int64_t block_size,
-                            int64_t head_dim, int64_t value_dim) {
+                            int64_t head_dim, int64_t value_dim, int64_t index_dim) {
             const Math math = Dtype(dtype) == Dtype::i8 ? Math::i16 : key_pair == 2 ? Math::bf16 : Math::f32;
             const int64_t rows = num_kv_heads * block_size, bytes = rows * head_dim * size_of(Dtype(dtype));
             new (self) Cache{Dtype(dtype), math, to(keys), to(values), to<float>(key_scales), to<float>(value_scales),
                              num_blocks, num_kv_heads, block_size, head_dim, value_dim,
-                             bytes, bytes, rows * size_of(Dtype::f32)};
+                             bytes, bytes, rows * size_of(Dtype::f32), index_dim};
         })
         // Blocks of the same layer in other memory, so many bytes apart.
         .def("elsewhere", [](const Cache& self, Address keys, Address values, Address key_scales, Address value_scales,

@@ -102,7 +102,8 @@ class LowRankMaps:
 class Cache:
     """Keys and values of one layer; `key_pair` elements of a key lie side by side.
 
-    Of latents there are values only, in rows of `head_dim` elements that are keys as well.
+    Of latents there are values only, in rows of `head_dim` elements that are keys as well, but for the last
+    `index_dim`, which an indexer reads.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Cache:
         block_size: int,
         head_dim: int,
         value_dim: int,
+        index_dim: int,
     ) -> None: ...
     def elsewhere(
         self,

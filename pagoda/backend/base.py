@@ -184,16 +184,18 @@ class LatentCache:
     """
 
     latents: Tensor
-    """[num_blocks, 1, ...]: block_size tokens of `rank` + `rope_dim` elements, as the backend lays them out."""
+    """[num_blocks, 1, ...]: block_size tokens of `width` elements, as the backend lays them out."""
     rank: int
     rope_dim: int
     latent_scales: Tensor | None = None
     """[num_blocks, 1, block_size] float32, of each token, in formats with scales."""
+    index_dim: int = 0
+    """Elements behind these, a token's key for an indexer; 0 without one."""
 
     @property
     def width(self) -> int:
         """Elements of a token."""
-        return self.rank + self.rope_dim
+        return self.rank + self.rope_dim + self.index_dim
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -501,6 +503,7 @@ class Backend(Protocol[LinearT_co, MetadataT]):
         dtype: dtype,
         kv_dtype: dtype | None = None,
         new: NewTensor = new_tensor,
+        index_dim: int = 0,
     ) -> LatentCache:
         """The cache of one layer with latent attention; dtypes are as for `allocate_kv_cache`.
 

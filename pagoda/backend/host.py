@@ -91,14 +91,15 @@ class HostBackend(Backend[LinearT, MetadataT]):
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
         new: NewTensor = new_tensor,
+        index_dim: int = 0,
     ) -> LatentCache:
         kv_dtype, blocks = kv_dtype or dtype, (num_blocks, 1)
-        _, shape = self.block_shapes(block_size, rank + rope_dim, dtype, kv_dtype)
+        _, shape = self.block_shapes(block_size, rank + rope_dim + index_dim, dtype, kv_dtype)
         latents, scales = new((*blocks, *shape), kv_dtype), None
         self.advise(latents)
         if format_of(kv_dtype).has_scales:
             scales = new((*blocks, block_size), torch.float32)
-        return LatentCache(latents, rank, rope_dim, scales)
+        return LatentCache(latents, rank, rope_dim, scales, index_dim)
 
     @abstractmethod
     def block_shapes(

@@ -8,8 +8,8 @@ computed as later tokens are: a result does not depend on how a sequence was cut
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any
+from collections.abc import Sequence, Sized
+from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
 
@@ -17,6 +17,15 @@ from pagoda.backend.base import Backend, HeadLinears, LatentCache, LinearT
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight
+
+
+class IndexQueries(NamedTuple):
+    """Questions of an indexer."""
+
+    queries: Value
+    """[n, index heads index_dim], rotated as keys are."""
+    weights: Value
+    """[n, index heads], of each head's scores."""
 
 
 def head_linear(ops: GraphBuilder, x: Value, weight: HeadLinears[Any]) -> Value:
@@ -41,13 +50,20 @@ def rotate_and_cache_latents(
     cache: LatentCache,
     norm: Sized,
     eps: float,
+    index_norm: Sequence[Sized] = (),
 ) -> Value:
-    """Readies the rotary parts of queries [n, heads rope_dim], and caches latents [n, rank + rope_dim].
+    """Readies the rotary parts of queries [n, heads rope_dim], and caches latents [n, `cache.width`].
 
-    The first `rank` elements of a latent are normed (RMS) by a weight [rank] float32. Its last `rope_dim`, and
-    every head of queries, are rotated in pairs (i, i + rope_dim/2) by a table [n, rope_dim/2], or not without
-    one. Returns the queries. Raises ValueError: shapes do not fit.
+    The first `rank` elements of a latent are normed (RMS) by a weight [rank] float32. The `rope_dim` behind them,
+    and every head of queries, are rotated in pairs (i, i + rope_dim/2) by a table [n, rope_dim/2], or not without
+    one. The last `index_dim`, a key for an indexer, are normed (mean and variance) by the weight and bias
+    [index_dim] float32 of `index_norm`; then their first `rope_dim` are rotated. Returns the queries. Raises
+    ValueError: shapes do not fit.
     """
+    if any(len(part) != cache.index_dim for part in index_norm) or (
+        cache.index_dim and (len(index_norm) != 2 or cache.index_dim < cache.rope_dim)
+    ):
+        raise ValueError(f"A norm of keys for an indexer does not fit keys of {cache.index_dim}.")
     if latents.width != cache.width or len(norm) != cache.rank:
         raise ValueError(
             f"Latents of {latents.width} with a norm of {len(norm)} do not fit a cache of {cache.rank} and "
@@ -62,7 +78,7 @@ def rotate_and_cache_latents(
     return ops.record(
         "rotate_and_cache_latents",
         [queries, latents, metadata, *(table or ())],
-        [cache, norm],
+        [cache, norm, *index_norm],
         {"eps": eps},
         queries.width,
     )
@@ -82,12 +98,7 @@ def latent_attention(
     A head's query is its part of `latent_queries` [n, heads rank], then that of `rotary_queries`
     [n, heads rope_dim]; values are the first `rank` elements of latents. Raises ValueError: shapes do not fit.
     """
-    heads, rest = divmod(latent_queries.width, cache.rank)
-    if rest or rotary_queries.width != heads * cache.rope_dim:
-        raise ValueError(
-            f"Rows of {latent_queries.width} and {rotary_queries.width} are not queries of equally many heads of "
-            f"{cache.rank} and {cache.rope_dim}."
-        )
+    _check_heads(latent_queries, rotary_queries, cache)
     return ops.record(
         "latent_attention",
         [latent_queries, rotary_queries, metadata],
@@ -95,6 +106,49 @@ def latent_attention(
         {"scale": scale},
         latent_queries.width,
     )
+
+
+def indexed_latent_attention(
+    ops: GraphBuilder,
+    latent_queries: Value,
+    rotary_queries: Value,
+    index: IndexQueries,
+    metadata: Value,
+    cache: LatentCache,
+    *,
+    scale: float,
+    most: int,
+) -> Value:
+    """`latent_attention` over tokens that an indexer chooses (DeepSeek-AI 2025): [n, heads rank].
+
+    A token scores itself and each token before it: weights of its index heads times the positive parts of products
+    of their queries and the other's index key, added up. It attends to the `most` tokens of the highest scores, of
+    equal ones to the first. Raises ValueError: shapes do not fit.
+    """
+    _check_heads(latent_queries, rotary_queries, cache)
+    queries, weights = index
+    if not cache.index_dim or queries.width != weights.width * cache.index_dim:
+        raise ValueError(
+            f"Rows of {queries.width} and {weights.width} are not queries and weights of an indexer's heads of "
+            f"{cache.index_dim}."
+        )
+    return ops.record(
+        "indexed_latent_attention",
+        [latent_queries, rotary_queries, queries, weights, metadata],
+        [cache],
+        {"scale": scale, "most": most},
+        latent_queries.width,
+    )
+
+
+def _check_heads(latent_queries: Value, rotary_queries: Value, cache: LatentCache) -> None:
+    """Raises ValueError: queries are not of equally many heads."""
+    heads, rest = divmod(latent_queries.width, cache.rank)
+    if rest or rotary_queries.width != heads * cache.rope_dim:
+        raise ValueError(
+            f"Rows of {latent_queries.width} and {rotary_queries.width} are not queries of equally many heads of "
+            f"{cache.rank} and {cache.rope_dim}."
+        )
 
 
 def prepare_head_linears(

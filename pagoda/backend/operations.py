@@ -96,8 +96,14 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "rotate_and_cache_latents": OperationSpec(
         "rotary",
         ("queries", "latents", "metadata", "cosines?", "sines?"),
-        ("cache", "norm"),
+        ("cache", "norm", "index_norm?", "index_bias?"),
         ("eps",),
+    ),
+    "indexed_latent_attention": OperationSpec(
+        "attention",
+        ("latent_queries", "rotary_queries", "index_queries", "index_weights", "metadata"),
+        ("cache",),
+        ("scale", "most"),
     ),
     "latent_attention": OperationSpec(
         "attention",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
@@ -12,6 +12,51 @@ from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of the model's other norms is."""
+
+
+class IndexLinears(NamedTuple):
+    """Linear layers of an indexer."""
+
+    query: LinearSpec
+    """Queries of all its heads, of the latent vector of queries."""
+    key: LinearSpec
+    """The key that all its heads share, of hidden states."""
+    weights: LinearSpec
+    """Weight of each head's scores, of hidden states."""
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """An indexer, which chooses the tokens that a token attends to (DeepSeek-AI 2025, DeepSeek-V3.2-Exp)."""
+
+    heads: int
+    dim: int
+    """Elements of a head's queries, and of keys; the first are rotated, as many as in latent attention."""
+    most: int
+    """Tokens that are chosen at most (`index_topk`)."""
+    rotates_neighbours: bool
+    """Files have those that are rotated in pairs of neighbours."""
+
+    def linears(
+        self, names: TensorNames, layer: int, hidden: int, query_rank: int, rope_dim: int
+    ) -> IndexLinears:
+        sizes = {
+            names.index_query: (self.heads * self.dim, query_rank, LinearRole.LATENT_IN),
+            names.index_key: (self.dim, hidden, LinearRole.LATENT_IN),
+            names.index_weights: (self.heads, hidden, LinearRole.ROUTER),
+        }
+        query, key, weights = (
+            LinearSpec(names.of_layer(layer, name), outputs, inputs, role)
+            for name, (outputs, inputs, role) in sizes.items()
+        )
+        order = self.order(rope_dim)
+        return IndexLinears(
+            replace(query, head_order=order), replace(key, head_order=order), weights
+        )
+
+    def order(self, rope_dim: int) -> tuple[int, ...] | None:
+        """Stored elements of a query or key in the order in which they are computed; None if that is their own."""
+        return head_order(self.dim, rope_dim) if self.rotates_neighbours else None
 
 
 class LatentLinears(NamedTuple):
@@ -28,11 +73,14 @@ class LatentLinears(NamedTuple):
     """Keys of all heads without their rotated part: [heads nope_dim, rank], or [heads rank, nope_dim]."""
     value_up: LinearSpec
     out: LinearSpec
+    index_query: LinearSpec | None = None
+    index_key: LinearSpec | None = None
+    index_weights: LinearSpec | None = None
 
     @property
     def into(self) -> tuple[LinearSpec, ...]:
         """Maps of hidden states to what is kept of a token."""
-        return (self.latents,)
+        return (self.latents,) if self.index_key is None else (self.latents, self.index_key)
 
 
 @dataclass(frozen=True)
@@ -53,11 +101,18 @@ class LatentSpec:
     """Factor of the vector that queries are made of (LongCat-Flash)."""
     latent_factor: float = 1.0
     """Factor of the vector that keys and values are made of."""
+    index: IndexSpec | None = None
+    """The indexer; None where a token attends to all before it. Queries are made of a vector then."""
+
+    @property
+    def index_dim(self) -> int:
+        """Numbers of a token's key for the indexer; 0 without one."""
+        return 0 if self.index is None else self.index.dim
 
     @property
     def kept(self) -> int:
         """Numbers that a layer keeps of a token."""
-        return self.rank + self.rope_dim
+        return self.rank + self.rope_dim + self.index_dim
 
     @property
     def name(self) -> str:
@@ -69,8 +124,12 @@ class LatentSpec:
 
     @property
     def operations(self) -> frozenset[str]:
-        found = {"head_linear", "rotate_and_cache_latents", "latent_attention"}
-        return frozenset(found if self.query_rank is None else {*found, "rms_norm"})
+        found = {"head_linear", "rotate_and_cache_latents"}
+        if self.query_rank is not None:
+            found.add("rms_norm")
+        if self.index is None:
+            return frozenset({*found, "latent_attention"})
+        return frozenset({*found, "rotate_heads", "indexed_latent_attention"})
 
     @property
     def limits(self) -> Mapping[str, int]:
@@ -94,13 +153,16 @@ class LatentSpec:
         nope, rope = (rows(tensor, num_heads, first, both, inputs) for first in (0, self.nope_dim))
         latents = LinearSpec(
             names.of_layer(layer, names.latents),
-            self.kept,
+            self.rank + self.rope_dim,
             hidden,
             LinearRole.LATENT_IN,
             head_order=None
             if turned is None
             else (*range(self.rank), *(self.rank + place for place in turned)),
         )
+        index: tuple[LinearSpec, ...] = ()
+        if self.index is not None:
+            index = self.index.linears(names, layer, hidden, inputs, self.rope_dim)
         values = num_heads * self.value_dim
         return LatentLinears(
             latents,
@@ -113,6 +175,7 @@ class LatentSpec:
             LinearSpec(
                 names.of_layer(layer, names.attention_out), hidden, values, LinearRole.ATTENTION_OUT
             ),
+            *index,
         )
 
     def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:  # noqa: ARG002
@@ -120,8 +183,13 @@ class LatentSpec:
 
     def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
         """Names and sizes of its tensors besides maps."""
-        sizes = {names.latent_norm: self.rank, names.query_down_norm: self.query_rank}
-        return [(f"{names.of_layer(layer, name)}.weight", it) for name, it in sizes.items() if it]
+        sizes = {
+            f"{names.latent_norm}.weight": self.rank,
+            f"{names.query_down_norm}.weight": self.query_rank,
+            f"{names.index_norm}.weight": self.index_dim,
+            f"{names.index_norm}.bias": self.index_dim,
+        }
+        return [(names.of_layer(layer, name), it) for name, it in sizes.items() if it]
 
 
 def _heads_of_latents(

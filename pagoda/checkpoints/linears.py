@@ -32,7 +32,7 @@ class LinearRole(enum.Enum):
     """Gate or up projection of a dense MLP."""
     MLP_OUT = enum.auto()
     ROUTER = enum.auto()
-    """Scores of the experts, or of the shared one."""
+    """Scores of the experts, or of the shared one; weights of an indexer's heads."""
     EXPERT_IN = enum.auto()
     """Gate or up projection of an expert."""
     EXPERT_OUT = enum.auto()

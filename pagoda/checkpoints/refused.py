@@ -16,12 +16,9 @@ class Refusal(NamedTuple):
     """The family that is most like it."""
 
 
-_INDEXED = "attends to tokens that an indexer chooses (index_topk)"
 _MAMBA = "has layers with a state space (Mamba)"
 _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
-    "DeepseekV32ForCausalLM": Refusal(_INDEXED, "DeepseekV3ForCausalLM"),
-    "GlmMoeDsaForCausalLM": Refusal(_INDEXED, "Glm4MoeForCausalLM"),
     "Plamo2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
     "Zamba2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
     "KimiLinearForCausalLM": Refusal(

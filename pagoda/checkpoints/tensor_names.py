@@ -133,6 +133,11 @@ class TensorNames:
     """Tensor of keys [heads, rank, nope_dim], `value_up` of values [heads, value_dim, rank]; empty where they
     are in `latent_up`."""
     value_up: str = ""
+    index_query: str = "self_attn.indexer.wq_b"
+    """Queries of an indexer, the key that they meet, with its norm, and weights of their scores."""
+    index_key: str = "self_attn.indexer.wk"
+    index_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
     attention_post_norm: str = "post_attention_layernorm"
     """Norm behind attention, in families that have one."""
     mlp_norm: str = "post_attention_layernorm"

@@ -28,4 +28,6 @@ def allocate_cache(
             num_blocks, block_size, heads, head_dim, dtype, kv_dtype, new
         )
     sizes = latent.rank, latent.rope_dim
-    return backend.allocate_latent_cache(num_blocks, block_size, *sizes, dtype, kv_dtype, new)
+    return backend.allocate_latent_cache(
+        num_blocks, block_size, *sizes, dtype, kv_dtype, new, latent.index_dim
+    )

@@ -10,20 +10,44 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, LatentCache, LinearT
+from pagoda.backend.decoder_operations import rotate_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import (
+    IndexQueries,
     head_linear,
+    indexed_latent_attention,
     latent_attention,
     prepare_head_linears,
     rotate_and_cache_latents,
 )
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight, dequantize
-from pagoda.checkpoints.latent_attention import NORM_EPS, LatentSpec
+from pagoda.checkpoints.latent_attention import NORM_EPS, LatentLinears, LatentSpec
 from pagoda.checkpoints.linears import LinearSpec
 
 if TYPE_CHECKING:
     from pagoda.model.loader import WeightLoader
+
+
+@dataclass(frozen=True)
+class Indexer(Generic[LinearT]):
+    """Weights of an indexer, whole on every rank, besides those of its keys."""
+
+    query: LinearT
+    weights: LinearT
+    key_norm: tuple[Tensor, Tensor]
+    """Weight and bias of the norm of keys, each [dim] float32."""
+    dim: int
+    most: int
+
+    def queries(
+        self, ops: GraphBuilder, h: Value, latent: Value, table: RotaryTable | None
+    ) -> IndexQueries:
+        """Queries and weights of hidden states h, and of the latent vectors of queries made of them."""
+        queries = ops.share_rows(ops.linear(latent, self.query))
+        if table is not None:
+            queries = rotate_heads(ops, queries, table, elements=queries.width, head_dim=self.dim)
+        return IndexQueries(queries, ops.share_rows(ops.linear(h, self.weights)))
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,7 @@ class LatentAttention(Generic[LinearT]):
     value_up: HeadLinears[LinearT]
     """Maps what a head attended to, [rank], to [value_dim]."""
     scale: float
+    indexer: Indexer[LinearT] | None
 
     def record(
         self,
@@ -60,6 +85,7 @@ class LatentAttention(Generic[LinearT]):
         cache = caches[0]
         if not isinstance(cache, LatentCache):
             raise TypeError(f"A layer with latent attention has a {type(cache).__name__}.")
+        states, indexer = h, self.indexer
         if self.query_down is not None and self.query_norm is not None:
             h = ops.rms_norm(ops.linear(h, self.query_down), self.query_norm, NORM_EPS)
         rotated = rotate_and_cache_latents(
@@ -71,11 +97,16 @@ class LatentAttention(Generic[LinearT]):
             cache,
             self.latent_norm,
             NORM_EPS,
+            () if indexer is None else indexer.key_norm,
         )
-        queries = head_linear(ops, ops.linear(h, self.query_nope), self.key_up)
-        attended = latent_attention(
-            ops, ops.share_rows(queries), rotated, metadata, cache, scale=self.scale
-        )
+        queries = ops.share_rows(head_linear(ops, ops.linear(h, self.query_nope), self.key_up))
+        if indexer is None:
+            attended = latent_attention(ops, queries, rotated, metadata, cache, scale=self.scale)
+        else:
+            index = indexer.queries(ops, states, h, table)
+            attended = indexed_latent_attention(
+                ops, queries, rotated, index, metadata, cache, scale=self.scale, most=indexer.most
+            )
         if h.own:
             attended = ops.own_rows(attended)
         return head_linear(ops, attended, self.value_up)
@@ -99,6 +130,24 @@ def load_latent_attention(
         _head_linears(loader, linears.key_up, is_transposed=not names.key_up),
         _head_linears(loader, linears.value_up, is_transposed=False),
         config.layers[index].attention.scale,
+        _indexer(loader, index, spec, linears),
+    )
+
+
+def _indexer(
+    loader: WeightLoader[LinearT], layer: int, spec: LatentSpec, linears: LatentLinears
+) -> Indexer[LinearT] | None:
+    index, query, weights = spec.index, linears.index_query, linears.index_weights
+    if index is None or query is None or weights is None:
+        return None
+    names = loader.shard.config.names
+    norm = names.of_layer(layer, names.index_norm)
+    order = list(index.order(spec.rope_dim) or range(index.dim))
+    weight, bias = (
+        loader.vector(f"{norm}.{part}", index.dim)[order] for part in ("weight", "bias")
+    )
+    return Indexer(
+        loader.linear([query]), loader.linear([weights]), (weight, bias), index.dim, index.most
     )
 
 

@@ -32,6 +32,11 @@ def check_context_parallel(
             f"{flag} needs a model whose layers all keep keys and values, which {config.model} is not; "
             "leave it out."
         )
+    if shape.latent is not None and shape.latent.index is not None:
+        raise ConfigError(
+            f"{flag} needs a model whose tokens attend to all before them, but an indexer chooses those of "
+            f"{config.model}; leave it out."
+        )
     if config.segment_tokens % block_size:
         raise ConfigError(
             f"--block-size {block_size} does not divide the {config.segment_tokens} tokens of a segment, of which "

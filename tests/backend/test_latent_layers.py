@@ -10,7 +10,9 @@ from torch import Tensor
 from pagoda.backend.base import HeadLinears, LatentCache, TokenBatch
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import (
+    IndexQueries,
     head_linear,
+    indexed_latent_attention,
     latent_attention,
     prepare_head_linears,
     rotate_and_cache_latents,
@@ -96,6 +98,56 @@ def test_absorbed_maps_give_what_keys_and_values_of_each_head_give() -> None:
     torch.testing.assert_close(torch.cat(parts), expected, atol=2e-5, rtol=2e-5)
     assert [*cache.tensors] == ["latents"]
     assert cache.latents.nbytes == 3 * 16 * (_RANK + _ROPE) * 4
+
+
+def test_an_indexer_chooses_the_highest_scores_and_of_equal_ones_the_first() -> None:
+    """Against scores of whole matrices, and a mask."""
+    heads, dim, most = 4, 12, 7
+    queries, rope = (
+        _random(_TOKENS, _HEADS * _RANK, seed=0),
+        _random(_TOKENS, _HEADS * _ROPE, seed=1),
+    )
+    stored = _random(_TOKENS, _RANK + _ROPE + dim, seed=2)
+    index, weights = (
+        _random(_TOKENS, heads * dim, seed=3).abs(),
+        _random(_TOKENS, heads, seed=4).abs(),
+    )
+    keys = stored[:, -dim:]
+    keys[::2] = 5 + keys[::2].abs()
+    weight, bias = torch.zeros(dim), torch.zeros(dim)
+    weight[:], bias[0] = 1.0, 0.5
+    norm = torch.ones(_RANK)
+
+    normed = torch.nn.functional.layer_norm(keys, (dim,), weight, bias, _EPS)
+    products = torch.einsum("nhd,md->nhm", index.view(-1, heads, dim), normed).relu()
+    scores = torch.einsum("nh,nhm->nm", weights, products)
+    scores = scores.masked_fill(~torch.ones(_TOKENS, _TOKENS).tril().bool(), -torch.inf)
+    order = scores.sort(descending=True, stable=True).indices[:, :most]
+    chosen = torch.zeros(_TOKENS, _TOKENS).scatter(1, order, 1.0).bool() & (scores > -torch.inf)
+    latents = stored[:, : _RANK + _ROPE].clone()
+    latents[:, :_RANK] *= torch.rsqrt(latents[:, :_RANK].square().mean(1, keepdim=True) + _EPS)
+    both = torch.cat((queries.view(_TOKENS, _HEADS, -1), rope.view(_TOKENS, _HEADS, -1)), 2)
+    attention = torch.einsum("nhd,md->nhm", both, latents) * _SCALE
+    shares = attention.masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
+    expected = torch.einsum("nhm,mr->nhr", shares, latents[:, :_RANK]).flatten(1)
+
+    backend = ReferenceBackend()
+    cache = backend.allocate_latent_cache(3, 16, _RANK, _ROPE, torch.float32, index_dim=dim)
+
+    def record(ops: GraphBuilder, metadata: Value, **rows: Value) -> Value:
+        rotary = rotate_and_cache_latents(
+            *(ops, rows["rope"], rows["stored"], metadata, None, cache, norm, _EPS), (weight, bias)
+        )
+        asked = IndexQueries(rows["index"], rows["weights"])
+        return indexed_latent_attention(
+            ops, rows["queries"], rotary, asked, metadata, cache, scale=_SCALE, most=most
+        )
+
+    batch = _batch(0, _TOKENS)
+    tensors = {"queries": queries, "rope": rope, "stored": stored, "index": index}
+    metadata = backend.attention_metadata(batch, _HEADS, cache)
+    found = compute(backend, record, {**tensors, "weights": weights}, metadata)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 class _Recorded:

@@ -182,6 +182,15 @@ _KIMI_K2: dict[str, Any] = {
     "topk_group": 1,
     "rope_parameters": {**_V2_LITE["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+_INDEX: dict[str, Any] = {
+    **_LATENT,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 24,
+    "index_head_dim": 20,
+    "index_n_heads": 12,
+}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
 _HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -306,6 +315,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {**_KIMI_K2, "n_group": 4, "topk_group": 2}),
+    "deepseek-v3.2": ("DeepseekV32ForCausalLM", {**_INDEX, "n_group": 4, "topk_group": 2}),
+    "glm-5": ("GlmMoeDsaForCausalLM", _INDEX),
     "moonlight": (
         "DeepseekV3ForCausalLM",
         {

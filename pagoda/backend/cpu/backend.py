@@ -454,6 +454,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             block_size,
             parts * pair,
             parts * pair,
+            0,
         )
         return native
 
@@ -477,6 +478,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             rows * pair,
             width,
             cache.rank,
+            cache.index_dim,
         )
         return native
 

@@ -134,6 +134,8 @@ class AttentionMetadata:
     tiles: Tiles
     first_blocks: Tensor
     """[n], the first cache block of each token's sequence."""
+    block_table: Tensor
+    """[s, b]."""
     query_lens: list[int]
     """Tokens of each sequence in the step, `context_lens` those with the ones before."""
     context_lens: list[int]
@@ -229,6 +231,7 @@ def plan_attention(
             (batch.query_lens.cumsum(0) - batch.query_lens)[sequence_of_tile],
         ),
         first_blocks=block_table[batch.sequence_ids, 0],
+        block_table=block_table,
         query_lens=batch.query_lens.tolist(),
         context_lens=batch.context_lens.tolist(),
         both_ways=lru_cache(

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend.base import HeadLinears, KVCache, LatentCache
-from pagoda.backend.reference.attention import AttentionMetadata, attention
+from pagoda.backend.base import HeadLinears, KVCache, LatentCache, TokenBatch
+from pagoda.backend.reference.attention import KEYS, AttentionMetadata, attention, plan_attention
 from pagoda.backend.reference.context import context_attention
 from pagoda.backend.reference.kept import write_kv
 from pagoda.backend.reference.linear import Linear, linear
-from pagoda.backend.reference.rows import rms_norm, rotated
+from pagoda.backend.reference.rows import layer_norm, rms_norm, rotated
 from pagoda.parallel.collectives import Collectives
+
+_TOKENS = 16
+"""Tokens whose choices are copied at once."""
 
 
 def as_keys_and_values(cache: LatentCache) -> KVCache:
@@ -32,16 +36,19 @@ def head_linear(x: Tensor, weight: HeadLinears[Linear]) -> Tensor:
 def rotate_and_cache_latents(
     queries: Tensor, latents: Tensor, metadata: AttentionMetadata, *rest: Any, eps: float
 ) -> Tensor:
-    *table, cache, norm = rest
-    queries, keys = (
-        part.view(len(part), -1, cache.rope_dim) for part in (queries, latents[:, cache.rank :])
-    )
+    place = next(i for i, each in enumerate(rest) if isinstance(each, LatentCache))
+    table, (cache, norm, *index_norm) = rest[:place], rest[place:]
+    latent, key, index_key = torch.split(latents, [cache.rank, cache.rope_dim, cache.index_dim], 1)
+    if index_norm:
+        index_key = layer_norm(index_key, *index_norm, eps=eps)
+    heads = [part[:, None] for part in (key, index_key)]
+    heads.append(queries.view(len(queries), -1, cache.rope_dim))
     if table:
-        queries, keys = rotated(queries, (table[0], table[1])), rotated(keys, (table[0], table[1]))
-    normed = rms_norm(latents[:, : cache.rank], norm, eps=eps)
-    vectors = torch.cat((normed, keys.flatten(1)), dim=1)[:, None]
+        heads = [rotated(each, (table[0], table[1])) if each.shape[2] else each for each in heads]
+    key, index_key, queries = (each.flatten(1) for each in heads)
+    vectors = torch.cat((rms_norm(latent, norm, eps=eps), key, index_key), dim=1)[:, None]
     write_kv(as_keys_and_values(cache), vectors, vectors, metadata)
-    return queries.flatten(1)
+    return queries
 
 
 def latent_attention(
@@ -71,8 +78,86 @@ def latent_attention(
     return out.view_as(queries)[:, :, : cache.rank].flatten(1)
 
 
+def indexed_latent_attention(
+    latent_queries: Tensor,
+    rotary_queries: Tensor,
+    index_queries: Tensor,
+    index_weights: Tensor,
+    metadata: AttentionMetadata,
+    cache: LatentCache,
+    *,
+    scale: float,
+    most: int,
+) -> Tensor:
+    heads = rotary_queries.shape[1] // cache.rope_dim
+    out = torch.empty_like(latent_queries)
+    lens = zip(metadata.query_lens, metadata.context_lens, strict=True)
+    places = [
+        (sequence, length)
+        for sequence, (new, total) in enumerate(lens)
+        for length in range(total - new + 1, total + 1)
+    ]
+    for first in range(0, len(places), _TOKENS):
+        tokens = slice(first, first + _TOKENS)
+        chosen = [
+            _chosen(cache, metadata.block_table[sequence], length, queries, weights, most)
+            for (sequence, length), queries, weights in zip(
+                places[tokens], index_queries[tokens], index_weights[tokens], strict=True
+            )
+        ]
+        own, batch = _of_chosen(cache, chosen)
+        plan = plan_attention(batch, heads, as_keys_and_values(own))
+        out[tokens] = latent_attention(
+            latent_queries[tokens], rotary_queries[tokens], plan, own, scale=scale
+        )
+    return out
+
+
+def _chosen(
+    cache: LatentCache, blocks: Tensor, length: int, queries: Tensor, weights: Tensor, most: int
+) -> Tensor:
+    """Rows [m] int64 in the cache of the tokens that an indexer chooses of a sequence of `length`."""
+    size = cache.latents.shape[2]
+    places = torch.arange(length)
+    rows = blocks[places // size] * size + places % size
+    if length <= most:
+        return rows
+    keys = cache.latents.flatten(0, 2)[rows][:, cache.width - cache.index_dim :].float()
+    if cache.latent_scales is not None:
+        keys *= cache.latent_scales.flatten()[rows][:, None]
+    found = torch.relu(queries.view(len(weights), -1) @ keys.T)
+    scores = (weights[:, None] * found).sum(0)
+    return rows[scores.sort(descending=True, stable=True).indices[:most].sort().values]
+
+
+def _of_chosen(cache: LatentCache, chosen: Sequence[Tensor]) -> tuple[LatentCache, TokenBatch]:
+    """A cache of the chosen tokens without index keys, and a step to which those of each token are a sequence."""
+    counts = torch.tensor([len(rows) for rows in chosen])
+    blocks = -(-int(counts.max()) // KEYS)
+    rows = torch.stack([F.pad(rows, (0, blocks * KEYS - len(rows))) for rows in chosen]).flatten()
+    width = cache.width - cache.index_dim
+    latents = cache.latents.flatten(0, 2)[rows][:, :width].view(-1, 1, KEYS, width)
+    scales = cache.latent_scales
+    if scales is not None:
+        scales = scales.flatten()[rows].view(-1, 1, KEYS)
+    batch = TokenBatch(
+        token_ids=torch.zeros_like(counts),
+        positions=counts - 1,
+        sequence_ids=torch.arange(len(counts)),
+        query_lens=torch.ones_like(counts),
+        context_lens=counts,
+        block_tables=(torch.arange(len(counts) * blocks).view(-1, blocks),),
+    )
+    return LatentCache(latents, cache.rank, cache.rope_dim, scales), batch
+
+
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (head_linear, rotate_and_cache_latents, latent_attention)
+    for function in (
+        head_linear,
+        rotate_and_cache_latents,
+        latent_attention,
+        indexed_latent_attention,
+    )
 }
 """Operations by name."""

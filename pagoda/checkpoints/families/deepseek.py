@@ -14,6 +14,7 @@ from pagoda.checkpoints.families.shared import (
     gguf_layers,
     layers_behind_dense,
     sigmoid_experts,
+    sparse_by_kind,
     text_sizes,
     with_attention,
     with_experts,
@@ -21,7 +22,7 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.latent_attention import IndexSpec, LatentSpec
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import YarnScaling
@@ -189,4 +190,50 @@ DEEPSEEK_V3 = Family(
         | {"n_shared_experts", "q_lora_rank", "rope_interleave", "routed_scaling_factor"}
         | {"scoring_func", "topk_group", "topk_method"}
     ),
+)
+
+
+# ---- DeepSeek-V3.2: an indexer chooses the tokens that a token attends to (DeepSeek-AI 2025)
+
+INDEX_KEYS = frozenset({"index_topk"})
+
+
+def with_indexer(
+    spec: ModelSpec, fields: Fields, usual_heads: int, *, rotates_neighbours: bool
+) -> ModelSpec:
+    """The model with latent attention to the tokens that an indexer of each layer chooses.
+
+    `usual_heads` is `index_n_heads` where the file is silent."""
+    latent = spec.latent
+    if latent is None or latent.query_rank is None:
+        fields.refuse(
+            "q_lora_rank", "must be a number, as an indexer's queries are made of its vector"
+        )
+    index = IndexSpec(
+        heads=fields.positive("index_n_heads", usual_heads),
+        dim=fields.positive("index_head_dim", 128),
+        most=fields.positive("index_topk", 2048),
+        rotates_neighbours=rotates_neighbours,
+    )
+    if index.dim < latent.rope_dim:
+        fields.refuse("index_head_dim", f"must be at least qk_rope_head_dim ({latent.rope_dim})")
+    return with_attention(spec, latent=replace(latent, index=index))
+
+
+def _adapt_deepseek_v32(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    experts = sigmoid_experts(fields, _SIZES, scale=2.5, groups=(8, 4))
+    spec = with_experts(
+        with_latents(spec, fields), experts, sparse_by_kind(fields, spec.num_layers, 3)
+    )
+    return with_next_token(with_indexer(spec, fields, 64, rotates_neighbours=False), fields)
+
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    architecture="DeepseekV32ForCausalLM",
+    models="DeepSeek-V3.2 and V3.2-Exp",
+    adapt=_adapt_deepseek_v32,
+    gguf=None,
+    model_types={},
+    own_keys=DEEPSEEK_V3.own_keys | INDEX_KEYS,
 )

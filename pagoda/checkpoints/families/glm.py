@@ -6,7 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.deepseek import DEEPSEEK_V3, with_latents
+from pagoda.checkpoints.families.deepseek import (
+    DEEPSEEK_V3,
+    INDEX_KEYS,
+    with_indexer,
+    with_latents,
+)
 from pagoda.checkpoints.families.shared import (
     NEXT_LAYERS,
     gguf_layers,
@@ -136,4 +141,33 @@ GLM4_MOE_LITE = replace(
         "v_head_dim": 256,
     },
     model_types={},
+)
+
+
+# ---- GLM-5: DeepSeek-V3.2 of other sizes, whose indexer rotates neighbours (Z.ai 2026)
+
+_SIZES_GLM5 = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+
+
+def _adapt_glm5(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("index_topk_freq", 1)
+    fields.require("index_topk_pattern", None)
+    fields.require("indexer_rope_interleave", True)
+    kinds = fields.values.get("indexer_types")
+    if kinds is not None and kinds != ["full"] * spec.num_layers:
+        fields.refuse(
+            "indexer_types", "must be full for all layers; none may share the choice of another"
+        )
+    experts = sigmoid_experts(fields, _SIZES_GLM5, scale=2.5)
+    spec = with_latents(spec, fields, usual_query_rank=2048)
+    spec = with_experts(spec, experts, sparse_by_kind(fields, spec.num_layers, 3))
+    return with_next_token(with_indexer(spec, fields, 32, rotates_neighbours=True), fields)
+
+
+GLM_MOE_DSA = replace(
+    GLM4_MOE_LITE,
+    architecture="GlmMoeDsaForCausalLM",
+    models="GLM-5",
+    adapt=_adapt_glm5,
+    own_keys=GLM4_MOE_LITE.own_keys | INDEX_KEYS,
 )

@@ -163,10 +163,10 @@ def layers_behind_dense(fields: Fields, num_layers: int, usual: int) -> list[int
 _MLP_KINDS = "mlp_layer_types"
 
 
-def sparse_by_kind(fields: Fields, num_layers: int) -> list[int]:
-    """Layers that `mlp_layer_types` call sparse; those behind the first one where the file is silent."""
+def sparse_by_kind(fields: Fields, num_layers: int, usual: int = 1) -> list[int]:
+    """Layers that `mlp_layer_types` call sparse; those behind the first `usual` ones where the file is silent."""
     if fields.values.get(_MLP_KINDS) is None:
-        return layers_behind_dense(fields, num_layers, 1)
+        return layers_behind_dense(fields, num_layers, usual)
     kinds = fields.texts(_MLP_KINDS)
     if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
         fields.refuse(_MLP_KINDS, f"must be a list of {num_layers} of dense, sparse")

@@ -14,7 +14,9 @@ from pagoda.backend.base import Backend, HeadLinears, LatentCache
 from pagoda.backend.graph import Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.latent_layers import (
+    IndexQueries,
     head_linear,
+    indexed_latent_attention,
     latent_attention,
     prepare_head_linears,
     rotate_and_cache_latents,
@@ -50,6 +52,7 @@ from pagoda.plugins.backend_check.subject import (
 )
 
 _OPERATIONS = ("rotate_and_cache_latents", "latent_attention", "rotary_table")
+_INDEXED = ("rotate_and_cache_latents", "indexed_latent_attention", "rotate_heads", "rotary_table")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class LatentKind:
     rank: int = 64
     rope_dim: int = 16
     is_rotated: bool = True
+    index_heads: int = 0
+    """Heads of an indexer; 0 without one."""
+    index_dim: int = 0
+    most: int = 0
+    """Tokens that an indexer chooses."""
     block_size: int = 16
     kv_dtype: str = "float32"
     broken: int | None = None
@@ -86,6 +94,11 @@ _KINDS = {
     "sizes of no whole vectors": LatentKind(heads=3, rank=38, rope_dim=8),
     "not rotated": LatentKind(is_rotated=False),
 }
+_INDEXED_KINDS = {
+    "an indexer of eight heads": LatentKind(index_heads=8, index_dim=32, most=24),
+    "an indexer of sizes of no whole vectors": LatentKind(index_heads=5, index_dim=22, most=9),
+    "an indexer that chooses all": LatentKind(index_heads=8, index_dim=32, most=500),
+}
 
 
 def _cache(backend: Backend[Any, Any], kind: LatentKind, new: Any = None) -> LatentCache:
@@ -94,7 +107,8 @@ def _cache(backend: Backend[Any, Any], kind: LatentKind, new: Any = None) -> Lat
     dtype = torch.float32 if kv_dtype.itemsize == 1 else kv_dtype
     shape = (kind.places.num_blocks, kind.block_size, kind.rank, kind.rope_dim)
     own = () if new is None else (new,)
-    cache = backend.allocate_latent_cache(*shape, dtype, kv_dtype, *own)
+    index = {"index_dim": kind.index_dim} if kind.index_dim else {}
+    cache = backend.allocate_latent_cache(*shape, dtype, kv_dtype, *own, **index)
     spoil(backend, cache)
     return cache
 
@@ -109,21 +123,36 @@ def _attend(
     """One step; what each share's tokens attend to."""
     batch = token_batch(kind.places, shares, blocks)
     norm = (1 + 0.2 * random_tensor(kind.rank, seed=5)).to(backend.device)
+    index_norm = [
+        (1 + 0.2 * random_tensor(kind.index_dim, seed=seed)).to(backend.device) for seed in (7, 8)
+    ]
     frequencies = torch.logspace(0, -3, kind.rope_dim // 2).to(backend.device)
 
     def record(ops: GraphBuilder, metadata: Value, positions: Value, **rows: Value) -> list[Value]:
         table = ops.rotary_table(positions, frequencies, 1.0) if kind.is_rotated else None
         rotary = rotate_and_cache_latents(
-            ops, rows["rotary"], rows["latents"], metadata, table, cache, norm, 1e-6
+            *(ops, rows["rotary"], rows["latents"], metadata, table, cache, norm, 1e-6),
+            index_norm if kind.index_heads else (),
         )
-        return [latent_attention(ops, rows["queries"], rotary, metadata, cache, scale=0.2)]
+        queries = rows["queries"], rotary
+        if not kind.index_heads:
+            return [latent_attention(ops, *queries, metadata, cache, scale=0.2)]
+        index = IndexQueries(rows["index"], rows["weights"])
+        return [
+            indexed_latent_attention(
+                ops, *queries, index, metadata, cache, scale=0.2, most=kind.most
+            )
+        ]
 
     tensors = {
         "positions": batch.positions,
         "queries": kind.rows(shares, kind.heads * kind.rank, 1),
         "rotary": kind.rows(shares, kind.heads * kind.rope_dim, 2),
-        "latents": kind.rows(shares, kind.rank + kind.rope_dim, 3),
+        "latents": kind.rows(shares, kind.rank + kind.rope_dim + kind.index_dim, 3),
     }
+    if kind.index_heads:
+        tensors["index"] = kind.rows(shares, kind.index_heads * kind.index_dim, 4)
+        tensors["weights"] = kind.rows(shares, kind.index_heads, 5)
     metadata = backend.attention_metadata(batch, kind.heads, cache)
     (out,) = outputs(backend, record, tensors, metadata)
     return list(torch.split(out, [n for _, _, n in shares]))
@@ -158,6 +187,16 @@ def _kinds(subject: Subject) -> str:
         own = replace(kind, block_size=size, kv_dtype=first_dtype(subject))
         _check_kind(subject, own, what)
     return ", ".join(_KINDS)
+
+
+def _indexers(subject: Subject) -> str:
+    subject.needs(*_INDEXED)
+    capabilities = subject.backend.capabilities
+    for kv_dtype in capabilities.kv_cache_dtypes:
+        for what, kind in _INDEXED_KINDS.items():
+            own = replace(kind, block_size=capabilities.block_sizes[0], kv_dtype=kv_dtype)
+            _check_kind(subject, own, f"{what}, {kv_dtype}")
+    return ", ".join(_INDEXED_KINDS)
 
 
 def _caches(subject: Subject) -> str:
@@ -223,6 +262,7 @@ EXPLICIT = {
     "head_linear": Check("head_linear", _head_linear),
     "rotate_and_cache_latents": _ATTENTION,
     "latent_attention": _ATTENTION,
+    "indexed_latent_attention": Check("indexed_latent_attention", _indexers),
 }
 """Checks of operations of latent attention."""
 FURTHER = (Check("formats, block sizes and layout of latents", _caches),)

@@ -122,12 +122,16 @@ class GpuBackend:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
         new: NewTensor = new_tensor,  # noqa: ARG002 - host memory
+        index_dim: int = 0,
     ) -> LatentCache:
         kv_dtype, blocks = kv_dtype or dtype, (num_blocks, 1, block_size)
-        latents, scales = self._runtime.empty((*blocks, rank + rope_dim), kv_dtype), None
+        latents, scales = (
+            self._runtime.empty((*blocks, rank + rope_dim + index_dim), kv_dtype),
+            None,
+        )
         if format_of(kv_dtype).has_scales:
             scales = self._runtime.empty(blocks, torch.float32)
-        cache = LatentCache(latents, rank, rope_dim, scales)
+        cache = LatentCache(latents, rank, rope_dim, scales, index_dim)
         self._products[cache] = dtype
         return cache
 
