@@ -189,8 +189,9 @@ async def _measure(
         capacity = _rate(await ask(4 * chosen.seqs * len(_roles(chosen)), 1.0, 8))
         for share in chosen.loads:
             rate = share * capacity
-            records = await ask(rate, max(chosen.seconds, chosen.requests / rate), chosen.seed)
-            cells.append(Cell(name, share, rate, chosen.seed, _figures(records)))
+            seed = chosen.seed + len(cells)
+            records = await ask(rate, max(chosen.seconds, chosen.requests / rate), seed)
+            cells.append(Cell(name, share, rate, seed, _figures(records)))
     finally:
         await server.close()
     return cells

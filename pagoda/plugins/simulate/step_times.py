@@ -294,7 +294,7 @@ def _spread(samples: Sequence[StepSample]) -> tuple[float, ...]:
         return ()
     together = sum(map(mul, offs, offs))
     neighbours = sum(one * other for run in runs for one, other in pairwise(run))
-    share = max(0.0, 1 + 2 * neighbours / together) ** 0.5 if together else 0.0
+    share = min(1.0, max(0.0, 1 + 2 * neighbours / together)) ** 0.5 if together else 0.0
     last = _NUM_QUANTILES - 1
     chosen = [1 + share * offs[index * (len(offs) - 1) // last] for index in range(_NUM_QUANTILES)]
     center = mean(map(mean, pairwise(chosen)))
