@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -62,7 +63,9 @@ _PARTING_S = 0.1
 """Seconds from when a router has hung up until the socket refuses messages to it; with a wide margin."""
 
 _TELL_S = 0.02
-"""Seconds between two looks at the work that routers have here."""
+"""Seconds between two looks at the work that routers have here, while none brings more."""
+_LEAST_TELL_S = 0.002
+"""Seconds between two looks at least. Routers that hear late of a request send theirs to the same host."""
 _TOLD_SHARE = 8
 """Routers are told of one another's work when it has changed by an eighth."""
 
@@ -125,6 +128,8 @@ class HostServer:
         """Routers so far."""
         self._telling: asyncio.TimerHandle | None = None
         """The next time that routers are told of one another's work; None while there is none."""
+        self._told_at = -math.inf
+        """The last time."""
         self._num_renamed = 0
         self._leaves = False
         self._flushing: list[_Router] = []
@@ -331,21 +336,25 @@ class HostServer:
             )
             self._send(router, report)
 
-    def _tell_soon(self) -> None:
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(_TELL_S, self._tell_work)
+    def _tell_at(self, instant: float) -> None:
+        """Tells routers of one another's work then, or sooner where that is due already."""
+        if self._telling is not None:
+            if self._telling.when() <= instant:
+                return
+            self._telling.cancel()
+        self._telling = asyncio.get_running_loop().call_at(instant, self._tell_work)
 
     def _tell_work(self) -> None:
         """Tells each router of the work of others, where that is another than it was told. Goes on until there is
         none."""
-        self._telling = None
+        self._telling, self._told_at = None, asyncio.get_running_loop().time()
         for router in self._welcome_routers():
             tokens = self._endpoint.work_besides(router.via)
             if abs(tokens - router.told_tokens) > router.told_tokens // _TOLD_SHARE:
                 router.told_tokens = tokens
                 self._send(router, HostWork(capped(tokens)))
         if self._request_ids or any(router.told_tokens for router in self._routers.values()):
-            self._tell_soon()
+            self._tell_at(self._told_at + _TELL_S)
 
     def _begin(self, router: _Router, request: GenerateRequest) -> None:
         wire_id = request.wire_id or request.request_id
@@ -360,8 +369,8 @@ class HostServer:
             request = msgspec.structs.replace(request, request_id=request_id)
         request = msgspec.structs.replace(request, via=router.via)
         self._request_ids.add(request.request_id)
-        self._tell_soon()
         task = asyncio.create_task(self._generate(router, wire_id, request))
+        self._tell_at(max(asyncio.get_running_loop().time(), self._told_at + _LEAST_TELL_S))
         router.requests[wire_id] = task
         task.add_done_callback(partial(self._end, router, wire_id, request.request_id))
 

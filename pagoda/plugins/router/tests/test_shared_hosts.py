@@ -9,6 +9,8 @@ from linked_hosts import Host, Router, until
 from virtual_fleet import request
 
 from benchmarks.dispatch_scale import begin, fleet
+from benchmarks.routing import Timed, replica
+from benchmarks.shared_hosts import Setting, serve
 from pagoda.concurrency.async_utils import cancel_all
 
 
@@ -49,3 +51,15 @@ async def test_the_work_of_a_router_that_is_lost_is_forgotten() -> None:
         await until(lambda: pending(one) == 0)
         await cancel_all([asking])
     await dispatcher.close()
+
+
+def test_routers_hear_of_each_others_requests_before_they_choose_the_same_host() -> None:
+    """Four equal requests come to four routers of four hosts, each 4 ms behind the other, in virtual time: none
+    waits for another."""
+    traffic = [
+        Timed(second + gap, request(f"{second}+{gap}", [second + 1] * 4000, 2))
+        for second in range(4)
+        for gap in (0.0, 0.004, 0.008, 0.012)
+    ]
+    outcome = serve(traffic, Setting(4), 4, replica())
+    assert max(outcome.ttfts) < 1.01 * min(outcome.ttfts)
