@@ -60,6 +60,7 @@ def _samples(engine: Process, steps: list[Step]) -> Iterator[StepSample]:
         yield StepSample(
             num_tokens=batch.tokens,
             num_seqs=batch.seqs,
+            num_requests=sum(n > 1 for _, n in rows),
             context_tokens=context_tokens,
             pairs=sum(n * (front + n / 2) for (_, n), front in chunks if n > 1),
             time_s=max(span.ns for span in spans) / 1e9,
