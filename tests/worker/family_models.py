@@ -529,6 +529,7 @@ def of_one_layer(name: str) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == count
     }
     zeros = {"num_kv_shared_layers": 0} if "num_kv_shared_layers" in changes else {}
+    lists |= {"moe_layers": [0]} if "moe_layers" in changes else {}
     if name == _IN_PAIRS:
         return {"num_layers": 1, "num_hidden_layers": 2}
     return {**dict.fromkeys(own, 1), **lists, **zeros}
