@@ -38,7 +38,9 @@ HARMLESS = {
     *("pooler_hidden_act", "summary_activation", "summary_type", "summary_use_proj"),
     *("output_router_logits", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise"),
     *("attn_pdrop", "emb_pdrop", "embedding_dropout", "dropout", "layerdrop", "init_std"),
-    "init_device",
+    *("init_device", "altup_coef_clip", "input_jitter_noise"),
+    # The sum of two others.
+    "qk_head_dim",
     # Of number formats within transformers, and of heads for other tasks.
     *("attention_softmax_in_fp32", "reorder_and_upcast_attn", "scale_attention_softmax_in_fp32"),
     *("slow_but_exact", "is_decoder", "summary_activation", "summary_first_dropout"),
@@ -147,6 +149,12 @@ def _base(name: str) -> dict[str, Any]:
         base |= {"shared_intermediate_size": 96}
     if name.startswith(("Bert", "XLM")):
         base |= {"hidden_act": "gelu", "num_labels": 1}
+    if name.startswith("Gemma3n"):
+        base["num_kv_shared_layers"] = 0
+    if name.startswith("Gemma4"):
+        base |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        base |= {"num_kv_shared_layers": 1, "enable_moe_block": True, "num_experts": 4}
+        base |= {"top_k_experts": 2, "moe_intermediate_size": 32}
     if name.startswith("GPTJ"):
         base["rotary_dim"] = 8
     if name.startswith(("MambaFor", "FalconMamba")):
@@ -178,8 +186,8 @@ def test_absent_keys_have_the_values_of_transformers(name: str) -> None:
     assert _parse(base | {"architectures": [name]}) == _parse(filled)
 
 
-_ALL_HEADS = ("GPT", "OPT", "Bloom", "Falcon", "Mamba", "Mpt", "Persimmon")
-"""Families without fields for heads of keys, and for the size of heads."""
+_ALL_HEADS = ("GPT", "OPT", "Bloom", "Falcon", "Mamba", "Mpt", "Persimmon", "Dbrx", "Gemma4")
+"""Families without fields for heads of keys, and for the size of heads, of all layers."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -188,7 +196,7 @@ def test_absent_sizes_are_those_of_transformers(name: str) -> None:
     base = _base(name) | {"hidden_size": 8192, "num_attention_heads": 128}
     refused: dict[str, set[str]] = {}
     for absent in ({key} for key in BASE):
-        if name.startswith("GraniteMoeHybrid") and absent == {"num_hidden_layers"}:
+        if name.startswith(("GraniteMoeHybrid", "Gemma4")) and absent == {"num_hidden_layers"}:
             continue  # there must be a kind for each
         for others in ({"head_dim", "num_key_value_heads"}, set[str]()):
             values = {key: size for key, size in base.items() if key not in absent | others}

@@ -529,6 +529,7 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 
 _COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
 _IN_PAIRS = "longcat-flash"
+_WITH_STATES = ("lfm2", "qwen3-next", "qwen3.5")
 
 
 def of_one_layer(name: str) -> dict[str, Any]:
@@ -542,6 +543,9 @@ def of_one_layer(name: str) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == count
     }
     zeros = {"num_kv_shared_layers": 0} if "num_kv_shared_layers" in changes else {}
+    lists |= {"moe_layers": [0]} if "moe_layers" in changes else {}
+    if name.startswith(_WITH_STATES):  # transformers keeps no states alone
+        lists["layer_types"] = ["full_attention"]
     if name == _IN_PAIRS:
         return {"num_layers": 1, "num_hidden_layers": 2}
     return {**dict.fromkeys(own, 1), **lists, **zeros}

@@ -43,9 +43,14 @@ def with_shared_kv(spec: ModelSpec, fields: Fields, usual: int) -> ModelSpec:
     return spec.with_layers(change)
 
 
-def adapted(spec: ModelSpec, fields: Fields, every: int, cap: float | None) -> ModelSpec:
-    """The part that both share: norms, windows, and embeddings times the root of their size."""
+def adapted(
+    spec: ModelSpec, fields: Fields, every: int, cap: float | None, *, last_full: bool = False
+) -> ModelSpec:
+    """The part that both share: norms, windows, and embeddings times the root of their size.
+
+    With `last_full`, the last layer sees all, whatever the file says."""
     windows = every_nth_full(fields, spec.num_layers, every, 512)
+    windows = (*windows[:-1], None) if last_full else windows
     spec = with_attention(spec, windows, scale=1.0, qk_norm="head", value_norm=True)
     cap = fields.optional_number("final_logit_softcapping") or cap
     if "final_logit_softcapping" in fields and not fields.values["final_logit_softcapping"]:

@@ -80,7 +80,7 @@ def _adapt_4(spec: ModelSpec, fields: Fields) -> ModelSpec:
         experts = _experts(fields, mlp.intermediate_size)
         return replace(layer, attention=changed, mlp=experts or mlp)
 
-    spec = with_shared_kv(adapted(spec, fields, 6, None), fields, 0)
+    spec = with_shared_kv(adapted(spec, fields, 6, None, last_full=True), fields, 0)
     local = rope_of_kind(fields, "sliding_attention")
     rotary = dict(spec.rotary)
     rotary["default"] = parse_rope(_full_rope(fields), full.head_dim, None)

@@ -18,12 +18,17 @@ from pagoda.checkpoints.tensor_names import TensorNames
 
 def _values(fields: Fields) -> Mapping[str, object]:
     """Layers, each with attention and an MLP, of which files count two as one."""
+
+    def either(own: str, name: str, usual: int) -> int:
+        return fields.positive(own, fields.positive(name, usual))
+
+    pairs = max(1, fields.positive("num_hidden_layers", 56) // 2)
     return {
-        "num_hidden_layers": 2 * fields.positive("num_layers", 28),
-        "num_key_value_heads": None,
+        "num_hidden_layers": 2 * fields.positive("num_layers", pairs),
         "head_dim": fields.positive("qk_rope_head_dim", 64),
-        "intermediate_size": fields.positive("ffn_hidden_size", 12_288),
-        "num_experts_per_tok": fields.positive("moe_topk", 12),
+        "intermediate_size": either("ffn_hidden_size", "intermediate_size", 12_288),
+        "moe_intermediate_size": either("expert_ffn_hidden_size", "moe_intermediate_size", 2048),
+        "num_experts_per_tok": either("moe_topk", "num_experts_per_tok", 12),
     }
 
 
@@ -53,7 +58,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
         renormalize=False,
         scaling_factor=fields.number("routed_scaling_factor", 6.0),
     )
-    inner = fields.positive("expert_ffn_hidden_size", 2048)
+    inner = fields.positive("moe_intermediate_size")
     dense = fields.positive("intermediate_size")
     experts = ExpertsSpec(
         routing, inner, correction=True, shared_size=dense, identities=identities, carried=True

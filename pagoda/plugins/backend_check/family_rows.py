@@ -21,9 +21,6 @@ from pagoda.plugins.backend_check.subject import (
     random_tensor,
 )
 
-_NUMBERS = {"first": 24, "head_dim": 12, "eps": 1e-5}
-_CHOICE = {"per_token": 3, "renormalize": True}
-
 
 class _Case(NamedTuple):
     """An operation of rows of so many elements, and of vectors."""
@@ -35,13 +32,17 @@ class _Case(NamedTuple):
 
 _CASES: Mapping[str, _Case] = {
     "rms_norm_heads": _Case(
-        (84,), (48,), lambda ops, x, w: family.rms_norm_heads(ops, x, w, **_NUMBERS)
+        (84,),
+        (48,),
+        lambda ops, x, w: family.rms_norm_heads(ops, x, w, first=24, head_dim=12, eps=1e-5),
     ),
     "sparse_mixing": _Case((16,), (), lambda ops, x: family.sparse_mixing(ops, x, 0.2)),
     "expert_weights": _Case(
         (9,),
         (9, 9),
-        lambda ops, x, f, c: family.expert_weights(ops, x, f, c, kept=6, **_CHOICE),
+        lambda ops, x, f, c: family.expert_weights(
+            ops, x, f, c, per_token=3, renormalize=True, kept=6
+        ),
     ),
     "above_deviations": _Case((130,), (), lambda ops, x: family.above_deviations(ops, x, 0.5)),
     "match_magnitude": _Case(
