@@ -17,13 +17,16 @@ class Refusal(NamedTuple):
 
 
 _INDEXED = "attends to tokens that an indexer chooses (index_topk)"
-_MAMBA = "has layers with a state space (Mamba)"
 _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
     "DeepseekV32ForCausalLM": Refusal(_INDEXED, "DeepseekV3ForCausalLM"),
     "GlmMoeDsaForCausalLM": Refusal(_INDEXED, "Glm4MoeForCausalLM"),
-    "Plamo2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
-    "Zamba2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
+    "Plamo2ForCausalLM": Refusal(
+        "has Mamba layers whose steps, B and C are normed by heads", "JambaForCausalLM"
+    ),
+    "Zamba2ForCausalLM": Refusal(
+        "has blocks of attention that several Mamba layers share", "BambaForCausalLM"
+    ),
     "KimiLinearForCausalLM": Refusal(
         "has layers of Kimi's delta attention", "Qwen3NextForCausalLM"
     ),
