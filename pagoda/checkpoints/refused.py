@@ -16,11 +16,14 @@ class Refusal(NamedTuple):
     """The family that is most like it."""
 
 
-_MAMBA = "has layers with a state space (Mamba)"
 _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
-    "Plamo2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
-    "Zamba2ForCausalLM": Refusal(_MAMBA, "LlamaForCausalLM"),
+    "Plamo2ForCausalLM": Refusal(
+        "has Mamba layers whose steps, B and C are normed by heads", "JambaForCausalLM"
+    ),
+    "Zamba2ForCausalLM": Refusal(
+        "has blocks of attention that several Mamba layers share", "BambaForCausalLM"
+    ),
     "KimiLinearForCausalLM": Refusal(
         "has layers of Kimi's delta attention", "Qwen3NextForCausalLM"
     ),
