@@ -163,7 +163,9 @@ class BlockWeight:
         if of_blocks is None:
             return numbers.float()
         groups = self.stored_format.block_size // self.stored_format.group_size
-        return of_blocks.float().repeat_interleave(groups, dim=1) * numbers.float()
+        lattice = self.stored_format.lattice
+        units = of_blocks.float() * (1 if lattice is None else lattice.unit)
+        return units.repeat_interleave(groups, dim=1) * numbers.float()
 
 
 LinearWeight = DenseWeight | Int8Weight | Fp8Weight | GroupedWeight | BlockWeight
