@@ -162,6 +162,33 @@ PAGODA_INLINE void unpack_unit(const QuantizedFormat& format, const uint8_t* blo
     }
 }
 
+// Calls f(unit of a block, its numbers), of all units. Points of eight are found for two units at once.
+template <class B, class F>
+PAGODA_INLINE void for_units(const QuantizedFormat& format, const uint8_t* block, int column, F f) {
+    const int64_t units = format.units_of_block();
+    if constexpr (B::Points::inputs == 8) {
+        using P = typename B::Points;
+        for (int64_t u = 0; u < units; u += 2) {
+            const int64_t last = u + 1 < units ? u + 1 : u;
+            const UnitOfPoints two[] = {{format, block, u, column}, {format, block, last, column}};
+            ints levels[2][kHalves];
+            find_levels<P, 2>(format.blocks.lattice.table,
+                              {{two[0].low, two[0].bits, two[0].stride}, {two[1].low, two[1].bits, two[1].stride}}, levels);
+            for (int64_t i = 0; i <= last - u; ++i) {
+                ints quads[kQuads];
+                unpack_levels<B>(block, u + i, column, two[i], levels[i], quads);
+                f(u + i, quads);
+            }
+        }
+    } else {
+        for (int64_t u = 0; u < units; ++u) {
+            ints quads[kQuads];
+            unpack_unit<B>(format, block, u, column, quads);
+            f(u, quads);
+        }
+    }
+}
+
 // ---- scales
 
 struct GroupScales {
@@ -262,7 +289,6 @@ template <class B, int Rows>
 PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
                                int64_t row_bytes, Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
-    const int64_t units = format.units_of_block();
     for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
         int64_t at = 0;  // the row's group
@@ -271,10 +297,9 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
         for (vec& result : results) result = zero();
         for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
             const GroupScales of_block = block_scales<B>(format, block, column);
-            for (int64_t u = 0; u < units; ++u, x += kUnitInputs, at += kHalves) {
+            for_units<B>(format, block, column, [&](int64_t u, const ints (&quads)[kQuads]) PAGODA_LAMBDA {
                 ahead.step();
-                ints quads[kQuads], sums[Rows][kHalves];
-                unpack_unit<B>(format, block, u, column, quads);
+                ints sums[Rows][kHalves];
 #pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) {
                     for (int half = 0; half < kHalves; ++half) {
@@ -299,7 +324,8 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
                     results[r] = add_unit<B>(results[r], sums[r], scales, row.scales + r * meta + at,
                                              row.totals + r * meta + at);
                 }
-            }
+                x += kUnitInputs, at += kHalves;
+            });
         }
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) store(c + r * kPanel + column, results[r]);

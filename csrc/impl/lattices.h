@@ -37,34 +37,7 @@ PAGODA_INLINE ints words_of(F f) {
     return load_ints(reinterpret_cast<const uint8_t*>(words));
 }
 
-#ifdef __AVX512VNNI__
-
-PAGODA_INLINE bool permutes_bytes() { return __builtin_cpu_supports("avx512vbmi"); }
-
-// Bytes of a table of 1 << Bits, by their numbers: seven bits of each, and masks of the others.
-template <int Bits>
-PAGODA_INLINE ints permuted(const uint8_t* table, ints numbers, const __mmask64* high) {
-    if constexpr (Bits == 7) {
-        asm("vpermi2b %2, %1, %0" : "+v"(numbers) : "v"(load_ints(table)), "v"(load_ints(table + 64)));
-        return numbers;
-    } else {
-        const ints below = permuted<Bits - 1>(table, numbers, high);
-        const ints above = permuted<Bits - 1>(table + (1 << (Bits - 1)), numbers, high);
-        return _mm512_mask_blend_epi8(high[Bits - 8], below, above);
-    }
-}
-
-template <class P>
-struct PermutedPoints {
-    ints low;
-    __mmask64 high[P::high + 1];
-
-    PAGODA_INLINE explicit PermutedPoints(const PointNumbers<P>& numbers) : low(load_ints(numbers.low)) {
-        high[0] = _mm512_movepi8_mask(low);
-        for (int b = 0; b < P::high; ++b) high[b + 1] = numbers.high[b];
-    }
-    PAGODA_INLINE ints of(const uint8_t* table) const { return permuted<8 + P::high>(table, low, high); }
-};
+#ifdef __AVX512F__
 
 // Bytes of two vectors, one of each in turn: those of the first two of four bytes, and of the others.
 PAGODA_INLINE void in_turn(ints a, ints b, ints (&halves)[kHalves]) {
@@ -74,21 +47,90 @@ PAGODA_INLINE void in_turn(ints a, ints b, ints (&halves)[kHalves]) {
 }
 
 #endif
+#ifdef __AVX512VNNI__
 
-// Levels of the inputs of points of eight: of each half of a unit, four bytes with two bits of four neighbours.
-template <class P>
-PAGODA_INLINE void levels_of_eights(const uint8_t* table, const PointNumbers<P>& numbers, ints (&levels)[kHalves]) {
+PAGODA_INLINE bool permutes_bytes() { return __builtin_cpu_supports("avx512vbmi"); }
+
+// Bytes of a table of 1 << Bits for each of some vectors of numbers: seven bits of each, and masks of the others. A table is read
+// once for all.
+template <int Bits, int Count, int Masks>
+PAGODA_INLINE void permute(const uint8_t* table, const ints (&numbers)[Count], const __mmask64 (&high)[Count][Masks],
+                           ints (&found)[Count]) {
+    if constexpr (Bits == 7) {
+        const ints first = load_ints(table), second = load_ints(table + 64);
+#pragma GCC unroll 2
+        for (int i = 0; i < Count; ++i) {
+            found[i] = numbers[i];
+            asm("vpermi2b %2, %1, %0" : "+v"(found[i]) : "v"(first), "v"(second));
+        }
+    } else {
+        ints above[Count];
+        permute<Bits - 1>(table, numbers, high, found);
+        permute<Bits - 1>(table + (1 << (Bits - 1)), numbers, high, above);
+#pragma GCC unroll 2
+        for (int i = 0; i < Count; ++i) found[i] = _mm512_mask_blend_epi8(high[i][Bits - 8], found[i], above[i]);
+    }
+}
+
+// Some vectors of four points of each output.
+template <class P, int Count>
+struct PermutedPoints {
+    ints low[Count];
+    __mmask64 high[Count][P::high + 1];
+
+    PAGODA_INLINE explicit PermutedPoints(const PointNumbers<P> (&numbers)[Count]) {
+        for (int i = 0; i < Count; ++i) {
+            low[i] = load_ints(numbers[i].low);
+            high[i][0] = _mm512_movepi8_mask(low[i]);
+            for (int b = 0; b < P::high; ++b) high[i][b + 1] = numbers[i].high[b];
+        }
+    }
+    PAGODA_INLINE void find(const uint8_t* table, ints (&found)[Count]) const {
+        permute<8 + P::high>(table, low, high, found);
+    }
+};
+
+// Numbers of codes of three bits: two of `levels` that are shifted by `Right`, and one of `signs`.
+template <int Right>
+PAGODA_INLINE ints numbers_of_levels(ints book, ints levels, ints signs) {
+    const ints codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), shifted_right<Right>(levels), signs, 0xca);
+    ints numbers;
+    asm("vpermb %2, %1, %0" : "=v"(numbers) : "v"(codes), "v"(book));  // its 64 bytes are eight times the eight numbers
+    return numbers;
+}
+template <class P, int Q = 0>
+PAGODA_INLINE void numbers_of_eights(ints book, const ints (&levels)[kHalves], const ints (&shared)[kHalves], ints own,
+                                     ints (&quads)[kQuads]) {
+    if constexpr (P::signs == 1) {
+        quads[Q] = numbers_of_levels<Q % 4 * 2>(book, levels[Q / 4], shifted_right<Q - 2>(own));
+    } else {
+        quads[Q] = numbers_of_levels<Q % 4 * 2>(book, levels[Q / 4], shared[Q / 4]);
+    }
+    if constexpr (Q + 1 < kQuads) numbers_of_eights<P, Q + 1>(book, levels, shared, own, quads);
+}
+
+#endif
+
+// Levels of the inputs of points of eight in one or two units: of each half of a unit, four bytes with two bits of four neighbours.
+template <class P, int Count>
+PAGODA_INLINE void find_levels(const uint8_t* table, const PointNumbers<P> (&numbers)[Count], ints (&levels)[Count][kHalves]) {
 #ifdef __AVX512VNNI__
     if (permutes_bytes()) {
-        const PermutedPoints<P> points(numbers);
-        return in_turn(points.of(table), points.of(table + P::points), levels);
+        const PermutedPoints<P, Count> points(numbers);
+        ints first[Count], second[Count];
+        points.find(table, first);
+        points.find(table + P::points, second);
+        for (int i = 0; i < Count; ++i) in_turn(first[i], second[i], levels[i]);
+        return;
     }
 #endif
     const auto both = [table](int number) { return static_cast<uint32_t>(table[number] | table[P::points + number] << 8); };
-    for (int half = 0; half < kHalves; ++half) {
-        levels[half] = words_of([&](int lane) {
-            return both(numbers.of(lane, 2 * half)) | both(numbers.of(lane, 2 * half + 1)) << 16;
-        });
+    for (int i = 0; i < Count; ++i) {
+        for (int half = 0; half < kHalves; ++half) {
+            levels[i][half] = words_of([&](int lane) {
+                return both(numbers[i].of(lane, 2 * half)) | both(numbers[i].of(lane, 2 * half + 1)) << 16;
+            });
+        }
     }
 }
 
@@ -98,10 +140,7 @@ PAGODA_INLINE void signs_of_eights(const uint8_t* bits, ints (&signs)[kHalves]) 
     std::memcpy(&set, bits, kWidth / 2);
 #ifdef __AVX512F__
     const ints spread = _mm512_maskz_set1_epi8(set, 4);
-    const auto low = _mm512_castsi512_ps(_mm512_unpacklo_epi8(spread, spread));
-    const auto high = _mm512_castsi512_ps(_mm512_unpackhi_epi8(spread, spread));
-    signs[0] = _mm512_castps_si512(_mm512_shuffle_ps(low, high, 0x88));
-    signs[1] = _mm512_castps_si512(_mm512_shuffle_ps(low, high, 0xdd));
+    in_turn(spread, spread, signs);
 #else
     for (int half = 0; half < kHalves; ++half) {
         signs[half] = words_of([&](int lane) {
@@ -112,71 +151,104 @@ PAGODA_INLINE void signs_of_eights(const uint8_t* bits, ints (&signs)[kHalves]) 
 #endif
 }
 
-// Numbers of the inputs of points of four in half a unit, whose signs are the bits from 4 * Half on of `signs`.
-template <class B, int Half>
-PAGODA_INLINE void numbers_of_fours(const uint8_t* table, const PointNumbers<typename B::Points>& numbers, ints signs,
-                                    ints* quads) {
+// Numbers of the inputs of points of four in a unit, whose signs are words.
+template <class B>
+PAGODA_INLINE void numbers_of_fours(const uint8_t* table, const PointNumbers<typename B::Points> (&numbers)[kHalves], ints signs,
+                                    ints (&quads)[kQuads]) {
     using P = typename B::Points;
 #ifdef __AVX512VNNI__
     if (permutes_bytes()) {
-        const PermutedPoints<P> points(numbers);
+        const PermutedPoints<P, kHalves> points(numbers);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
-            const ints positive = points.of(table + (2 + k) * P::points);
-            const __mmask64 negative = _mm512_test_epi8_mask(signs, _mm512_set1_epi8(static_cast<char>(1 << (4 * Half + k))));
-            quads[k] = _mm512_mask_sub_epi8(positive, negative, broadcast_ints(0), positive);  // 256 less 128 and the number
+            ints positive[kHalves];
+            points.find(table + (2 + k) * P::points, positive);
+#pragma GCC unroll 2
+            for (int half = 0; half < kHalves; ++half) {
+                const int q = 4 * half + k;
+                const __mmask64 negative = _mm512_test_epi8_mask(signs, _mm512_set1_epi8(static_cast<char>(1 << q)));
+                // 256 less 128 and the number.
+                quads[q] = _mm512_mask_sub_epi8(positive[half], negative, _mm512_setzero_si512(), positive[half]);
+            }
         }
         return;
     }
 #endif
-    const auto plane = [&](const uint8_t* from) {
-        return words_of([&](int lane) {
-            uint32_t word = 0;
-            for (int i = 0; i < 4; ++i) word |= static_cast<uint32_t>(from[numbers.of(lane, i)]) << (8 * i);
-            return word;
-        });
-    };
-    take_plane<2, 0>(plane(table), quads);
-    take_plane<1, 2, 4>(plane(table + P::points), quads);
-    take_plane<1, 3, 4>(shifted_right<4 * Half>(signs), quads);
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) quads[k] = looked_up(numbers_of(B::codebook), quads[k]);
+    for (int half = 0; half < kHalves; ++half) {
+        const auto plane = [&](const uint8_t* from) {
+            return words_of([&](int lane) {
+                uint32_t word = 0;
+                for (int i = 0; i < 4; ++i) word |= static_cast<uint32_t>(from[numbers[half].of(lane, i)]) << (8 * i);
+                return word;
+            });
+        };
+        take_plane<2, 0>(plane(table), quads + 4 * half);
+        take_plane<1, 2, 4>(plane(table + P::points), quads + 4 * half);
+    }
+    take_plane<1, 3>(signs, quads);
+#pragma GCC unroll 8
+    for (ints& quad : quads) quad = looked_up(numbers_of(B::codebook), quad);
 }
 
-// Codes of 32 inputs of a vector of outputs, in the order of QuantizedFormat::transposed; `u` is their unit's number in a block.
+// Where the parts of a unit lie that are of the outputs from `column` on.
+struct UnitOfPoints {
+    const uint8_t *low, *signs, *bits;
+    int64_t stride;  // of bits
+
+    PAGODA_INLINE UnitOfPoints(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column) {
+        const int64_t units = format.units_of_block();
+        low = block + format.header_bytes() + u * format.number_bytes() + 4 * column;
+        signs = block + format.header_bytes() + units * format.number_bytes() + u * format.sign_bytes() + 4 * column;
+        bits = block + format.header_bytes() + units * (format.number_bytes() + format.sign_bytes()) + u * format.bit_bytes() +
+               column / 2;
+        stride = units * format.bit_bytes();
+    }
+};
+
+// Numbers of 32 inputs that are of points of eight.
+template <class B>
+PAGODA_INLINE void unpack_levels(const uint8_t* block, int64_t u, int column, const UnitOfPoints& unit,
+                                 const ints (&levels)[kHalves], ints (&quads)[kQuads]) {
+    using P = typename B::Points;
+    ints shared[kHalves], own = broadcast_ints(0);
+    if constexpr (P::signs == 8) {
+        signs_of_eights(unit.bits + P::high * unit.stride, shared);
+    } else if constexpr (P::signs == kUnitInputs) {
+        shared[0] = shared[1] = multiply_ints(shifted_right<3>(half_bytes(block, u, column)), broadcast_ints(0x04040404));
+    } else {
+        own = load_ints(unit.signs);
+    }
+#ifdef __AVX512VNNI__
+    if (permutes_bytes()) {
+        int64_t eight;
+        std::memcpy(&eight, numbers_of(B::codebook), 8);
+        return numbers_of_eights<P>(_mm512_set1_epi64(eight), levels, shared, own, quads);
+    }
+#endif
+    for (int half = 0; half < kHalves; ++half) take_plane<2, 0>(levels[half], quads + 4 * half);
+    if constexpr (P::signs == 1) take_plane<1, 2>(own, quads);
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads; ++q) {
+        if (P::signs != 1) quads[q] = masked_or(quads[q], -1, shared[q / 4]);
+        quads[q] = looked_up(numbers_of(B::codebook), quads[q]);
+    }
+}
+
+// Numbers of 32 inputs of a vector of outputs, in the order of QuantizedFormat::transposed; `u` is their unit's in a block.
 template <class B>
 PAGODA_INLINE void unpack_points(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column,
                                  ints (&quads)[kQuads]) {
     using P = typename B::Points;
-    const int64_t units = format.units_of_block(), stride = units * format.bit_bytes();
-    const uint8_t* low = block + format.header_bytes();
-    const uint8_t* signs = low + units * format.number_bytes();
-    const uint8_t* bits = signs + units * format.sign_bytes() + u * format.bit_bytes() + column / 2;
+    const UnitOfPoints unit(format, block, u, column);
     const uint8_t* table = format.blocks.lattice.table;
-    low += u * format.number_bytes() + 4 * column, signs += u * format.sign_bytes() + 4 * column;
     if constexpr (P::inputs == 4) {
-        const ints own = load_ints(signs);
-        constexpr int half_bits = kPanel / 2;
-        numbers_of_fours<B, 0>(table, {low, bits, stride}, own, quads);
-        numbers_of_fours<B, 1>(table, {low + kRowBytes, bits + half_bits, stride}, own, quads + 4);
+        const PointNumbers<P> numbers[] = {{unit.low, unit.bits, unit.stride},
+                                           {unit.low + kRowBytes, unit.bits + kPanel / 2, unit.stride}};
+        numbers_of_fours<B>(table, numbers, load_ints(unit.signs), quads);
     } else {
-        ints levels[kHalves], shared[kHalves];
-        levels_of_eights<P>(table, {low, bits, stride}, levels);
-        if constexpr (P::signs == 8) {
-            signs_of_eights(bits + P::high * stride, shared);
-        } else if constexpr (P::signs == kUnitInputs) {
-            shared[0] = shared[1] = multiply_ints(shifted_right<3>(half_bytes(block, u, column)), broadcast_ints(0x04040404));
-        }
-#pragma GCC unroll 2
-        for (int half = 0; half < kHalves; ++half) take_plane<2, 0>(levels[half], quads + 4 * half);
-        if constexpr (P::signs == 1) {
-            take_plane<1, 2>(load_ints(signs), quads);
-        } else {
-#pragma GCC unroll 8
-            for (int q = 0; q < kQuads; ++q) quads[q] = masked_or(quads[q], -1, shared[q / 4]);
-        }
-#pragma GCC unroll 8
-        for (ints& quad : quads) quad = looked_up(numbers_of(B::codebook), quad);
+        ints levels[1][kHalves];
+        find_levels<P, 1>(table, {{unit.low, unit.bits, unit.stride}}, levels);
+        unpack_levels<B>(block, u, column, unit, levels[0], quads);
     }
 }
 

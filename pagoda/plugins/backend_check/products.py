@@ -182,7 +182,7 @@ def _dtypes(subject: Subject, name: str) -> list[torch.dtype]:
 
 
 def _block_check(subject: Subject) -> str:
-    formats = subject.backend.capabilities.weight_formats
+    formats, lacking = subject.backend.capabilities.weight_formats, list[str]()
     for name, stored_format in BLOCKS.items():
         weight = block_weight(stored_format, 70, 512)
         if not {"int8", "int4"} <= {*formats}:
@@ -190,9 +190,13 @@ def _block_check(subject: Subject) -> str:
         try:  # it may have other quantized weights, and not these
             subject.backend.prepare_linear([weight], None, torch.float32)
         except UnsupportedError as error:
-            raise LackingError(str(error).removesuffix(".")) from None
+            lacking.append(name)
+            if len(lacking) == len(BLOCKS):
+                raise LackingError(str(error).removesuffix(".")) from None
+            continue
         _check_weight(subject, weight, torch.float32, name)
-    return ", ".join(BLOCKS)
+    there = ", ".join(name for name in BLOCKS if name not in lacking)
+    return f"{there}; lacks {', '.join(lacking)}" if lacking else there
 
 
 def _expect_refusal(subject: Subject, name: str, weight: LinearWeight) -> None:

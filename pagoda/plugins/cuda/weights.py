@@ -184,6 +184,8 @@ def _segment(run: Sequence[LinearWeight], dtype: torch.dtype, upload: Upload) ->
 
 def _blocks(parts: Sequence[BlockWeight], upload: Upload) -> Blocks:
     stored_format, inputs = parts[0].stored_format, parts[0].codes.shape[1]
+    if stored_format.lattice is not None or stored_format.trits:
+        raise UnsupportedError("the GPU backend has no weights of IQ1, IQ2, IQ3 and TQ1_0.")
     packed = [PackedBlocks.of(part) for part in parts]
     planes = zip(*(part.planes for part in packed), strict=True)
     of_groups = {
