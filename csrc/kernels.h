@@ -242,8 +242,9 @@ struct QuantizedFormat {
     int64_t num_blocks() const { return units() / units_of_block(); }
     // Integers of the scales, and minima, of all groups of a block.
     int64_t integer_bytes() const {
+        if (!blocks.integer_scales) return 0;
         if (blocks.has_points()) return (blocks.groups + 1) / 2 * kPanel;
-        return blocks.integer_scales ? blocks.groups * kPanel * (offsets && bits != 2 ? 2 : 1) : 0;
+        return blocks.groups * kPanel * (offsets && bits != 2 ? 2 : 1);
     }
     int64_t header_bytes() const { return integer_bytes() + kPanel * (offsets ? 4 : 2); }
     int64_t block_bytes() const {

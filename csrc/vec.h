@@ -24,8 +24,6 @@ struct f16 {
 #endif
 
 #define PAGODA_INLINE inline __attribute__((always_inline))
-// The same behind the parameters of a lambda.
-#define PAGODA_LAMBDA __attribute__((always_inline))
 
 // To the first cache, and to the second: more of what memory is asked for there may be on its way at once (Zen 4: of the
 // first 24 lines, which is half of what memory can give).

@@ -40,7 +40,6 @@ def make_blocks(stored_format: BlockFormat, outputs: int, inputs: int, seed: int
             None,
             None,
         )
-    # The scales of 2-bit codes have four bits, those of others up to eight.
     limits = scale_limits(stored_format)
     return BlockWeight(
         stored_format,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the lattices of ggml's IQ types, from its package `gguf`, to pagoda/checkpoints/lattices.bin.
 
-    python -m tools.lattices
+python -m tools.lattices
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def planes_of_package(lattice: Lattice) -> bytes:
 
 def _packed(numbers: npt.NDArray[np.uint8], bits: int) -> bytes:
     """A byte of each four numbers [n, 4] of so many bits, the first ones lowest."""
-    return np.bitwise_or.reduce(numbers << np.arange(0, 4 * bits, bits, dtype=np.uint8), axis=1).tobytes()
+    return np.bitwise_or.reduce(
+        numbers << np.arange(0, 4 * bits, bits, dtype=np.uint8), axis=1
+    ).tobytes()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,6 @@ using pagoda::Codebook;
 using pagoda::kTritsOfByte;
 using pagoda::kUnitInputs;
 
-template <Codebook B>
-struct Book {
-    static constexpr Codebook value = B;
-};
 
 constexpr int kQuads = kUnitInputs / 4;
 constexpr int kRowBytes = 4 * kPanel;  // four inputs of a panel in 8 bits
@@ -162,32 +158,39 @@ PAGODA_INLINE void unpack_unit(const QuantizedFormat& format, const uint8_t* blo
     }
 }
 
-// Calls f(unit of a block, its numbers), of all units. Points of eight are found for two units at once.
-template <class B, class F>
-PAGODA_INLINE void for_units(const QuantizedFormat& format, const uint8_t* block, int column, F f) {
-    const int64_t units = format.units_of_block();
-    if constexpr (B::Points::inputs == 8) {
-        using P = typename B::Points;
-        for (int64_t u = 0; u < units; u += 2) {
-            const int64_t last = u + 1 < units ? u + 1 : u;
-            const UnitOfPoints two[] = {{format, block, u, column}, {format, block, last, column}};
-            ints levels[2][kHalves];
-            find_levels<P, 2>(format.blocks.lattice.table,
-                              {{two[0].low, two[0].bits, two[0].stride}, {two[1].low, two[1].bits, two[1].stride}}, levels);
-            for (int64_t i = 0; i <= last - u; ++i) {
-                ints quads[kQuads];
-                unpack_levels<B>(block, u + i, column, two[i], levels[i], quads);
-                f(u + i, quads);
-            }
-        }
-    } else {
-        for (int64_t u = 0; u < units; ++u) {
-            ints quads[kQuads];
-            unpack_unit<B>(format, block, u, column, quads);
-            f(u, quads);
-        }
+// Codes of the units of a block, one after the other. Points of eight are found for two units at once.
+template <class B, int = B::Points::inputs>
+struct Units {
+    PAGODA_INLINE explicit Units(const uint8_t*) {}
+    PAGODA_INLINE void unpack(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column, ints (&quads)[kQuads]) {
+        unpack_unit<B>(format, block, u, column, quads);
     }
-}
+};
+template <class B>
+struct Units<B, 0> {
+    const uint8_t* words;
+
+    PAGODA_INLINE explicit Units(const uint8_t* words) : words(words) {}
+    PAGODA_INLINE void unpack(const QuantizedFormat&, const uint8_t*, int64_t, int, ints (&quads)[kQuads]) {
+        unpack_unit<B>(words, quads);
+        words += B::bits * kRowBytes;
+    }
+};
+template <class B>
+struct Units<B, 8> {
+    ints levels[2][kHalves];
+
+    PAGODA_INLINE explicit Units(const uint8_t*) {}
+    PAGODA_INLINE void unpack(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column, ints (&quads)[kQuads]) {
+        const UnitOfPoints own(format, block, u, column);
+        if (u % 2 == 0) {
+            const UnitOfPoints next(format, block, u + 1 < format.units_of_block() ? u + 1 : u, column);
+            find_levels<typename B::Points, 2>(format.blocks.lattice.table,
+                                               {{own.low, own.bits, own.stride}, {next.low, next.bits, next.stride}}, levels);
+        }
+        unpack_levels<B>(block, u, column, own, levels[u % 2], quads);
+    }
+};
 
 // ---- scales
 
@@ -289,6 +292,7 @@ template <class B, int Rows>
 PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
                                int64_t row_bytes, Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
+    const int64_t units = format.units_of_block(), header = format.header_bytes();
     for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
         int64_t at = 0;  // the row's group
@@ -297,9 +301,11 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
         for (vec& result : results) result = zero();
         for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
             const GroupScales of_block = block_scales<B>(format, block, column);
-            for_units<B>(format, block, column, [&](int64_t u, const ints (&quads)[kQuads]) PAGODA_LAMBDA {
+            Units<B> all(block + header + 4 * column);
+            for (int64_t u = 0; u < units; ++u, x += kUnitInputs, at += kHalves) {
                 ahead.step();
-                ints sums[Rows][kHalves];
+                ints quads[kQuads], sums[Rows][kHalves];
+                all.unpack(format, block, u, column, quads);
 #pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) {
                     for (int half = 0; half < kHalves; ++half) {
@@ -324,8 +330,7 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
                     results[r] = add_unit<B>(results[r], sums[r], scales, row.scales + r * meta + at,
                                              row.totals + r * meta + at);
                 }
-                x += kUnitInputs, at += kHalves;
-            });
+            }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) store(c + r * kPanel + column, results[r]);
@@ -493,28 +498,6 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
         if constexpr (B::whole) scale_rows(format, own, row_bytes, count, c);
         next = nullptr;
         store_outputs(c, static_cast<int>(count), bias, out + first * out_stride, out_stride, cols);
-    }
-}
-
-// Calls f(Blocks<...>{}) for a format of blocks of points: those of IQ1_S and IQ1_M; IQ2_XXS, IQ2_XS and IQ2_S; IQ3_XXS; IQ3_S.
-template <class F>
-PAGODA_INLINE void with_points(const pagoda::BlockFormat& blocks, F f) {
-    const auto call = [&f](auto codebook, auto group, auto points) {
-        constexpr int bits = decltype(points)::inputs == 8 ? 3 : 4;
-        f(Blocks<bits, decltype(codebook)::value, true, false, decltype(group)::value, false, decltype(points)>{});
-    };
-    constexpr Count<16> narrow;
-    constexpr Count<32> wide;
-    switch (blocks.codebook) {
-        case Codebook::kIq1:
-            if (blocks.lattice.sign_inputs == 8) return call(Book<Codebook::kIq1>{}, narrow, PointsOf<8, 3, 8>{});
-            return call(Book<Codebook::kIq1>{}, wide, PointsOf<8, 3, 32>{});
-        case Codebook::kIq2:
-            if (blocks.lattice.high_bits == 0) return call(Book<Codebook::kIq2>{}, wide, PointsOf<8, 0, 1>{});
-            if (blocks.lattice.high_bits == 1) return call(Book<Codebook::kIq2>{}, narrow, PointsOf<8, 1, 1>{});
-            return call(Book<Codebook::kIq2>{}, narrow, PointsOf<8, 2, 1>{});
-        case Codebook::kIq3Xxs: return call(Book<Codebook::kIq3Xxs>{}, wide, PointsOf<4, 0, 1>{});
-        default: return call(Book<Codebook::kIq3S>{}, wide, PointsOf<4, 1, 1>{});
     }
 }
 

@@ -278,4 +278,31 @@ PAGODA_INLINE void unpack_trits_from(int first, const uint8_t* words, ints (&qua
     unpack_trits<First>(words, quads);
 }
 
+template <Codebook B>
+struct Book {
+    static constexpr Codebook value = B;
+};
+
+// Calls f(Blocks<...>{}) for a format of blocks of points: those of IQ1_S and IQ1_M; IQ2_XXS, IQ2_XS and IQ2_S; IQ3_XXS; IQ3_S.
+template <class F>
+PAGODA_INLINE void with_points(const pagoda::BlockFormat& blocks, F f) {
+    const auto call = [&f](auto codebook, auto group, auto points) {
+        constexpr int bits = decltype(points)::inputs == 8 ? 3 : 4;
+        f(Blocks<bits, decltype(codebook)::value, true, false, decltype(group)::value, false, decltype(points)>{});
+    };
+    constexpr Count<16> narrow;
+    constexpr Count<32> wide;
+    switch (blocks.codebook) {
+        case Codebook::kIq1:
+            if (blocks.lattice.sign_inputs == 8) return call(Book<Codebook::kIq1>{}, narrow, PointsOf<8, 3, 8>{});
+            return call(Book<Codebook::kIq1>{}, wide, PointsOf<8, 3, 32>{});
+        case Codebook::kIq2:
+            if (blocks.lattice.high_bits == 0) return call(Book<Codebook::kIq2>{}, wide, PointsOf<8, 0, 1>{});
+            if (blocks.lattice.high_bits == 1) return call(Book<Codebook::kIq2>{}, narrow, PointsOf<8, 1, 1>{});
+            return call(Book<Codebook::kIq2>{}, narrow, PointsOf<8, 2, 1>{});
+        case Codebook::kIq3Xxs: return call(Book<Codebook::kIq3Xxs>{}, wide, PointsOf<4, 0, 1>{});
+        default: return call(Book<Codebook::kIq3S>{}, wide, PointsOf<4, 1, 1>{});
+    }
+}
+
 }  // namespace

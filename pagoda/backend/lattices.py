@@ -24,8 +24,10 @@ def levels(lattice: Lattice) -> Tensor:
 
 
 def point_codes(lattice: Lattice, numbers: Tensor, signs: Tensor) -> Tensor:
-    """Codes [rows, inputs] uint8 of points, by their numbers [rows, points] and the signs [rows, n], 0 or 1, of all
-    inputs, or of those that share one."""
+    """Codes [rows, inputs] uint8 of points.
+
+    They have numbers [rows, points], and signs [rows, n], 0 or 1, of all inputs, or of those that share one.
+    """
     codes = levels(lattice)[numbers.long()].flatten(1)
     return codes | signs.repeat_interleave(lattice.sign_inputs, dim=1) << lattice.level_bits
 

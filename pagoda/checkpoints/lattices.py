@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lattices of ggml's IQ types: of all combinations of levels that neighbouring weights might have, those that occur.
+"""Lattices of ggml's IQ types: the combinations of levels that neighbouring weights may have.
 
-A weight in them keeps the number of a point, and signs, instead of codes. The points are those of ggml (MIT licence);
-`python -m tools.lattices` takes them from its package `gguf` and writes them to `lattices.bin`.
+A weight in them keeps the numbers of points, and signs, instead of codes. The points are those of ggml (MIT
+licence); `python -m tools.lattices` takes them from its package `gguf` and writes them to `lattices.bin`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ IN_FILE = (IQ1_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S)
 
 
 def planes(lattice: Lattice) -> bytes:
-    """Levels of all points, in two bytes of each, first the first ones: of eight inputs, two bits of each of the first
-    four, and of the others; of four inputs, the low two bits of each, and the third bits."""
+    """Levels of all points: the first of two bytes of each, then the second.
+
+    Of eight inputs they have two bits of each of the first four, and of the others; of four inputs the low two
+    bits of each, and the third ones.
+    """
     names = [it.name for it in IN_FILE]
     place = names.index(lattice.name)
     start = sum(2 * it.points for it in IN_FILE[:place])

@@ -151,7 +151,7 @@ def _code_bits(stored_format: BlockFormat) -> int:
 
 
 def _block_scales(stored_format: BlockFormat) -> int:
-    """Bytes of a block's scales and minima: float16, and of each group a byte, or with 2-bit codes and points half of one."""
+    """Bytes of a block's scales and minima: float16, and of each group a byte, or half of one (2 bits, points)."""
     kinds = 2 if stored_format.minima else 1
     if not stored_format.integer_scales:
         return 2 * kinds

@@ -118,8 +118,10 @@ def _iq4_xs(blocks: Tensor) -> _Parts:
 
 
 def _iq1_s(blocks: Tensor) -> _Parts:
-    """Scale of the block, low bytes of 32 points' numbers; of each 32 inputs the high three bits of four, a scale in three
-    bits, and a sign."""
+    """Scale of the block, low bytes of 32 points' numbers; then words of 32 inputs each.
+
+    A word has the high three bits of four numbers, a scale in three bits, and a sign.
+    """
     high = _words(blocks[:, 34:50])
     numbers = _with_high_bits(blocks[:, 2:34], _fields(high, 3, 4) & 7)
     codes = point_codes(lattices.IQ1_S, numbers, _octets(high >> 15))
@@ -127,8 +129,10 @@ def _iq1_s(blocks: Tensor) -> _Parts:
 
 
 def _iq1_m(blocks: Tensor) -> _Parts:
-    """Low bytes of 32 points' numbers; the high three bits and a sign of each, in half a byte; in 16-bit words four times
-    four scales of three bits, and in the last four bits of each word a part of the block's scale."""
+    """Low bytes of 32 points' numbers; the high three bits and a sign of each, in half a byte; four words.
+
+    A word has four scales of three bits, and in its last four bits a part of the block's scale.
+    """
     words, high = _words(blocks[:, 48:56]), _nibbles(blocks[:, 32:48], 1)
     numbers = _with_high_bits(blocks[:, :32], high & 7)
     shifts = torch.tensor([12, 8, 4, 0], dtype=torch.int32)
@@ -139,8 +143,10 @@ def _iq1_m(blocks: Tensor) -> _Parts:
 
 
 def _iq2_xxs(blocks: Tensor) -> _Parts:
-    """Scale of the block; of each 32 inputs four points' numbers, and in a word of 32 bits the signs of each in seven bits
-    and a scale in four."""
+    """Scale of the block; of each 32 inputs four points' numbers and a word of 32 bits.
+
+    A word has the signs of each point in seven bits, and a scale in four.
+    """
     parts = blocks[:, 2:].view(len(blocks), 8, 8)
     words = _words(parts[:, :, 4:].flatten(1), 4)
     numbers = parts[:, :, :4].flatten(1)
@@ -149,14 +155,14 @@ def _iq2_xxs(blocks: Tensor) -> _Parts:
 
 
 def _iq2_xs(blocks: Tensor) -> _Parts:
-    """Scale of the block; of 32 points nine bits of the number and seven of signs; scales of sixteen groups in four bits."""
+    """Scale of the block; of 32 points nine bits of the number and seven of signs; 16 scales in four bits."""
     words = _words(blocks[:, 2:66])
     codes = point_codes(lattices.IQ2_XS, words & 511, _even_signs(words >> 9))
     return codes, _odd(_nibbles(blocks[:, 66:74], 1)), None, _halves(blocks, 0), None
 
 
 def _iq2_s(blocks: Tensor) -> _Parts:
-    """Scale of the block; of 32 points the low bytes of numbers, signs, and high two bits; scales of sixteen groups."""
+    """Scale of the block; of 32 points low bytes of numbers, signs, and high two bits; 16 scales."""
     numbers = _with_high_bits(blocks[:, 2:34], _fields(blocks[:, 66:74], 2, 4) & 3)
     codes = point_codes(lattices.IQ2_S, numbers, _bits(blocks[:, 34:66]))
     return codes, _odd(_nibbles(blocks[:, 74:82], 1)), None, _halves(blocks, 0), None
@@ -170,7 +176,7 @@ def _iq3_xxs(blocks: Tensor) -> _Parts:
 
 
 def _iq3_s(blocks: Tensor) -> _Parts:
-    """Scale of the block; of 64 points low bytes of numbers and high bits; 256 signs; scales of eight groups in four bits."""
+    """Scale of the block; of 64 points low bytes of numbers, and high bits; 256 signs; eight scales."""
     numbers = _with_high_bits(blocks[:, 2:66], _bits(blocks[:, 66:74]))
     codes = point_codes(lattices.IQ3_S, numbers, _bits(blocks[:, 74:106]))
     return codes, _odd(_nibbles(blocks[:, 106:110], 1)), None, _halves(blocks, 0), None
@@ -178,7 +184,7 @@ def _iq3_s(blocks: Tensor) -> _Parts:
 
 def _tq1_0(blocks: Tensor) -> _Parts:
     """240 and 16 trits, five of a byte and four, as fractions of 256; scale."""
-    parts = [_trits(part, n) for part, n in zip(blocks.split((32, 16, 4, 2), 1), (5, 5, 4))]
+    parts = _trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)
     return torch.cat(parts, dim=1), _halves(blocks, 52), None, None, None
 
 

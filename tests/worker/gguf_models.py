@@ -97,8 +97,8 @@ HALVES: dict[Kind, tuple[int, ...]] = {
     Kind.Q6_K: (208,),
     Kind.IQ4_NL: (0,),
     Kind.IQ4_XS: (0,),
-    **{kind: (0,) for kind in (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S)},
-    **{kind: (0,) for kind in (Kind.IQ3_XXS, Kind.IQ3_S)},
+    **dict.fromkeys((Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S), (0,)),
+    **dict.fromkeys((Kind.IQ3_XXS, Kind.IQ3_S), (0,)),
     Kind.IQ1_M: (),
 }
 """Places of float16 numbers in a block of the types that the `gguf` package cannot write."""

@@ -66,8 +66,10 @@ class PackedBlocks:
     weight: BlockWeight
     """The weight, with the codes of `planes` left out."""
     planes: tuple[Tensor, ...]
-    """Bits of the codes, the lowest first: 8, 4, 2 or 1 of each code, as many codes in a byte as fit; or five trits in
-    a byte; or of points the low bytes of numbers, and bits of the others and of signs, eight in a byte."""
+    """Bits of the codes, the lowest first: 8, 4, 2 or 1 of each code, as many codes in a byte as fit.
+
+    Of trits there are five in a byte; of points the low bytes of numbers, then higher bits, and signs.
+    """
 
     @classmethod
     def of(cls, weight: BlockWeight) -> PackedBlocks:
@@ -99,7 +101,9 @@ class PackedBlocks:
             *high, signs = map(_unpacked_bits, some[1:])
             for bit, plane in enumerate(high):
                 numbers |= plane[:, :count].to(torch.int16) << 8 + bit
-            signs = signs[:, : count * stored_format.lattice.inputs // stored_format.lattice.sign_inputs]
+            signs = signs[
+                :, : count * stored_format.lattice.inputs // stored_format.lattice.sign_inputs
+            ]
             codes = point_codes(stored_format.lattice, numbers, signs)
             return replace(weight.rows(chosen), codes=codes)
         for width, plane in zip(plane_widths(weight.stored_format.bits), self.planes, strict=True):
@@ -114,7 +118,7 @@ def _packed_bits(bits: Tensor) -> Tensor:
     """Numbers 0 and 1 [rows, n], eight in a byte: [rows, n / 8, rounded up] uint8."""
     filled = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
     shifts = torch.arange(8, dtype=torch.uint8)
-    return (filled.unflatten(1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
+    return (filled.view(len(bits), -1, 8) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def _unpacked_bits(packed: Tensor) -> Tensor:

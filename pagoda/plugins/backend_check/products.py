@@ -19,10 +19,10 @@ from pagoda.backend.base import (
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.fp8 import to_e4m3
 from pagoda.backend.graph import Value
+from pagoda.backend.lattices import point_codes
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.lattices import point_codes
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
