@@ -292,14 +292,14 @@ template <class B, int Rows>
 PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
                                int64_t row_bytes, Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
-    const int64_t units = format.units_of_block(), header = format.header_bytes();
+    const int64_t units = format.units_of_block(), header = format.header_bytes(), block_bytes = format.block_bytes();
     for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
         int64_t at = 0;  // the row's group
         vec results[Rows];
 #pragma GCC unroll 8
         for (vec& result : results) result = zero();
-        for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
+        for (const uint8_t* block = panel; at < format.groups; block += block_bytes) {
             const GroupScales of_block = block_scales<B>(format, block, column);
             Units<B> all(block + header + 4 * column);
             for (int64_t u = 0; u < units; ++u, x += kUnitInputs, at += kHalves) {
