@@ -27,9 +27,10 @@ def planes_of_package(lattice: Lattice) -> bytes:
 
 def _packed(numbers: npt.NDArray[np.uint8], bits: int) -> bytes:
     """A byte of each four numbers [n, 4] of so many bits, the first ones lowest."""
-    return np.bitwise_or.reduce(
+    packed: npt.NDArray[np.uint8] = np.bitwise_or.reduce(
         numbers << np.arange(0, 4 * bits, bits, dtype=np.uint8), axis=1
-    ).tobytes()
+    )
+    return packed.tobytes()
 
 
 if __name__ == "__main__":
