@@ -378,9 +378,11 @@ NB_MODULE(_native, m) {
         .def_static("grouped", &QuantizedShape::grouped)
         .def_static("in_blocks",
                     [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, int64_t block_size,
-                       bool integer_scales, bool minima, int codebook, bool whole_rows) {
+                       bool integer_scales, bool minima, int codebook, bool whole_rows, int point_inputs, int high_bits,
+                       int sign_inputs, Address table) {
                         return QuantizedShape::in_blocks(outputs, inputs, bits, group_size, block_size, integer_scales,
-                                                         minima, Codebook(codebook), whole_rows);
+                                                         minima, Codebook(codebook), whole_rows,
+                                                         {point_inputs, high_bits, sign_inputs, to<uint8_t>(table)});
                     })
         .def_prop_ro("bytes", &QuantizedShape::bytes);
     m.def("pack_blocks", [](const QuantizedShape& shape, Address codes, Address scales, Address minima,

@@ -51,7 +51,8 @@ struct QuantizedShape {
     }
     // Blocks of so many inputs; see BlockFormat.
     static QuantizedShape in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                    int64_t block_size, bool integer_scales, bool minima, Codebook codebook, bool whole_rows);
+                                    int64_t block_size, bool integer_scales, bool minima, Codebook codebook, bool whole_rows,
+                                    const Lattice& lattice);
 };
 
 // Calls `body` in all threads, or in this one alone if the work is not worth waking others.
@@ -92,6 +93,7 @@ struct BlockTensors {
     const uint8_t* codes;
     const void *scales, *minima, *block_scales, *block_minima;
 };
+// Throws std::invalid_argument: codes are not those of points of the lattice.
 void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void* packed);
 
 // The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].

@@ -13,7 +13,7 @@ bool same_rows(const PanelShape& a, const PanelShape& b) { return a.dtype == b.d
 bool same_rows(const QuantizedShape& a, const QuantizedShape& b) {
     return a.inputs == b.inputs && a.format.grouped == b.format.grouped && a.format.groups == b.format.groups &&
            a.format.group_inputs == b.format.group_inputs && a.format.zero() == b.format.zero() &&
-           a.format.blocks.whole_rows == b.format.blocks.whole_rows;
+           a.format.blocks.whole_rows == b.format.blocks.whole_rows && a.format.transposed() == b.format.transposed();
 }
 template <class A, class B>
 bool same_rows(const A&, const B&) {

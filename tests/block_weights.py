@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagoda.backend.weights import BlockWeight
 from pagoda.checkpoints.weight_formats import FP4, NF4, NVFP4, BlockFormat
+from pagoda.plugins.backend_check.products import random_codes, scale_limits
 
 OTHER_BLOCKS = {"NF4": NF4, "FP4": FP4, "NVFP4": NVFP4}
 """Formats of checkpoints in safetensors files."""
@@ -28,31 +29,29 @@ def make_blocks(stored_format: BlockFormat, outputs: int, inputs: int, seed: int
 
     def integers(lowest: int, highest: int) -> Tensor:
         shape = (outputs, inputs // stored_format.group_size)
-        return torch.randint(lowest, highest + 1, shape, generator=generator).to(torch.int8)
+        drawn = torch.randint(lowest, highest + 1, shape, generator=generator)
+        return (drawn if stored_format.lattice is None else drawn | 1).to(torch.int8)
 
     def floats() -> Tensor:
         shape = (outputs, inputs // stored_format.group_size)
-        codes = torch.randint(0, 127, shape, generator=generator).to(torch.uint8)
-        return codes.view(torch.float8_e4m3fn)
+        drawn = torch.randint(0, 127, shape, generator=generator).to(torch.uint8)
+        return drawn.view(torch.float8_e4m3fn)
 
-    codes = torch.randint(0, 2**stored_format.bits, (outputs, inputs), generator=generator)
+    codes = random_codes(stored_format, outputs, inputs, generator)
     if not stored_format.integer_scales:
         minima = 4 * halves(stored_format.group_size) if stored_format.minima else None
         return BlockWeight(
             stored_format,
-            codes.to(torch.uint8),
+            codes,
             halves(stored_format.group_size),
             minima,
             None,
             None,
         )
-    # The scales of 2-bit codes have four bits, those of others up to eight.
-    limits = (
-        (0, 15) if stored_format.bits == 2 else (0, 63) if stored_format.minima else (-128, 127)
-    )
+    limits = scale_limits(stored_format)
     return BlockWeight(
         stored_format,
-        codes.to(torch.uint8),
+        codes,
         floats() if stored_format.scales_are_floats else integers(*limits),
         integers(*limits) if stored_format.minima else None,
         halves(stored_format.block_size) / limits[1],

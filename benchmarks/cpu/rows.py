@@ -35,6 +35,7 @@ from pagoda.backend.weights import BlockWeight, LinearWeight, weight_bytes
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.cli import output
+from pagoda.plugins.backend_check.products import random_codes
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 _HIDDEN, _QKV, _INNER = 1024, 4096, 3072
@@ -104,12 +105,12 @@ def _weight(ops: CpuBackend, name: str, outputs: int, inputs: int) -> LinearWeig
 
 def _random_blocks(held: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
     groups, blocks = (outputs, inputs // held.group_size), (outputs, inputs // held.block_size)
-    codes = torch.randint(2**held.bits, (outputs, inputs), dtype=torch.uint8)
+    codes = random_codes(held, outputs, inputs, torch.Generator().manual_seed(0))
     step = inputs**-0.5 / 2**held.bits
     if not held.integer_scales:
         scales = torch.full(groups, step, dtype=torch.float16)
         return BlockWeight(held, codes, scales, -8 * scales if held.minima else None, None, None)
-    scales = torch.randint(1, 16, groups, dtype=torch.int8)
+    scales = torch.randint(1, 16, groups, dtype=torch.int8) | 1
     units = torch.full(blocks, step / 8, dtype=torch.float16)
     minima, of_minima = (scales, -8 * units) if held.minima else (None, None)
     return BlockWeight(held, codes, scales, minima, units, of_minima)

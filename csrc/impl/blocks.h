@@ -12,7 +12,9 @@
 namespace {
 
 using pagoda::Codebook;
+using pagoda::kTritsOfByte;
 using pagoda::kUnitInputs;
+
 
 constexpr int kQuads = kUnitInputs / 4;
 constexpr int kRowBytes = 4 * kPanel;  // four inputs of a panel in 8 bits
@@ -22,12 +24,18 @@ static_assert(kHalves == 2);
 // Rows that go by one piece after the other; their sums and the piece stay in the first cache.
 constexpr int kPieceRows = 96;
 
-template <int Bits, Codebook Book, bool Integers, bool Minima, int Group, bool Whole = false>
+template <int Inputs, int High, int Signs>
+struct PointsOf;
+using NoPoints = PointsOf<0, 0, 0>;
+
+template <int Bits, Codebook Book, bool Integers, bool Minima, int Group, bool Whole = false, class P = NoPoints>
 struct Blocks {
+    using Points = P;
     static constexpr int bits = Bits, group = Group;
     static constexpr Codebook codebook = Book;
     static constexpr bool integers = Integers, minima = Minima, whole = Whole;
-    static constexpr bool high = Bits == 8 || Book != Codebook::kNone;  // codes may be above 127
+    static constexpr bool looked_up = Book != Codebook::kNone && Book != Codebook::kTernary;
+    static constexpr bool high = Bits == 8 || looked_up;  // codes may be above 127
     static constexpr int groups_of_unit = Group < kUnitInputs ? kUnitInputs / Group : 1;
     static constexpr int units_of_group = Group < kUnitInputs ? 1 : Group / kUnitInputs;
 };
@@ -56,6 +64,8 @@ PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
 }
 PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
 PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm512_srli_epi32(x, 4)); }
+PAGODA_INLINE ints add_bytes(ints a, ints b) { return _mm512_add_epi8(a, b); }
+PAGODA_INLINE ints average_bytes(ints a, ints b) { return _mm512_avg_epu8(a, b); }
 PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm512_storeu_si512(p, x); }
 
 #elif defined(__AVX2__)
@@ -77,17 +87,19 @@ PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
 }
 PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
 PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm256_srli_epi32(x, 4)); }
+PAGODA_INLINE ints add_bytes(ints a, ints b) { return _mm256_add_epi8(a, b); }
+PAGODA_INLINE ints average_bytes(ints a, ints b) { return _mm256_avg_epu8(a, b); }
 PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 
 #endif
 
-// The quads from `First` on that a word of a plane of `Width` bits has, shifted to bit `To`.
-template <int Width, int To, int I = 0>
+// The quads that a word of a plane of `Width` bits has, or the first `Count` of them, shifted to bit `To`.
+template <int Width, int To, int Count = 8 / Width, int I = 0>
 PAGODA_INLINE void take_plane(ints word, ints* quads) {
     constexpr char mask = static_cast<char>(((1 << Width) - 1) << To);
     const ints part = shifted_right<I * Width - To>(word);
     quads[I] = To == 0 ? masked(part, mask) : masked_or(part, mask, quads[I]);
-    if constexpr ((I + 1) * Width < 8) take_plane<Width, To, I + 1>(word, quads);
+    if constexpr (I + 1 < Count) take_plane<Width, To, Count, I + 1>(word, quads);
 }
 
 constexpr const uint8_t (&numbers_of(Codebook codebook))[16] {
@@ -95,6 +107,10 @@ constexpr const uint8_t (&numbers_of(Codebook codebook))[16] {
         case Codebook::kE2m1: return pagoda::kE2m1Codebook;
         case Codebook::kNf4: return pagoda::kNf4Codebook;
         case Codebook::kFp4: return pagoda::kFp4Codebook;
+        case Codebook::kIq1: return pagoda::kIq1Codebook;
+        case Codebook::kIq2: return pagoda::kIq2Codebook;
+        case Codebook::kIq3Xxs: return pagoda::kIq3XxsCodebook;
+        case Codebook::kIq3S: return pagoda::kIq3SCodebook;
         default: return pagoda::kIq4Codebook;
     }
 }
@@ -111,12 +127,72 @@ PAGODA_INLINE void unpack_unit(const uint8_t* unit, ints (&quads)[kQuads]) {
     } else if constexpr (B::bits == 3 || B::bits == 5) {
         take_plane<1, low>(load_ints(unit + rows * kRowBytes), quads);
     }
-    if constexpr (B::codebook != Codebook::kNone) {
-        constexpr auto& numbers = numbers_of(B::codebook);
+    if constexpr (B::looked_up) {
 #pragma GCC unroll 8
-        for (ints& quad : quads) quad = looked_up(numbers, quad);
+        for (ints& quad : quads) quad = looked_up(numbers_of(B::codebook), quad);
     }
 }
+
+// Half of a byte for each output, of which two groups share one.
+PAGODA_INLINE ints half_bytes(const uint8_t* bytes, int64_t group, int column) {
+    const ints both = load_signed_bytes(bytes + group / 2 * kPanel + column);
+    return group % 2 == 0 ? low_half_of_bytes(both) : high_half_of_bytes(both);
+}
+
+}  // namespace
+
+#include "lattices.h"
+
+namespace {
+
+// Codes of unit `u` of a block, for the vector of outputs that begins with lane `column`.
+template <class B>
+PAGODA_INLINE void unpack_unit(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column,
+                               ints (&quads)[kQuads]) {
+    const uint8_t* codes = block + format.header_bytes() + 4 * column;
+    if constexpr (B::Points::inputs == 0) {
+        unpack_unit<B>(codes + u * (B::bits * kRowBytes), quads);
+    } else if constexpr (B::Points::inputs == kTritsOfByte) {
+        const int64_t first = u * kQuads;
+        unpack_trits_from(static_cast<int>(first % kTritsOfByte), codes + first / kTritsOfByte * kRowBytes, quads);
+    } else {
+        unpack_points<B>(format, block, u, column, quads);
+    }
+}
+
+// Codes of the units of a block, one after the other. Points of eight are found for two units at once.
+template <class B, int = B::Points::inputs>
+struct Units {
+    PAGODA_INLINE explicit Units(const uint8_t*) {}
+    PAGODA_INLINE void unpack(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column, ints (&quads)[kQuads]) {
+        unpack_unit<B>(format, block, u, column, quads);
+    }
+};
+template <class B>
+struct Units<B, 0> {
+    const uint8_t* words;
+
+    PAGODA_INLINE explicit Units(const uint8_t* words) : words(words) {}
+    PAGODA_INLINE void unpack(const QuantizedFormat&, const uint8_t*, int64_t, int, ints (&quads)[kQuads]) {
+        unpack_unit<B>(words, quads);
+        words += B::bits * kRowBytes;
+    }
+};
+template <class B>
+struct Units<B, 8> {
+    ints levels[2][kHalves];
+
+    PAGODA_INLINE explicit Units(const uint8_t*) {}
+    PAGODA_INLINE void unpack(const QuantizedFormat& format, const uint8_t* block, int64_t u, int column, ints (&quads)[kQuads]) {
+        const UnitOfPoints own(format, block, u, column);
+        if (u % 2 == 0) {
+            const UnitOfPoints next(format, block, u + 1 < format.units_of_block() ? u + 1 : u, column);
+            find_levels<typename B::Points, 2>(format.blocks.lattice.table,
+                                               {{own.low, own.bits, own.stride}, {next.low, next.bits, next.stride}}, levels);
+        }
+        unpack_levels<B>(block, u, column, own, levels[u % 2], quads);
+    }
+};
 
 // ---- scales
 
@@ -128,14 +204,20 @@ struct GroupScales {
 template <class B>
 PAGODA_INLINE GroupScales block_scales(const QuantizedFormat& format, const uint8_t* block, int column) {
     const auto* halves = reinterpret_cast<const f16*>(block + format.integer_bytes()) + column;
-    return {load(halves), B::minima ? load(halves + kPanel) : zero()};
+    constexpr float unit = pagoda::unit_of_scales(B::codebook);
+    const vec scale = load(halves);
+    return {unit == 1.0f ? scale : mul(scale, broadcast(unit)), B::minima ? load(halves + kPanel) : zero()};
 }
 
 // Of a group of a block; `result` is what block_scales gave.
 template <class B>
 PAGODA_INLINE GroupScales group_scales(const QuantizedFormat& format, const uint8_t* block, GroupScales result, int64_t group,
                                        int column) {
-    if constexpr (B::integers) {
+    if constexpr (B::Points::inputs == 4 || B::Points::inputs == 8) {
+        ints half = half_bytes(block, group, column);
+        if constexpr (B::Points::signs == kUnitInputs) half = masked(half, 7);
+        result.scale = fma(to_floats(half), add(result.scale, result.scale), result.scale);
+    } else if constexpr (B::integers) {
         const uint8_t* own = block + group * kPanel + column;
         if constexpr (B::codebook == Codebook::kE2m1) {
             result.scale = mul(result.scale, load_small_floats(own));
@@ -216,20 +298,20 @@ template <class B, int Rows>
 PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
                                int64_t row_bytes, Fetching& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
-    const int64_t units = format.units_of_block(), header = format.header_bytes();
+    const int64_t units = format.units_of_block(), header = format.header_bytes(), block_bytes = format.block_bytes();
     for (int column = 0; column < kPanel; column += kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
         int64_t at = 0;  // the row's group
         vec results[Rows];
 #pragma GCC unroll 8
         for (vec& result : results) result = zero();
-        for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
-            const uint8_t* unit = block + header + 4 * column;
+        for (const uint8_t* block = panel; at < format.groups; block += block_bytes) {
             const GroupScales of_block = block_scales<B>(format, block, column);
-            for (int64_t u = 0; u < units; ++u, unit += B::bits * kRowBytes, x += kUnitInputs, at += kHalves) {
+            Units<B> all(block + header + 4 * column);
+            for (int64_t u = 0; u < units; ++u, x += kUnitInputs, at += kHalves) {
                 ahead.step();
                 ints quads[kQuads], sums[Rows][kHalves];
-                unpack_unit<B>(unit, quads);
+                all.unpack(format, block, u, column, quads);
 #pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) {
                     for (int half = 0; half < kHalves; ++half) {
@@ -279,11 +361,10 @@ PAGODA_INLINE void unpack_piece(const QuantizedFormat& format, const uint8_t* pa
     for (int u = 0; u < units; ++u) {
         const uint8_t* block = panel + (first + u) / units_of_block * format.block_bytes();
         const int64_t within = (first + u) % units_of_block;
-        const uint8_t* unit = block + format.header_bytes() + within * (B::bits * kRowBytes);
 #pragma GCC unroll 4
         for (int column = 0; column < kPanel; column += kWidth) {
             ints quads[kQuads];
-            unpack_unit<B>(unit + 4 * column, quads);
+            unpack_unit<B>(format, block, within, column, quads);
             const auto of_block = block_scales<B>(format, block, column);
 #pragma GCC unroll 8
             for (int q = 0; q < kQuads; ++q) store_ints(piece.codes + (u * kQuads + q) * kRowBytes + 4 * column, quads[q]);
@@ -426,10 +507,16 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
     }
 }
 
-// Calls f(Blocks<...>{}) for a format of blocks: those of NVFP4, MXFP4, NF4, FP4, IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
+// Calls f(Blocks<...>{}) for a format of blocks: those above; TQ1_0 and TQ2_0; NVFP4, MXFP4, NF4, FP4, IQ4_XS and IQ4_NL; Q2_K
+// to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
 template <class F>
 PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     const bool integers = format.blocks.integer_scales, minima = format.offsets;
+    if (format.blocks.has_points()) return with_points(format.blocks, f);
+    if (format.blocks.codebook == Codebook::kTernary) {
+        if (format.blocks.lattice.inputs == 0) return f(Blocks<2, Codebook::kTernary, false, false, 32>{});
+        return f(Blocks<2, Codebook::kTernary, false, false, 32, false, PointsOf<kTritsOfByte, 0, 0>>{});
+    }
     if (format.blocks.whole_rows) {
         if (format.bits == 8) return f(Blocks<8, Codebook::kNone, true, true, 64, true>{});
         if (format.bits == 5) return f(Blocks<5, Codebook::kNone, true, true, 32, true>{});
@@ -482,9 +569,8 @@ void dequantize_row_of(const QuantizedFormat& format, const void* panel_, int la
         for (int64_t unit = 0; unit < inputs / kUnitInputs; ++unit) {
             const uint8_t* block = panel + unit / units * format.block_bytes();
             const int64_t within = unit % units;
-            const uint8_t* words = block + format.header_bytes() + within * (B::bits * kRowBytes) + 4 * column;
             ints quads[kQuads];
-            unpack_unit<B>(words, quads);
+            unpack_unit<B>(format, block, within, column, quads);
             uint8_t codes[kQuads][kVectorBytes];
             for (int q = 0; q < kQuads; ++q) store_ints(codes[q], quads[q]);
             const auto of_block = block_scales<B>(format, block, column);
@@ -496,7 +582,8 @@ void dequantize_row_of(const QuantizedFormat& format, const void* panel_, int la
                 store(minima[g], loaded.minimum);
             }
             for (int i = 0; i < kUnitInputs; ++i) {
-                const int number = codes[i / 4][4 * (lane - column) + i % 4] - format.zero();
+                const int at = format.transposed() ? i / 16 * 16 + i % 4 * 4 + i / 4 % 4 : i;
+                const int number = codes[at / 4][4 * (lane - column) + at % 4] - format.zero();
                 const float value = static_cast<float>(number) * scales[i / B::group % groups][lane - column] +
                                     minima[i / B::group % groups][lane - column];
                 out[unit * kUnitInputs + i] = value;

@@ -249,7 +249,7 @@ PAGODA_INLINE int store_wide_codes(Code* codes, int64_t, ints x, WideQuad*) {
 
 // What products take the weights of a format for too low by.
 PAGODA_INLINE int taken_too_low(const QuantizedFormat& format) {
-    return kSignedCodes && (format.bits == 8 || format.blocks.codebook != pagoda::Codebook::kNone) ? 128 : 0;
+    return kSignedCodes && (format.bits == 8 || (format.blocks.codebook != pagoda::Codebook::kNone && format.zero() == 128)) ? 128 : 0;
 }
 
 }  // namespace

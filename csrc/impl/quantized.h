@@ -123,10 +123,16 @@ PAGODA_INLINE void quantize_wide(const QuantizedFormat& format, const float* x, 
 void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs, void* packed) {
     const QuantizedRow row(format, sizeof(Code), packed);
     if (format.has_row_scale()) return quantize_wide(format, x, inputs, row);
+    float transposed[pagoda::kBlockRowGroup];
     for (int64_t g = 0; g < format.groups; ++g) {
         const int64_t first = g * format.group_inputs;
         const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
-        const CodeScale result = quantize(x + first, n, static_cast<Code*>(row.codes) + first);
+        const float* own = x + first;
+        if (format.transposed()) {
+            for (int i = 0; i < pagoda::kBlockRowGroup; ++i) transposed[i] = own[i % 4 * 4 + i / 4];
+            own = transposed;
+        }
+        const CodeScale result = quantize(own, n, static_cast<Code*>(row.codes) + first);
         row.starts[g] = static_cast<int32_t>(static_cast<uint32_t>(taken_too_low(format) - format.zero()) *
                                              static_cast<uint32_t>(result.sum));
         row.scales[g] = result.scale;

@@ -75,6 +75,16 @@ PAGODA_INLINE ints low_half_of_bytes(ints x) {
 PAGODA_INLINE ints high_half_of_bytes(ints x) {
     return low_half_of_bytes({vshrq_n_s32(x.low, 4), vshrq_n_s32(x.high, 4)});
 }
+template <class F>
+PAGODA_INLINE ints each_pair_of_bytes(ints a, ints b, F f) {
+    return of_bytes(f(bytes_of(a.low), bytes_of(b.low)), f(bytes_of(a.high), bytes_of(b.high)));
+}
+PAGODA_INLINE ints add_bytes(ints a, ints b) {
+    return each_pair_of_bytes(a, b, [](uint8x16_t x, uint8x16_t y) { return vaddq_u8(x, y); });
+}
+PAGODA_INLINE ints average_bytes(ints a, ints b) {
+    return each_pair_of_bytes(a, b, [](uint8x16_t x, uint8x16_t y) { return vrhaddq_u8(x, y); });
+}
 PAGODA_INLINE int16x8_t to_words(ints x) { return vcombine_s16(vmovn_s32(x.low), vmovn_s32(x.high)); }
 PAGODA_INLINE void store_bytes(uint8_t* p, ints x) { vst1_u8(p, vreinterpret_u8_s8(vmovn_s16(to_words(x)))); }
 

@@ -52,6 +52,10 @@ class QuantizedShape:
         minima: bool,
         codebook: int,
         whole_rows: bool,
+        point_inputs: int,
+        high_bits: int,
+        sign_inputs: int,
+        table: int,
     ) -> QuantizedShape: ...
     @property
     def bytes(self) -> int: ...

@@ -163,9 +163,12 @@ class BlockWeight:
         if of_blocks is None:
             return numbers.float()
         groups = self.stored_format.block_size // self.stored_format.group_size
+        lattice, unit = self.stored_format.lattice, 1.0
         if self.stored_format.scales_are_floats:
-            of_blocks = of_blocks.float() * 2**-8
-        return of_blocks.float().repeat_interleave(groups, dim=1) * numbers.float()
+            unit = 2**-8
+        elif lattice is not None:
+            unit = lattice.unit
+        return (of_blocks.float() * unit).repeat_interleave(groups, dim=1) * numbers.float()
 
 
 LinearWeight = DenseWeight | Int8Weight | Fp8Weight | GroupedWeight | BlockWeight

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from pagoda.checkpoints.lattices import Lattice
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class BlockFormat:
     bits: int
     """Bits of a code, 2 to 6 or 8."""
     group_size: int
-    """Inputs that share a scale, 16 or 32, or 64 of whole rows in 8 bits."""
+    """Inputs that share a scale: 16 or 32, with trits a block's, of whole rows in 8 bits 64."""
     block_size: int
     """Inputs of a block; one group where scales are no integers."""
     integer_scales: bool
@@ -58,6 +59,10 @@ class BlockFormat:
     """Numbers that codes stand for, one of `CODEBOOKS`; None if they stand for themselves."""
     whole_rows: bool = False
     """True if a block is a row of inputs, and a row of activations has one scale."""
+    lattice: Lattice | None = None
+    """Points whose numbers are kept in place of codes; scales are odd, from 1 to 31, in its unit."""
+    trits: bool = False
+    """True if five codes, which are below 3, share a byte."""
 
     @property
     def zero(self) -> int:
@@ -101,9 +106,21 @@ NF4, FP4 = (
     for codebook in (NF4_CODEBOOK, FP4_CODEBOOK)
 )
 """Blocks of bitsandbytes, in memory: the highest magnitude of a block is its scale."""
-CODEBOOKS = (None, IQ4_CODEBOOK, E2M1_CODEBOOK, NF4_CODEBOOK, FP4_CODEBOOK)
+TERNARY_CODEBOOK = (-1, 0, 1, 2)
+"""The numbers that codes of ggml's TQ1_0 and TQ2_0 stand for."""
+IQ1_CODEBOOK = (-7, 1, 9, 0, -9, -1, 7, 0)
+"""Eight times the numbers of levels of IQ1_S and IQ1_M, without and with a sign."""
+IQ2_CODEBOOK = (8, 25, 43, 0, -8, -25, -43, 0)
+_IQ3_XXS, _IQ3_S = (4, 12, 20, 28, 36, 44, 52, 62), (1, 3, 5, 7, 9, 11, 13, 15)
+IQ3_XXS_CODEBOOK = (*_IQ3_XXS, *(-number for number in _IQ3_XXS))
+IQ3_S_CODEBOOK = (*_IQ3_S, *(-number for number in _IQ3_S))
+CODEBOOKS = (
+    *(None, IQ4_CODEBOOK, E2M1_CODEBOOK, NF4_CODEBOOK, FP4_CODEBOOK, TERNARY_CODEBOOK),
+    *(IQ1_CODEBOOK, IQ2_CODEBOOK, IQ3_XXS_CODEBOOK, IQ3_S_CODEBOOK),
+)
 """Codebooks that kernels know, in their order."""
 
+TRITS_OF_BYTE = 5
 BLOCK_SIZES = (256, 128, 64, 32)
 """Inputs that may share a float16 in a `BlockWeight`, in memory."""
 
@@ -134,10 +151,8 @@ def format_bytes(
     if isinstance(stored_format, Fp8Format):
         return weights + 4 * outputs * -(-inputs // (stored_format.group_size or inputs))
     if isinstance(stored_format, BlockFormat):
-        return (
-            weights * stored_format.bits // 8
-            + weights // stored_format.block_size * _block_scales(stored_format)
-        )
+        blocks = weights // stored_format.block_size
+        return blocks * _code_bits(stored_format) // 8 + blocks * _block_scales(stored_format)
     per_group = 4 if stored_format.offsets else 2
     order = 8 * inputs if stored_format.act_order else 0
     return (
@@ -145,12 +160,24 @@ def format_bytes(
     )
 
 
+def _code_bits(stored_format: BlockFormat) -> int:
+    """Bits of the codes of a block."""
+    size = stored_format.block_size
+    if stored_format.trits:
+        return 32 * -(-size // (4 * TRITS_OF_BYTE))
+    if stored_format.lattice is not None:
+        return size // 32 * stored_format.lattice.unit_bits
+    return size * stored_format.bits
+
+
 def _block_scales(stored_format: BlockFormat) -> int:
-    """Bytes of a block's scales and minima: float16, and of each group a byte, or with 2-bit codes half of one."""
+    """Bytes of a block's scales and minima: float16, and of each group a byte, or half of one (2 bits, points)."""
     kinds = 2 if stored_format.minima else 1
     if not stored_format.integer_scales:
         return 2 * kinds
     groups = stored_format.block_size // stored_format.group_size
+    if stored_format.lattice is not None:
+        return 2 + -(-groups // 2)
     return 2 * kinds + (groups if stored_format.bits == 2 else groups * kinds)
 
 
@@ -197,12 +224,10 @@ def _part_of_blocks(stored_format: BlockFormat, part: range) -> BlockFormat | No
         size = stored_format.group_size
         fits = part.start % size == part.stop % size == 0
         return replace(stored_format, block_size=len(part)) if fits else None
-    if not stored_format.integer_scales:
-        size = stored_format.block_size
-        return stored_format if part.start % size == part.stop % size == 0 else None
     for size in BLOCK_SIZES:
         if size <= stored_format.block_size and part.start % size == part.stop % size == 0:
-            return replace(stored_format, block_size=size)
+            group_size = stored_format.group_size if stored_format.integer_scales else size
+            return replace(stored_format, block_size=size, group_size=group_size)
     return None
 
 

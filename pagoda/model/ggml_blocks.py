@@ -11,7 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pagoda.backend.lattices import point_codes
 from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight, dequantize
+from pagoda.checkpoints import lattices
 from pagoda.checkpoints.gguf.config import BLOCKS, DENSE
 from pagoda.checkpoints.gguf.reader import BlockType
 
@@ -115,6 +117,128 @@ def _iq4_xs(blocks: Tensor) -> _Parts:
     return _nibbles(blocks[:, 8:], 16), _less_32(six_bits), None, _halves(blocks, 0), None
 
 
+def _iq1_s(blocks: Tensor) -> _Parts:
+    """Scale of the block, low bytes of 32 points' numbers; then words of 32 inputs each.
+
+    A word has the high three bits of four numbers, a scale in three bits, and a sign.
+    """
+    high = _words(blocks[:, 34:50])
+    numbers = _with_high_bits(blocks[:, 2:34], _fields(high, 3, 4) & 7)
+    codes = point_codes(lattices.IQ1_S, numbers, _octets(high >> 15))
+    return codes, _odd(high >> 12 & 7), None, _halves(blocks, 0), None
+
+
+def _iq1_m(blocks: Tensor) -> _Parts:
+    """Low bytes of 32 points' numbers; the high three bits and a sign of each, in half a byte; four words.
+
+    A word has four scales of three bits, and in its last four bits a part of the block's scale.
+    """
+    words, high = _words(blocks[:, 48:56]), _nibbles(blocks[:, 32:48], 1)
+    numbers = _with_high_bits(blocks[:, :32], high & 7)
+    shifts = torch.tensor([12, 8, 4, 0], dtype=torch.int32)
+    halves = ((words & 0xF000) >> shifts).sum(1, keepdim=True)
+    block_scales = torch.cat([_octets(halves), _octets(halves >> 8)], dim=1)
+    codes = point_codes(lattices.IQ1_M, numbers, high >> 3)
+    return codes, _odd(_fields(words, 3, 4) & 7), None, _halves(block_scales, 0), None
+
+
+def _iq2_xxs(blocks: Tensor) -> _Parts:
+    """Scale of the block; of each 32 inputs four points' numbers and a word of 32 bits.
+
+    A word has the signs of each point in seven bits, and a scale in four.
+    """
+    parts = blocks[:, 2:].view(len(blocks), 8, 8)
+    words = _words(parts[:, :, 4:].flatten(1), 4)
+    numbers = parts[:, :, :4].flatten(1)
+    codes = point_codes(lattices.IQ2_XXS, numbers, _even_signs(_fields(words, 7, 4)))
+    return codes, _odd(words >> 28 & 15), None, _halves(blocks, 0), None
+
+
+def _iq2_xs(blocks: Tensor) -> _Parts:
+    """Scale of the block; of 32 points nine bits of the number and seven of signs; 16 scales in four bits."""
+    words = _words(blocks[:, 2:66])
+    codes = point_codes(lattices.IQ2_XS, words & 511, _even_signs(words >> 9))
+    return codes, _odd(_nibbles(blocks[:, 66:74], 1)), None, _halves(blocks, 0), None
+
+
+def _iq2_s(blocks: Tensor) -> _Parts:
+    """Scale of the block; of 32 points low bytes of numbers, signs, and high two bits; 16 scales."""
+    numbers = _with_high_bits(blocks[:, 2:34], _fields(blocks[:, 66:74], 2, 4) & 3)
+    codes = point_codes(lattices.IQ2_S, numbers, _bits(blocks[:, 34:66]))
+    return codes, _odd(_nibbles(blocks[:, 74:82], 1)), None, _halves(blocks, 0), None
+
+
+def _iq3_xxs(blocks: Tensor) -> _Parts:
+    """Scale of the block, 64 points' numbers, and of each 32 inputs a word as in IQ2_XXS."""
+    words = _words(blocks[:, 66:98], 4)
+    codes = point_codes(lattices.IQ3_XXS, blocks[:, 2:66], _even_signs(_fields(words, 7, 4)))
+    return codes, _odd(words >> 28 & 15), None, _halves(blocks, 0), None
+
+
+def _iq3_s(blocks: Tensor) -> _Parts:
+    """Scale of the block; of 64 points low bytes of numbers, and high bits; 256 signs; eight scales."""
+    numbers = _with_high_bits(blocks[:, 2:66], _bits(blocks[:, 66:74]))
+    codes = point_codes(lattices.IQ3_S, numbers, _bits(blocks[:, 74:106]))
+    return codes, _odd(_nibbles(blocks[:, 106:110], 1)), None, _halves(blocks, 0), None
+
+
+def _tq1_0(blocks: Tensor) -> _Parts:
+    """240 and 16 trits, five of a byte and four, as fractions of 256; scale."""
+    parts = _trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)
+    return torch.cat(parts, dim=1), _halves(blocks, 52), None, None, None
+
+
+def _trits(octets: Tensor, count: int) -> Tensor:
+    """The first trits of all bytes, then the second ones and so on."""
+    powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8)[:, None]
+    thrice: Tensor = (octets[:, None, :] * powers).to(torch.int16) * 3 >> 8
+    return thrice.to(torch.uint8).flatten(1)
+
+
+def _tq2_0(blocks: Tensor) -> _Parts:
+    """256 times two bits, scale."""
+    return _two_bits(blocks[:, :64]), _halves(blocks, 64), None, None, None
+
+
+def _words(octets: Tensor, size: int = 2) -> Tensor:
+    """Words of so many bytes each, as [blocks, words] int32 for 2 and int64 for 4."""
+    dtype = torch.int32 if size == 2 else torch.int64
+    parts = octets.reshape(len(octets), -1, size).to(dtype)
+    return (parts << torch.arange(0, 8 * size, 8, dtype=dtype)).sum(2, dtype=dtype)
+
+
+def _fields(words: Tensor, width: int, count: int) -> Tensor:
+    """Each word shifted by 0, 1 and so on times `width`: [blocks, words * count], bits above those left in."""
+    shifts = torch.arange(0, width * count, width, dtype=words.dtype)
+    return (words[:, :, None] >> shifts).flatten(1)
+
+
+def _with_high_bits(low: Tensor, high: Tensor) -> Tensor:
+    """Numbers [blocks, n] int16 of which the low eight bits are in bytes, and others in `high`."""
+    return low.to(torch.int16) | high.to(torch.int16) << 8
+
+
+def _bits(octets: Tensor) -> Tensor:
+    """[blocks, bytes] to [blocks, 8 bytes] uint8, the lowest bit of each byte first."""
+    return _fields(octets, 1, 8) & 1
+
+
+def _even_signs(sevens: Tensor) -> Tensor:
+    """Signs of eight inputs by seven bits each; those of all eight are even in number."""
+    seven = _octets(sevens & 127)
+    bits = _fields(seven, 1, 7).view(*seven.shape, 7) & 1
+    last = bits.sum(2, keepdim=True, dtype=torch.uint8) & 1
+    return torch.cat([bits, last], dim=2).flatten(1)
+
+
+def _octets(numbers: Tensor) -> Tensor:
+    return (numbers & 255).to(torch.uint8)
+
+
+def _odd(halves: Tensor) -> Tensor:
+    return 2 * halves.to(torch.int8) + 1
+
+
 def _q4_k(blocks: Tensor) -> _Parts:
     """Scales and minima of eight groups, 256 halves of bytes."""
     return _nibbles(blocks[:, 16:], 32), *_scales_and_minima(blocks)
@@ -199,6 +323,15 @@ _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

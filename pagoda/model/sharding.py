@@ -518,8 +518,9 @@ def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: LinearShard) 
     own, inputs = weight.rows(_slice(part.outputs)), part.inputs
 
     def of_groups(numbers: Tensor) -> Tensor:
-        size = whole.group_size
-        return _copied(numbers[:, inputs.start // size : inputs.stop // size])
+        size = stored_format.group_size
+        repeated = numbers.repeat_interleave(whole.group_size // size, dim=1)
+        return _copied(repeated[:, inputs.start // size : inputs.stop // size])
 
     def of_blocks(numbers: Tensor | None) -> Tensor | None:
         """This part's of the numbers of blocks, of which several smaller ones may hold the same."""

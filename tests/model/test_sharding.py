@@ -176,7 +176,7 @@ def test_a_large_head_leaves_the_last_stage_fewer_layers() -> None:
     assert len(first) > len(last) + 5
 
 
-BLOCK_KINDS = ("Q4_1", "Q2_K", "Q4_K", "IQ4_XS")
+BLOCK_KINDS = ("Q4_1", "Q2_K", "Q4_K", "IQ4_XS", "IQ1_S", "IQ2_XS", "IQ3_S", "TQ1_0")
 
 
 def _weights() -> dict[str, LinearWeight]:
@@ -333,13 +333,14 @@ def test_parts_of_narrow_heads() -> None:
 
 @pytest.mark.parametrize(("start", "block_size"), [(0, 128), (128, 128), (64, 64), (32, 32)])
 def test_blocks_are_cut_into_smaller_ones_of_the_same_scale(start: int, block_size: int) -> None:
-    weight = make_blocks(BLOCKS["Q6_K"], 48, 256, 3)
-    part = take_part(
-        LAYER, weight, LinearShard(range(48), range(start, start + 128)), torch.float32
-    )
-    assert isinstance(part, BlockWeight)
-    assert part.stored_format.block_size == block_size
-    assert torch.equal(dequantize(part), dequantize(weight)[:, start : start + 128])
+    for kind in ("Q6_K", "IQ2_XXS", "TQ1_0", "TQ2_0"):
+        weight = make_blocks(BLOCKS[kind], 48, 256, 3)
+        part = take_part(
+            LAYER, weight, LinearShard(range(48), range(start, start + 128)), torch.float32
+        )
+        assert isinstance(part, BlockWeight)
+        assert part.stored_format.block_size == block_size
+        assert torch.equal(dequantize(part), dequantize(weight)[:, start : start + 128])
 
 
 def test_blocks_are_not_cut_inside_32_inputs() -> None:

@@ -104,6 +104,9 @@ HALVES: dict[Kind, tuple[int, ...]] = {
     Kind.Q6_K: (208,),
     Kind.IQ4_NL: (0,),
     Kind.IQ4_XS: (0,),
+    **dict.fromkeys((Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S), (0,)),
+    **dict.fromkeys((Kind.IQ3_XXS, Kind.IQ3_S), (0,)),
+    Kind.IQ1_M: (),
 }
 """Places of float16 numbers in a block of the types that the `gguf` package cannot write."""
 
@@ -286,6 +289,9 @@ def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
     for at in HALVES[kind]:
         halves = rng.uniform(1e-4, 5e-4, num_blocks).astype(np.float16)
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
+    if kind is Kind.IQ1_M:  # its half is in the high ends of four words
+        digits = np.uint16(0x0C1A) >> np.array([0, 4, 8, 12], dtype=np.uint16) & 15
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | digits.astype(np.uint8) << 4
     return blocks.reshape(*values.shape[:-1], -1)
 
 

@@ -68,7 +68,10 @@ def test_queries_keys_and_values_in_one_tensor(
 
 @pytest.mark.parametrize(
     "kind",
-    [Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q2_K, Kind.Q4_K, Kind.Q6_K, Kind.IQ4_XS],
+    [
+        *(Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q2_K, Kind.Q4_K, Kind.Q6_K, Kind.IQ4_XS),
+        *(Kind.IQ2_S, Kind.TQ2_0),
+    ],
     ids=lambda kind: kind.name,
 )
 def test_heads_of_values_are_put_back(kind: Kind, tmp_path: Path) -> None:
@@ -93,6 +96,20 @@ def test_heads_of_values_are_put_back(kind: Kind, tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         dequantize(weights.linear(linears.v, torch.float32)).numpy(), rows
     )
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ3_S, Kind.TQ1_0], ids=lambda kind: kind.name
+)
+def test_ranks_share_experts_of_points_and_trits(kind: Kind, backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    save_gguf(make_model("olmoe", **sizes), path, lambda _: kind)
+    requests = [GenerateRequest(request_id="0", prompt_token_ids=PROMPT[:60], work=Work(GREEDY))]
+    alone, together = (
+        engine(path, backend, tp, dtype="float32", block_size=16).answer(requests) for tp in (1, 2)
+    )
+    assert alone == together
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K], ids=lambda kind: kind.name)

@@ -46,6 +46,8 @@ IN_GGUF = [name for name in FAMILIES if "windowed" not in name and name != "qwen
 TYPES = (
     *(Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_0, Kind.Q5_1, Kind.Q5_K),
     *(Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4),
+    *(Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S),
+    *(Kind.TQ1_0, Kind.TQ2_0),
 )
 
 # ---- weights

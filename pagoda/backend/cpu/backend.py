@@ -45,6 +45,7 @@ from pagoda.backend.cpu.weights import (
 from pagoda.backend.graph import Graph
 from pagoda.backend.host import HostBackend, check_token_ids
 from pagoda.backend.kv_store import Pages
+from pagoda.backend.lattices import kernel_table
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.sampling import SampledRows, SampleOutcome, ScoredRows, check_logits
@@ -61,7 +62,7 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.weight_formats import CODEBOOKS, BlockFormat
+from pagoda.checkpoints.weight_formats import CODEBOOKS, TRITS_OF_BYTE, BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_formats import format_of
@@ -251,6 +252,10 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
     ) -> WeightSegment:
         """Blocks of one format."""
         outputs, inputs = total_outputs(parts), weight_shape(parts[0])[1]
+        lattice, points = held.lattice, (TRITS_OF_BYTE if held.trits else 0, 0, 0, 0)
+        if lattice is not None and held.codebook is not None:
+            table = kernel_table(lattice, held.codebook)
+            points = (lattice.inputs, lattice.high_bits, lattice.sign_inputs, table.data_ptr())
         shape = self._native.QuantizedShape.in_blocks(
             outputs,
             inputs,
@@ -261,6 +266,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             held.minima,
             CODEBOOKS.index(held.codebook),
             held.whole_rows,
+            *points,
         )
         tensors = [
             None if getattr(parts[0], field) is None else _join(parts, field)

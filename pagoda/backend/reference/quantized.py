@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pagoda.backend.lattices import pack_trits, parts_of_codes, point_codes, unpack_trits
 from pagoda.backend.rounding import divisors, row_slices
 from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
@@ -65,11 +66,22 @@ class PackedBlocks:
     weight: BlockWeight
     """The weight, with the codes of `planes` left out."""
     planes: tuple[Tensor, ...]
-    """Bits of the codes, the lowest first: 8, 4, 2 or 1 of each code, as many codes in a byte as fit."""
+    """Bits of the codes, the lowest first: 8, 4, 2 or 1 of each code, as many codes in a byte as fit.
+
+    Of trits there are five in a byte; of points the low bytes of numbers, then higher bits, and signs.
+    """
 
     @classmethod
     def of(cls, weight: BlockWeight) -> PackedBlocks:
-        planes, taken = [], 0
+        stored_format, planes, taken = weight.stored_format, list[Tensor](), 0
+        if stored_format.trits:
+            planes.append(pack_trits(weight.codes))
+        elif stored_format.lattice is not None:
+            numbers, signs = parts_of_codes(stored_format.lattice, weight.codes)
+            high = [numbers >> 8 + bit & 1 for bit in range(stored_format.lattice.high_bits)]
+            planes = [(numbers & 255).to(torch.uint8), *map(_packed_bits, (*high, signs))]
+        if planes:
+            return cls(replace(weight, codes=weight.codes[:, :0].clone()), tuple(planes))
         for width in plane_widths(weight.stored_format.bits):
             parts = (weight.codes >> taken & 2**width - 1).unflatten(1, (-1, 8 // width))
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
@@ -80,12 +92,38 @@ class PackedBlocks:
     def rows(self, chosen: slice | Tensor) -> BlockWeight:
         """Some outputs of it, unpacked."""
         weight, codes, taken = self.weight, torch.tensor(0, dtype=torch.uint8), 0
+        stored_format, some = weight.stored_format, [plane[chosen] for plane in self.planes]
+        if stored_format.trits:
+            inputs = weight.scales.shape[1] * stored_format.group_size
+            return replace(weight.rows(chosen), codes=unpack_trits(some[0], inputs))
+        if stored_format.lattice is not None:
+            numbers, count = some[0].to(torch.int16), some[0].shape[1]
+            *high, signs = map(_unpacked_bits, some[1:])
+            for bit, plane in enumerate(high):
+                numbers |= plane[:, :count].to(torch.int16) << 8 + bit
+            signs = signs[
+                :, : count * stored_format.lattice.inputs // stored_format.lattice.sign_inputs
+            ]
+            codes = point_codes(stored_format.lattice, numbers, signs)
+            return replace(weight.rows(chosen), codes=codes)
         for width, plane in zip(plane_widths(weight.stored_format.bits), self.planes, strict=True):
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             parts = plane[chosen][..., None] >> shifts & 2**width - 1
             codes = codes | parts.flatten(1) << taken
             taken += width
         return replace(weight.rows(chosen), codes=codes)
+
+
+def _packed_bits(bits: Tensor) -> Tensor:
+    """Numbers 0 and 1 [rows, n], eight in a byte: [rows, n / 8, rounded up] uint8."""
+    filled = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (filled.view(len(bits), -1, 8) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked_bits(packed: Tensor) -> Tensor:
+    bits: Tensor = packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten(1)
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:

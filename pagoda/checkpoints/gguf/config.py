@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pagoda.checkpoints import lattices
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.contents import unread_tensors
 from pagoda.checkpoints.draft_heads import head_behind
@@ -16,6 +17,7 @@ from pagoda.checkpoints.families import gguf_families
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
+from pagoda.checkpoints.lattices import Lattice
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -23,8 +25,13 @@ from pagoda.checkpoints.pooling_spec import VectorMap
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
+    IQ1_CODEBOOK,
+    IQ2_CODEBOOK,
+    IQ3_S_CODEBOOK,
+    IQ3_XXS_CODEBOOK,
     IQ4_CODEBOOK,
     MXFP4,
+    TERNARY_CODEBOOK,
     BlockFormat,
     DenseFormat,
     WeightFormat,
@@ -37,6 +44,16 @@ DTYPE = "bfloat16"
 """Type of activations unless the operator says otherwise: a GGUF file does not name the type of training."""
 DENSE = ("F32", "F16", "BF16")
 """Types whose tensors hold plain numbers."""
+
+
+def _of_points(lattice: Lattice, group_size: int, codebook: tuple[int, ...]) -> BlockFormat:
+    """The format of a type whose codes are those of a lattice's points."""
+    bits = lattice.level_bits + 1
+    return BlockFormat(
+        bits, group_size, 256, integer_scales=True, minima=False, codebook=codebook, lattice=lattice
+    )
+
+
 BLOCKS = {
     "Q4_0": BlockFormat(4, 32, 32, integer_scales=False, minima=False),
     "Q8_0": BlockFormat(8, 32, 32, integer_scales=False, minima=False),
@@ -51,6 +68,19 @@ BLOCKS = {
     "Q4_K": BlockFormat(4, 32, 256, integer_scales=True, minima=True),
     "Q5_K": BlockFormat(5, 32, 256, integer_scales=True, minima=True),
     "Q6_K": BlockFormat(6, 16, 256, integer_scales=True, minima=False),
+    "IQ1_S": _of_points(lattices.IQ1_S, 32, IQ1_CODEBOOK),
+    "IQ1_M": _of_points(lattices.IQ1_M, 16, IQ1_CODEBOOK),
+    "IQ2_XXS": _of_points(lattices.IQ2_XXS, 32, IQ2_CODEBOOK),
+    "IQ2_XS": _of_points(lattices.IQ2_XS, 16, IQ2_CODEBOOK),
+    "IQ2_S": _of_points(lattices.IQ2_S, 16, IQ2_CODEBOOK),
+    "IQ3_XXS": _of_points(lattices.IQ3_XXS, 32, IQ3_XXS_CODEBOOK),
+    "IQ3_S": _of_points(lattices.IQ3_S, 32, IQ3_S_CODEBOOK),
+    "TQ1_0": BlockFormat(
+        2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK, trits=True
+    ),
+    "TQ2_0": BlockFormat(
+        2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK
+    ),
 }
 """Formats in memory of quantized types."""
 

@@ -19,6 +19,7 @@ from pagoda.backend.base import (
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.fp8 import to_e4m3
 from pagoda.backend.graph import Value
+from pagoda.backend.lattices import point_codes
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
@@ -97,9 +98,7 @@ def fp8_weight(outputs: int, inputs: int, group_size: int | None, seed: int = 4)
 def block_weight(stored_format: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
     """A weight of random codes, scales and minima in blocks of ggml."""
     generator = torch.Generator().manual_seed(3)
-    codes = torch.randint(
-        0, 2**stored_format.bits, (outputs, inputs), generator=generator, dtype=torch.uint8
-    )
+    codes = random_codes(stored_format, outputs, inputs, generator)
     groups, blocks = inputs // stored_format.group_size, inputs // stored_format.block_size
 
     def halves(count: int) -> Tensor:
@@ -109,12 +108,11 @@ def block_weight(stored_format: BlockFormat, outputs: int, inputs: int) -> Block
     if not stored_format.integer_scales:
         minima = halves(groups) if stored_format.minima else None
         return BlockWeight(stored_format, codes, halves(groups), minima, None, None)
-    low, high = (
-        (0, 15) if stored_format.bits == 2 else (0, 63) if stored_format.minima else (-128, 127)
-    )
+    low, high = scale_limits(stored_format)
 
     def integers() -> Tensor:
-        return torch.randint(low, high + 1, (outputs, groups), generator=generator).to(torch.int8)
+        drawn = torch.randint(low, high + 1, (outputs, groups), generator=generator)
+        return (drawn if stored_format.lattice is None else drawn | 1).to(torch.int8)
 
     has_minima = stored_format.minima
     return BlockWeight(
@@ -125,6 +123,31 @@ def block_weight(stored_format: BlockFormat, outputs: int, inputs: int) -> Block
         halves(blocks) / high,
         halves(blocks) / high if has_minima else None,
     )
+
+
+def scale_limits(stored_format: BlockFormat) -> tuple[int, int]:
+    """The lowest and the highest integer of a scale; those of points are odd."""
+    if stored_format.lattice is not None:
+        return 1, 15 if stored_format.lattice.sign_inputs == 32 else 31
+    if stored_format.bits == 2:
+        return 0, 15
+    return (0, 63) if stored_format.minima else (-128, 127)
+
+
+def random_codes(
+    stored_format: BlockFormat, outputs: int, inputs: int, generator: torch.Generator
+) -> Tensor:
+    """Codes [outputs, inputs] uint8 that a format can hold."""
+
+    def drawn(highest: int, count: int) -> Tensor:
+        return torch.randint(0, highest, (outputs, count), generator=generator)
+
+    lattice = stored_format.lattice
+    if lattice is None:
+        kinds = 3 if stored_format.trits else 2**stored_format.bits
+        return drawn(kinds, inputs).to(torch.uint8)
+    signs = drawn(2, inputs // lattice.sign_inputs).to(torch.uint8)
+    return point_codes(lattice, drawn(lattice.points, inputs // lattice.inputs), signs)
 
 
 def format_checks() -> list[Check]:
@@ -159,7 +182,7 @@ def _dtypes(subject: Subject, name: str) -> list[torch.dtype]:
 
 
 def _block_check(subject: Subject) -> str:
-    formats = subject.backend.capabilities.weight_formats
+    formats, lacking = subject.backend.capabilities.weight_formats, list[str]()
     for name, stored_format in BLOCKS.items():
         weight = block_weight(stored_format, 70, 512)
         if not {"int8", "int4"} <= {*formats}:
@@ -167,9 +190,13 @@ def _block_check(subject: Subject) -> str:
         try:  # it may have other quantized weights, and not these
             subject.backend.prepare_linear([weight], None, torch.float32)
         except UnsupportedError as error:
-            raise LackingError(str(error).removesuffix(".")) from None
+            lacking.append(name)
+            if len(lacking) == len(BLOCKS):
+                raise LackingError(str(error).removesuffix(".")) from None
+            continue
         _check_weight(subject, weight, torch.float32, name)
-    return ", ".join(BLOCKS)
+    there = ", ".join(name for name in BLOCKS if name not in lacking)
+    return f"{there}; lacks {', '.join(lacking)}" if lacking else there
 
 
 def _expect_refusal(subject: Subject, name: str, weight: LinearWeight) -> None:

@@ -186,6 +186,8 @@ def _blocks(parts: Sequence[BlockWeight], upload: Upload) -> Blocks:
     if parts[0].stored_format.scales_are_floats:
         parts = [_with_half_scales(part) for part in parts]
     stored_format, inputs = parts[0].stored_format, parts[0].codes.shape[1]
+    if stored_format.lattice is not None or stored_format.trits:
+        raise UnsupportedError("the GPU backend has no weights of IQ1, IQ2, IQ3 and TQ1_0.")
     packed = [PackedBlocks.of(part) for part in parts]
     planes = zip(*(part.planes for part in packed), strict=True)
     of_groups = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagoda.backend.base import UnsupportedError
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.reference import linear as reference
 from pagoda.backend.weights import BLOCK_INPUT_GROUP, BlockWeight
@@ -51,7 +52,10 @@ def product(x: Tensor, held: Blocks, bias: Tensor | None) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, *ROWS])
+THERE = [name for name, it in BLOCKS.items() if it.lattice is None and not it.trits]
+
+
+@pytest.mark.parametrize("name", [*THERE, *ROWS])
 def test_products_and_rows_have_the_bits_of_the_reference(name: str) -> None:
     weight, x, bias = weight_of(name, 19), random_tensor(5, INPUTS), random_tensor(19)
     x[1] *= 1e4
@@ -65,6 +69,12 @@ def test_products_and_rows_have_the_bits_of_the_reference(name: str) -> None:
     ids, looked_up = torch.tensor([23, 5, 4]), torch.full((3, INPUTS), torch.nan)
     block_embedding(ids, held, looked_up, first_id=5)
     assert torch.equal(looked_up, reference.embedding(ids, wanted, first_id=5, vocab_size=99))
+
+
+@pytest.mark.parametrize("name", sorted({*BLOCKS} - {*THERE}))
+def test_codes_that_do_not_lie_side_by_side_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="no weights of IQ1, IQ2, IQ3 and TQ1_0"):
+        prepared(weight_of(name, 19))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "rows of 4 bits"])
