@@ -70,7 +70,7 @@ def main() -> None:
     worst = dict.fromkeys(BACKENDS, 0.0)
     above = []
     for name in names:
-        known = name in family_models.FAMILIES or name in family_models.TEXT_PARTS
+        known = name in family_models.FAMILIES
         one = [family_models.of_one_layer(name)] if known else []
         for sizes in [{}, *one]:
             for backend in BACKENDS:

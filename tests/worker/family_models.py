@@ -534,7 +534,7 @@ _WITH_STATES = ("lfm2", "qwen3-next", "qwen3.5")
 
 def of_one_layer(name: str) -> dict[str, Any]:
     """Values of a configuration by which a family has one layer, its last one, or the least that it can."""
-    *_, changes = (FAMILIES if name in FAMILIES else TEXT_PARTS)[name]
+    _, changes = FAMILIES[name]
     own = [it for it in _COUNTS if it in {**changes, "num_hidden_layers": 0}]
     count = changes.get(own[0], _SHAPE["num_hidden_layers"])
     lists = {

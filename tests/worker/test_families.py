@@ -113,12 +113,10 @@ def test_greedy_answers_are_those_of_transformers(way: str, oracle: Oracle) -> N
         assert (engine.load().num_preemptions > 0) is (way == "preempted")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *TEXT_PARTS])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_log_probabilities_of_one_layer(name: str, tmp_path: Path) -> None:
     model = make_model(name, **of_one_layer(name))
     model.save_pretrained(tmp_path)
-    if name in TEXT_PARTS:
-        as_published(tmp_path)
     runner = load(tmp_path, max_model_len=128)
     exact = in_float64(model)
     assert answer_differences(runner, exact).max() < max(5e-5, rounding(model, exact))
