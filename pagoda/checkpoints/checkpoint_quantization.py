@@ -54,10 +54,8 @@ _BLOCKS = {
 }
 _DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
 _DOT = re.compile(r"\.")
-Layout = Literal[
-    *("compressed-tensors", "modelopt", "fp8", "awq", "awq_gemv"),
-    *("gptq", "gptq_v2", "marlin", "bitsandbytes", "mxfp4"),
-]
+_Words = Literal["awq", "awq_gemv", "gptq", "gptq_v2", "marlin"]
+Layout = _Words | Literal["compressed-tensors", "modelopt", "fp8", "bitsandbytes", "mxfp4"]
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are, `marlin` none."""
 
 

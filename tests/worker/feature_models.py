@@ -20,6 +20,7 @@ from family_models import make_model as make_other_model
 from gguf_encoders import save_gguf_encoder
 from gguf_models import save_gguf
 from head_models import add_tensors, calm, change_config, layer_alone, make_mtp_head
+from more_quantized_models import bitsandbytes_format, nvfp4_format
 from quantized_models import (
     Format,
     awq_format,
@@ -60,7 +61,10 @@ FLAGS = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 """Weights that are rounded as they are loaded: values of `--quantization`."""
 _FILES: dict[str, tuple[Format, ...]] = {
     "W8A8 files": (int8_format(),),
-    "W4A16 files": (packed_format(4, 32, symmetric=False), awq_format(32), gptq_format(4, 32)),
+    "W4A16 files": (
+        *(packed_format(4, 32, symmetric=False), awq_format(32), gptq_format(4, 32)),
+        *(bitsandbytes_format("nf4", nested=True), nvfp4_format()),
+    ),
     "FP8 files": (fp8_tensors_format("channel"), fp8_format((32, 32))),
 }
 """Checkpoints that are quantized, each format in the layouts that there are."""

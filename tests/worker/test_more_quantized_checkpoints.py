@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ _SHARES_ROUNDED = {"nf4": 0.0031, "fp4": 0.0034, "nvfp4": 2**-11, "modelopt-nvfp
 """What a number moves by, as a share of the highest of its weight or, below 2^-10, of itself."""
 
 
-def _save(directory: Path, name: str) -> tuple[object, dict[str, np.ndarray]]:
+def _save(directory: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     saved = save_quantized(directory, FORMATS[name])
     if name.endswith("beside"):
         (directory / "hf_quant_config.json").write_text(json.dumps(MODELOPT_FILE))
@@ -97,7 +98,7 @@ def test_weights_and_answers(name: str, backend: str, tmp_path: Path) -> None:
         )
         highest = np.abs(expected).max() * share if share > 2**-10 else offsets
         bound = max(share if share < 2**-10 else 0, 1e-6)
-        np.testing.assert_allclose(dequantize(weight), expected, rtol=bound, atol=highest)
+        np.testing.assert_allclose(dequantize(weight).numpy(), expected, rtol=bound, atol=highest)
         if not name.endswith("fp8"):
             assert weight_format(weight) == quantization.format_of(linear)
     differences = answer_differences(load(tmp_path, backend=backend), model)
@@ -156,7 +157,7 @@ def test_rows_that_no_block_divides(tmp_path: Path) -> None:
         )
         held, _ = _linear(tmp_path, "odd", 40, 24)
         assert isinstance(held, DenseWeight)
-        np.testing.assert_allclose(held.values, meant, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(held.values.numpy(), meant, rtol=1e-6, atol=1e-8)
 
 
 def test_blocks_across_rows(tmp_path: Path) -> None:
@@ -169,7 +170,9 @@ def test_blocks_across_rows(tmp_path: Path) -> None:
     )
     held, _ = _linear(tmp_path, "odd", 40, 96)
     assert isinstance(held, BlockWeight)
-    np.testing.assert_allclose(dequantize(held), meant, rtol=0, atol=0.003 * np.abs(weight).max())
+    np.testing.assert_allclose(
+        dequantize(held).numpy(), meant, rtol=0, atol=0.003 * np.abs(weight).max()
+    )
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_weights import make_blocks
 from torch import Tensor
 
 from pagoda.backend.base import Backend, ExpertActivation, Experts, UnsupportedError
@@ -21,7 +22,7 @@ from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.config import BLOCKS
-from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.checkpoints.weight_formats import NF4, NVFP4, BlockFormat
 from pagoda.plugins.backend_check.products import block_weight, fp8_weight
 from pagoda.plugins.backend_check.subject import outputs, random_tensor
 from pagoda.plugins.cuda.backend import GpuBackend
@@ -68,6 +69,22 @@ def test_parts_of_all_formats_follow_one_another() -> None:
     exact = [*range(10, 20), *range(40, 70)]  # of integers
     assert torch.equal(out[:, exact], wanted[:, exact])
     assert torch.equal(found[:, ::2], expected[:, ::2])
+
+
+@pytest.mark.parametrize(
+    "stored_format", [NF4, replace(NVFP4, block_size=INPUTS)], ids=["nf4", "nvfp4"]
+)
+def test_blocks_of_other_files(stored_format: BlockFormat) -> None:
+    """Scales of 8 bits become float16, which rounds some."""
+    weight, x = make_blocks(stored_format, 5, INPUTS, 1), random_tensor(3, INPUTS)
+
+    def record(backend: Backend[Any, Any]) -> Any:
+        held = backend.prepare_linear([weight], None, torch.float32)
+        return lambda ops, x: ops.linear(x, held)
+
+    (out,), (wanted,) = _both(record, {"x": x})
+    rounded = 2**-11 if stored_format.scales_are_floats else 1e-6
+    torch.testing.assert_close(out, wanted, atol=rounded * wanted.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("name", _weights(1))
