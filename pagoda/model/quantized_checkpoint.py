@@ -103,7 +103,8 @@ class QuantizedCheckpoint:
         # A scale for each output is a list or a column; one for all of them may be a plain number, too.
         flat = [(shape[0],), ()][: 2 if shape[0] == 1 else 1] if shape[1] == 1 else []
         stored = tensors.shape(scales_name)
-        as_stored = stored if stored in flat else shape
+        in_blocks = (shape[0], 1, shape[1], 1)  # of modelopt
+        as_stored = stored if stored in [*flat, in_blocks] else shape
         scales = tensors.tensor(scales_name, as_stored, _FP8_SCALES).float().reshape(shape)
         check_finite(tensors, scales_name, scales, "float32")
         stored_format = self._quantization.format_of(linear)

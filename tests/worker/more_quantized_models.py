@@ -15,6 +15,7 @@ from quantized_models import (
     Stored,
     awq_format,
     compressed_tensors,
+    fp8_format,
     fp8_tensors_format,
     gptq_format,
     grouped,
@@ -186,6 +187,19 @@ def modelopt_fp8_format() -> Format:
     how = fp8_tensors_format("tensor", dynamic=False, flat_scales=True, scale_dtype=torch.float32)
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]}
     return replace(how, quantization_config=config)
+
+
+def modelopt_blocks_format() -> Format:
+    """Scales have a dimension for what lies within blocks, too."""
+    how = fp8_format((128, 128))
+
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        stored, meant = how.store(weight)
+        scales = stored["weight_scale_inv"][:, None, :, None]
+        return {"weight": stored["weight"], "weight_scale": scales}, meant
+
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]}
+    return Format(config, store)
 
 
 def mxfp4_format() -> Format:
