@@ -35,8 +35,8 @@ class WeightSegment:
     """[out rounded up to whole panels] float32."""
     outputs: int
     shape: tuple[int, int, int, int] | _native.QuantizedShape
-    """Dtype, outputs and inputs of dense weights, and of 8-bit floats inputs that share a scale; or shape and format
-    of quantized ones."""
+    """Dtype, outputs and inputs of dense weights, and of 8-bit floats inputs that share a scale; or shape and
+    format of quantized ones."""
     act_order: Tensor | None = None
     """See `GroupedWeight`."""
 
