@@ -71,8 +71,16 @@ FORMATS: dict[str, Format] = {
     "auto-round-gptq": auto_round_format("auto_gptq"),
     "auto-round-awq": auto_round_format("auto_awq"),
 }
-_SHARES_ROUNDED = {"nf4": 0.0031, "fp4": 0.0034, "nvfp4": 2**-11, "modelopt-nvfp4": 2**-11}
-"""What a number moves by, as a share of the highest of its weight or, below 2^-10, of itself."""
+_OFFSET, _HALF = 2**-10, 2**-11
+_ROUNDED = {
+    **{"nf4": (0.0031, 0), "nf4-nested": (0.0031, 0), "nf4-in-bfloat16": (0.0031, 0)},
+    "fp4": (0.0034, 0),
+    **dict.fromkeys(("nvfp4", "modelopt-nvfp4", "modelopt-nvfp4-beside"), (0, _HALF)),
+    **dict.fromkeys(("int8-zeros", "int4-bytes-zeros", "gptq-int3-zeros"), (_OFFSET, 0)),
+    **dict.fromkeys(("gptq-int2", "gptq-int2-act-order"), (_OFFSET, 0)),
+    **dict.fromkeys(("awq-gemv", "auto-round-awq"), (_OFFSET, 0)),
+}
+"""Shares of a weight's highest number, and of itself, by which a number is rounded in memory; others are not."""
 
 
 def _save(directory: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
@@ -88,19 +96,12 @@ def test_weights_and_answers(name: str, backend: str, tmp_path: Path) -> None:
     model, meant = _save(tmp_path, name)
     quantization = read_model_config(tmp_path).quantization
     assert quantization is not None
-    kind = name.split("-in-")[0].removesuffix("-nested").removesuffix("-beside")
-    share = _SHARES_ROUNDED.get(kind, 0)
+    of_highest, of_itself = _ROUNDED.get(name, (0, 0))
     for module, expected in meant.items():
         weight, linear = _linear(tmp_path, module, *expected.shape)
-        # An offset is the difference of two float16.
-        offsets = (
-            np.abs(expected).max() * 2**-10
-            if "zeros" in name or "int2" in name or "awq" in name
-            else 0
-        )
-        highest = np.abs(expected).max() * share if share > 2**-10 else offsets
-        bound = max(share if share < 2**-10 else 0, 1e-6)
-        np.testing.assert_allclose(dequantize(weight).numpy(), expected, rtol=bound, atol=highest)
+        bound = np.abs(expected).max() * of_highest
+        actual = dequantize(weight).numpy()
+        np.testing.assert_allclose(actual, expected, rtol=max(of_itself, 1e-6), atol=bound)
         if not name.endswith("fp8"):
             assert weight_format(weight) == quantization.format_of(linear)
     differences = answer_differences(load(tmp_path, backend=backend), model)
