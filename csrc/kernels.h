@@ -9,9 +9,9 @@
 namespace pagoda {
 
 // Weights have one of the first three, caches any. Activations are floats between operations.
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, e4m3 = 4 };
 
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype >= Dtype::i8 ? 1 : 2; }
 
 // Columns of a weight panel. In memory a panel holds, for every input, the weights of its 32 outputs; in bf16
 // for every two inputs the 32 pairs.
@@ -340,6 +340,28 @@ struct QuantizedRow {
     }
 };
 
+// Rows that kernels of 8-bit floats are given at once: they go by numbers that were widened for all of them.
+constexpr int kSmallRows = 96;
+
+// 8-bit floats (E4M3) of 32 outputs: of each group of inputs 32 floats, the scales times 2^8, then the codes as a dense panel
+// has numbers of `dtype`, that of activations. The last group may be cut off.
+struct SmallPanel {
+    Dtype dtype;
+    int64_t inputs, group;
+    const void* memory;
+
+    int64_t side_by_side() const { return dtype == Dtype::bf16 ? 2 : 1; }
+    static int64_t scale_bytes() { return kPanel * 4; }
+    // Scales of the group whose first input this is.
+    const uint8_t* group_at(int64_t first) const {
+        return static_cast<const uint8_t*>(memory) + first * kPanel + first / group * scale_bytes();
+    }
+    int64_t bytes() const {
+        const int64_t padded = (inputs + side_by_side() - 1) / side_by_side() * side_by_side();
+        return padded * kPanel + (inputs + group - 1) / group * scale_bytes();
+    }
+};
+
 // Memory to bring to the cache meanwhile: so many lines, 0 to 2, for every two lines of a panel that are read.
 struct Prefetch {
     const void* from = nullptr;
@@ -485,6 +507,10 @@ struct KernelTable {
                         float* const* out, int64_t outputs);
     // The weights [inputs] of one output of a dense panel.
     void (*widen_row)(Dtype, const void* panel, int output, int64_t inputs, float* out);
+    // The same of 8-bit floats, of at most kSmallRows rows.
+    void (*small_panel)(const SmallPanel&, const void* packed, int64_t row_bytes, int rows, const float* bias, float* out,
+                        int64_t out_stride, int cols);
+    void (*widen_small_row)(const SmallPanel&, int output, float* out);
     // Bytes of a code of an activation.
     int64_t code_size;
     void (*quantize_row)(const QuantizedFormat&, const float* x, int64_t inputs, void* packed);

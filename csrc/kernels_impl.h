@@ -14,12 +14,14 @@
 #include "impl/rounding.h"
 #include "impl/rows.h"
 #include "impl/sampling.h"
+#include "impl/small_floats.h"
 #include "impl/states.h"
 
 namespace {
 
 constexpr pagoda::KernelTable kTable = {
-    packed_size, pack_row, linear_panel, pagoda::kTileRows, low_rank_down, low_rank_up, widen_row, sizeof(Code), quantize_row, quantized_panel_of,
+    packed_size, pack_row, linear_panel, pagoda::kTileRows, low_rank_down, low_rank_up, widen_row,
+    small_panel, widen_small_row, sizeof(Code), quantize_row, quantized_panel_of,
     pagoda::kQuantizedRows, dequantize_row_of,
     argmax_outputs, round_to_int8, round_to_int4, round_to_blocks, add_up, rms_norm, silu_and_mul, kRowKernels, route, gate_and_mul, weighted_sum,
     norm_and_rotate, math_of, to_cache, pack_query, attend, merge, merge_segment, normalize,

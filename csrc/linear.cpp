@@ -70,6 +70,32 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
     }
 }
 
+void pack_small(const PanelShape& shape, const uint8_t* values, const float* scales, void* packed) {
+    const int64_t groups = (shape.inputs + shape.group - 1) / shape.group;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < shape.panels(); ++panel) {
+        auto* to = reinterpret_cast<uint8_t*>(at(packed, panel * shape.panel_bytes()));
+        std::memset(to, 0, static_cast<size_t>(shape.panel_bytes()));
+        const SmallPanel place = shape.small(to);
+        const int64_t first = panel * kPanel, pair = place.side_by_side();
+        const int outputs = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - first));
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t begin = g * shape.group, end = std::min(begin + shape.group, shape.inputs);
+            uint8_t* of_group = to + (place.group_at(begin) - to);
+            uint8_t* codes = of_group + place.scale_bytes();
+            for (int j = 0; j < outputs; ++j) {
+                const float scale = scales[(first + j) * groups + g] * 256.0f;
+                std::memcpy(of_group + 4 * j, &scale, 4);
+                const uint8_t* row = values + (first + j) * shape.inputs;
+                for (int64_t i = begin; i < end; ++i) {
+                    const int64_t within = i - begin;
+                    codes[within / pair * pair * kPanel + j * pair + within % pair] = row[i];
+                }
+            }
+        }
+    }
+}
+
 void embedding(const KernelTable& table, const PanelShape& shape, const void* packed, int64_t first_id,
                const int64_t* ids, int64_t n, float* out) {
     parallel_for_rows(n, [&](int64_t i) {
@@ -78,6 +104,10 @@ void embedding(const KernelTable& table, const PanelShape& shape, const void* pa
         if (row < 0 || row >= shape.outputs) {
             std::fill_n(to, shape.inputs, 0.0f);
             return;
+        }
+        if (shape.group) {
+            const void* panel = at(packed, row / kPanel * shape.panel_bytes());
+            return table.widen_small_row(shape.small(panel), static_cast<int>(row % kPanel), to);
         }
         table.widen_row(shape.dtype, at(packed, row / kPanel * shape.panel_bytes()), static_cast<int>(row % kPanel),
                         shape.inputs, to);
@@ -98,19 +128,18 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
         table.pack_row(shape.dtype, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
     });
     const auto multiply = [&](int64_t panel, int64_t first, int64_t rows, float* to, int64_t stride, int64_t next) {
-        const int64_t column = panel * kPanel, tiles = (rows + table.linear_rows - 1) / table.linear_rows;
+        const int64_t column = panel * kPanel, at_once = shape.rows_at_once(table), tiles = (rows + at_once - 1) / at_once;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
         const void* next_panel = next >= 0 ? at(packed, next * shape.panel_bytes()) : nullptr;
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-            table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
-                               at(scratch, (first + begin) * row_bytes), row_bytes, static_cast<int>(end - begin),
-                               shape.inputs, bias ? bias + column : nullptr, to + begin * stride, stride, columns,
-                               Prefetch::share(next_panel, shape.panel_bytes(), tile, tiles));
+            shape.multiply(table, at(packed, panel * shape.panel_bytes()), at(scratch, (first + begin) * row_bytes),
+                           static_cast<int>(end - begin), bias ? bias + column : nullptr, to + begin * stride, stride,
+                           columns, Prefetch::share(next_panel, shape.panel_bytes(), tile, tiles));
         }
     };
     // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-    const int64_t shared = std::min<int64_t>(table.linear_rows, kSharedRows);
+    const int64_t shared = std::min<int64_t>(shape.rows_at_once(table), kSharedRows);
     for_output_panels(table, queue, shape.outputs, n, row_bytes, shared, n > 1, out, multiply);
 }
 

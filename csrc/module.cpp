@@ -366,8 +366,12 @@ NB_MODULE(_native, m) {
     m.def("has_amx", &has_amx);
     m.def("amx_obstacle", &amx_obstacle);
     m.def("multiply_tiles", &multiply_tiles);
-    m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
-        return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
+    m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs, int64_t group) {
+        return PanelShape{Dtype(dtype), inputs, outputs, group}.bytes();
+    });
+    m.def("pack_small", [](int dtype, int64_t outputs, int64_t inputs, int64_t group, Address values, Address scales,
+                           Address packed) {
+        pack_small({Dtype(dtype), inputs, outputs, group}, to<uint8_t>(values), to<float>(scales), to(packed));
     });
     m.def("pack_quantized", [](const QuantizedShape& shape, Address codes, Address scales, Address offsets,
                                Address packed) {
@@ -494,8 +498,8 @@ NB_MODULE(_native, m) {
         });
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def_static("dense",
-                    [](int dtype, int64_t outputs, int64_t inputs, Address panels) {
-                        return PackedLinear(PanelShape{Dtype(dtype), inputs, outputs}, to(panels));
+                    [](int dtype, int64_t outputs, int64_t inputs, int64_t group, Address panels) {
+                        return PackedLinear(PanelShape{Dtype(dtype), inputs, outputs, group}, to(panels));
                     })
         .def_static("quantized", [](const QuantizedShape& shape, Address panels, Address order) {
             return PackedLinear(shape, to(panels), to<int64_t>(order));

@@ -21,10 +21,20 @@ namespace pagoda {
 struct PanelShape {
     Dtype dtype;
     int64_t inputs, outputs;
+    int64_t group = 0;  // inputs that share a scale of 8-bit floats, which are multiplied as numbers of `dtype`; 0 for none
 
     int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
     int64_t padded_inputs() const { return dtype == Dtype::bf16 ? (inputs + 1) / 2 * 2 : inputs; }
-    int64_t panel_bytes() const { return padded_inputs() * kPanel * size_of(dtype); }
+    SmallPanel small(const void* panel) const { return {dtype, inputs, group, panel}; }
+    int64_t panel_bytes() const { return group ? small(nullptr).bytes() : padded_inputs() * kPanel * size_of(dtype); }
+    // Rows that are best multiplied together; never more.
+    int64_t rows_at_once(const KernelTable& table) const { return group ? kSmallRows : table.linear_rows; }
+    // Outputs [rows, cols] of one panel, plus its bias unless that is null.
+    void multiply(const KernelTable& table, const void* panel, const void* packed, int rows, const float* bias, float* out,
+                  int64_t out_stride, int cols, const Prefetch& ahead) const {
+        if (group) return table.small_panel(small(panel), packed, row_bytes(table), rows, bias, out, out_stride, cols);
+        table.linear_panel(dtype, panel, packed, row_bytes(table), rows, inputs, bias, out, out_stride, cols, ahead);
+    }
     int64_t bytes() const { return panels() * panel_bytes(); }
     // Bytes from one packed row of activations to the next: an odd number of cache lines, so that rows do not
     // displace each other.
@@ -63,6 +73,8 @@ void in_team(bool worth_it, Body body) {
 }
 
 void pack_weight(const PanelShape& shape, const void* weight, void* packed);
+// Of 8-bit floats [outputs, inputs], with scales [outputs, groups].
+void pack_small(const PanelShape& shape, const uint8_t* values, const float* scales, void* packed);
 
 // Rows of the weight that was packed, which has those of ids from `first_id` on; zeros where it has none.
 void embedding(const KernelTable& table, const PanelShape& shape, const void* packed, int64_t first_id,

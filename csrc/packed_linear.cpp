@@ -44,7 +44,8 @@ bool PackedLinear::packs_like(const PackedLinear& other) const {
 }
 
 int64_t PackedLinear::rows_at_once(const KernelTable& table) const {
-    return std::holds_alternative<PanelShape>(shape_) ? table.linear_rows : table.quantized_rows;
+    const auto* dense = std::get_if<PanelShape>(&shape_);
+    return dense ? dense->rows_at_once(table) : table.quantized_rows;
 }
 
 int64_t PackedLinear::packed_row(const KernelTable& table) const {
@@ -77,9 +78,7 @@ void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void*
         // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
         if (n == 1) next = nullptr;
         const auto ahead = Prefetch::share(next, dense->panel_bytes(), 0, 1);
-        table.linear_panel(dense->dtype, weights, packed, dense->row_bytes(table), n, dense->inputs, bias, out,
-                           out_stride, cols, ahead);
-        return;
+        return dense->multiply(table, weights, packed, n, bias, out, out_stride, cols, ahead);
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
     if (!shape.format.fetches(n)) next = nullptr;

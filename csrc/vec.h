@@ -17,6 +17,9 @@ struct bf16 {
 struct f16 {
     uint16_t bits;
 };
+struct e4m3 {
+    uint8_t bits;
+};
 
 // `vpdpbusd` on 256 bits, or instructions that do the same, for tests on processors without it.
 #if !defined(__AVX512F__) && (defined(__AVXVNNI__) || defined(PAGODA_EMULATE_AVX_VNNI))
@@ -217,6 +220,28 @@ PAGODA_INLINE vec unless_below(vec a, vec b, vec x) {
 #ifdef __AVX2__
 PAGODA_INLINE float as_float(f16 x) { return _cvtsh_ss(x.bits); }
 PAGODA_INLINE f16 to_f16(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
+
+// Numbers of E4M3 times 2^-8: behind the sign, the bits of halves but for the bias of the exponent.
+#ifdef __AVX512F__
+PAGODA_INLINE vec load_small_floats(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000)));
+}
+// Where E4M3 has NaN, halves go on.
+PAGODA_INLINE vec nan_above_448(vec x) {
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(_mm512_abs_ps(x), broadcast(480.0f), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(x, is_nan, broadcast(NAN));
+}
+#else
+PAGODA_INLINE vec load_small_floats(const uint8_t* p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(~0x4000)));
+}
+PAGODA_INLINE vec nan_above_448(vec x) {
+    const vec magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+    return _mm256_or_ps(x, _mm256_cmp_ps(magnitude, broadcast(480.0f), _CMP_EQ_OQ));
+}
+#endif
 #endif
 
 // The first n elements at p, zeros behind them.
@@ -293,6 +318,32 @@ PAGODA_INLINE float exp2(float x) {
     float lanes[kWidth];
     store(lanes, exp2(broadcast(x)));
     return lanes[0];
+}
+
+PAGODA_INLINE vec load(const e4m3* p) { return nan_above_448(mul(load_small_floats(&p->bits), broadcast(256.0f))); }
+PAGODA_INLINE float as_float(e4m3 x) {
+    if ((x.bits & 127) == 127) return NAN;
+    return as_float(f16{static_cast<uint16_t>((static_cast<int8_t>(x.bits) * 128) & 0xbfff)}) * 256.0f;
+}
+// Rounded half to even; what lies beyond 448 becomes 448.
+PAGODA_INLINE e4m3 to_e4m3(float x) {
+    constexpr float kLeastNormal = 0x1p-6f, kHighest = 448.0f;
+    const auto bits_of_float = [](float value) {
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        return bits;
+    };
+    const uint32_t sign = bits_of_float(x) >> 24 & 128;
+    float highest = std::fabs(x);
+    if (!(highest <= INFINITY)) return {static_cast<uint8_t>(sign | 127)};
+    if (highest > kHighest) highest = kHighest;
+    if (highest < kLeastNormal) {
+        // Added to that, a number is a multiple of 2^-9.
+        constexpr float kUnits = 24576.0f;
+        return {static_cast<uint8_t>(sign | (bits_of_float(highest + kUnits) - bits_of_float(kUnits)))};
+    }
+    const uint32_t bits = bits_of_float(highest);
+    return {static_cast<uint8_t>(sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3)))};
 }
 
 PAGODA_INLINE float as_float(float x) { return x; }

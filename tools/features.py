@@ -126,7 +126,6 @@ REFUSED: dict[Pair, Refusal] = {
     **_all("context parallelism", ["states"], "all keep keys and values", _CONTEXTS),
     **_all("context parallelism", ["encoders"], "which keep no context", _CONTEXTS),
     **_all("context parallelism", ["cuda"], "attends to contexts on several ranks", _CONTEXTS),
-    **_all("fp8", ["cpu"], "this backend does not compute with", _FORMATS),
 }
 
 

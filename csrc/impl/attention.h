@@ -22,7 +22,9 @@ using pagoda::Softmax;
 template <class F>
 PAGODA_INLINE void with_cells(const AttendTile& tile, F f) {
     switch (tile.cache.math) {
-        case Math::f32: return with_type(tile.cache.dtype, [&](auto* cell) { f(F32Math{}, cell); });
+        case Math::f32:
+            if (tile.cache.dtype == Dtype::e4m3) return f(F32Math{}, static_cast<e4m3*>(nullptr));
+            return with_type(tile.cache.dtype, [&](auto* cell) { f(F32Math{}, cell); });
         case Math::i16: return f(I16Math{}, static_cast<i8_pair*>(nullptr));
         case Math::bf16:
 #ifdef PAGODA_BF16_PAIRS
@@ -60,6 +62,10 @@ void to_cache(Dtype cache, const float* x, int64_t d, void* out, float* scale) {
         std::memcpy(row, x, static_cast<size_t>(d) * sizeof(float));
         *scale = quantize_symmetric(row, 127, d);
         for (int64_t i = 0; i < d; ++i) static_cast<int8_t*>(out)[i] = static_cast<int8_t>(row[i]);
+        return;
+    }
+    if (cache == Dtype::e4m3) {
+        for (int64_t i = 0; i < d; ++i) static_cast<e4m3*>(out)[i] = to_e4m3(x[i]);
         return;
     }
     with_type(cache, [&](auto* type) {

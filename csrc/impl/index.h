@@ -13,10 +13,11 @@ void index_key(pagoda::Dtype dtype, const void* key, int64_t d, int64_t step, fl
         for (int64_t i = 0; i < d; ++i) out[i * kKeyTile] = scale * static_cast<float>(codes[i * step]);
         return;
     }
-    with_type(dtype, [&](auto* type) {
-        const auto* typed = static_cast<decltype(type)>(const_cast<void*>(key));
+    const auto widen = [&](const auto* typed) {
         for (int64_t i = 0; i < d; ++i) out[i * kKeyTile] = F32Math::lane(typed[i * step]);
-    });
+    };
+    if (dtype == pagoda::Dtype::e4m3) return widen(static_cast<const e4m3*>(key));
+    with_type(dtype, [&](auto* type) { widen(static_cast<decltype(type)>(const_cast<void*>(key))); });
 }
 
 constexpr int kIndexHeads = 4, kIndexVectors = 2;

@@ -28,11 +28,6 @@ PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm512_sub_epi32(a, b)
 PAGODA_INLINE ints times_wide_unit(ints x) { return _mm512_slli_epi32(x, 7); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm512_cvtps_epi32(x); }
-// Numbers of E4M3 times 2^-8: behind the sign, the bits of halves but for the bias of the exponent.
-PAGODA_INLINE vec load_small_floats(const uint8_t* p) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000)));
-}
 // Codes of what is not finite add up to anything; vectors may overflow where integers of C++ may not.
 PAGODA_INLINE int32_t sum(ints x) {
     const __m256i folded = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
@@ -66,10 +61,6 @@ PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm256_sub_epi32(a, b)
 PAGODA_INLINE ints times_wide_unit(ints x) { return _mm256_slli_epi32(x, 7); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm256_cvtps_epi32(x); }
-PAGODA_INLINE vec load_small_floats(const uint8_t* p) {
-    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(~0x4000)));
-}
 PAGODA_INLINE int32_t sum(ints x) {
     __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));

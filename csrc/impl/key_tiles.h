@@ -150,6 +150,9 @@ PAGODA_INLINE __m128i four_lanes(const bf16* p) {
 PAGODA_INLINE __m128i four_lanes(const f16* p) {
     return _mm_castps_si128(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
+PAGODA_INLINE __m128i four_lanes(const e4m3* p) {
+    return _mm_castps_si128(_mm_setr_ps(as_float(p[0]), as_float(p[1]), as_float(p[2]), as_float(p[3])));
+}
 
 // Four lanes each of rows `step` apart, side by side, and what moves them about within such fours.
 #ifdef __AVX512F__

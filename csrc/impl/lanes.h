@@ -41,6 +41,7 @@ struct F32Math {
     static Lane lane(float x) { return x; }
     static Lane lane(bf16 x) { return as_float(x); }
     static Lane lane(f16 x) { return as_float(x); }
+    static Lane lane(e4m3 x) { return as_float(x); }
     template <class Cell>
     PAGODA_INLINE static vec columns(const Cell* p) {
         return load(p);

@@ -34,7 +34,8 @@ PAGODA_INLINE void with_type(Dtype dtype, F f) {
         case Dtype::f32: return f(static_cast<float*>(nullptr));
         case Dtype::bf16: return f(static_cast<bf16*>(nullptr));
         case Dtype::f16: return f(static_cast<f16*>(nullptr));
-        case Dtype::i8: return;
+        case Dtype::i8:
+        case Dtype::e4m3: return;
     }
 }
 

@@ -64,11 +64,6 @@ PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
     const int16x8_t words = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
     return {vmovl_s16(vget_low_s16(words)), vmovl_high_s16(words)};
 }
-PAGODA_INLINE vec load_small_floats(const uint8_t* p) {
-    const uint16x8_t wide = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p))));
-    const float16x8_t halves = vreinterpretq_f16_u16(vandq_u16(vshlq_n_u16(wide, 7), vdupq_n_u16(0xbfff)));
-    return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
-}
 PAGODA_INLINE ints low_half_of_bytes(ints x) {
     return {vandq_s32(x.low, vdupq_n_s32(15)), vandq_s32(x.high, vdupq_n_s32(15))};
 }

@@ -44,6 +44,10 @@ PAGODA_INLINE int32x4_t four_lanes(const bf16* p) { return vreinterpretq_s32_f32
 PAGODA_INLINE int32x4_t four_lanes(const f16* p) {
     return vreinterpretq_s32_f32(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))));
 }
+PAGODA_INLINE int32x4_t four_lanes(const e4m3* p) {
+    const float lanes[] = {as_float(p[0]), as_float(p[1]), as_float(p[2]), as_float(p[3])};
+    return vreinterpretq_s32_f32(vld1q_f32(lanes));
+}
 template <class Cell>
 PAGODA_INLINE ivec four_lanes_of_rows(const Cell* p, int64_t step) {
     return {four_lanes(p), four_lanes(p + step)};

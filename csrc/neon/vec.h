@@ -106,6 +106,17 @@ constexpr float kLowestPower = -127;
 PAGODA_INLINE vec times_power_of_two(vec x, vec n) { return mul(x, power_of_two(n)); }
 PAGODA_INLINE vec unless_below(vec a, vec b, vec x) { return selected(is_above(b, a), zero(), x); }
 
+PAGODA_INLINE vec load_small_floats(const uint8_t* p) {
+    const uint16x8_t wide = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p))));
+    const float16x8_t halves = vreinterpretq_f16_u16(vandq_u16(vshlq_n_u16(wide, 7), vdupq_n_u16(0xbfff)));
+    return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+}
+PAGODA_INLINE float32x4_t nan_above_448(float32x4_t x) {
+    const uint32x4_t is_nan = vceqq_f32(vabsq_f32(x), vdupq_n_f32(480.0f));
+    return vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(x), is_nan));
+}
+PAGODA_INLINE vec nan_above_448(vec x) { return {nan_above_448(x.low), nan_above_448(x.high)}; }
+
 PAGODA_INLINE float as_float(f16 x) {
     __fp16 half;
     std::memcpy(&half, &x.bits, 2);

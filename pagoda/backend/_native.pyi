@@ -27,7 +27,12 @@ def multiply_tiles(
 ) -> None:
     """sums [rows, 32] += a [rows, words] b [words, 32] by tiles, for tests; see csrc/tile_kernels.h."""
 
-def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
+def packed_bytes(dtype: int, outputs: int, inputs: int, group: int) -> int: ...
+def pack_small(
+    dtype: int, outputs: int, inputs: int, group: int, values: int, scales: int, packed: int
+) -> None:
+    """Packs 8-bit floats [outputs, inputs] with scales of groups; see csrc/kernels.h."""
+
 def pack_quantized(
     shape: QuantizedShape, codes: int, scales: int, offsets: int, packed: int
 ) -> None: ...
@@ -255,7 +260,7 @@ class PackedLinear:
     """A packed weight without bias."""
 
     @staticmethod
-    def dense(dtype: int, outputs: int, inputs: int, panels: int) -> PackedLinear: ...
+    def dense(dtype: int, outputs: int, inputs: int, group: int, panels: int) -> PackedLinear: ...
     @staticmethod
     def quantized(shape: QuantizedShape, panels: int, order: int) -> PackedLinear: ...
 

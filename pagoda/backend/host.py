@@ -56,7 +56,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
             window_multiple=64,
             embeds_spans=True,
             streams_segments=True,
-            weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
+            weight_formats=("float32", "bfloat16", "float16", "int8", "int4", "fp8"),
             kv_cache_dtypes=tuple(KV_FORMATS),
         )
 

@@ -35,7 +35,10 @@ needs_kernels = pytest.mark.skipif(
     not SETS, reason="the kernels are not built, or not for this CPU"
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.int8: 5e-3}
+TOLERANCE = {
+    **{torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.int8: 5e-3},
+    torch.float8_e4m3fn: 4e-2,
+}
 REFERENCE = SingleOperations(ReferenceBackend())
 BACKENDS = ("reference", *SETS)
 

@@ -41,6 +41,7 @@ from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     Int8Weight,
     LinearWeight,
     dequantize,
@@ -49,6 +50,7 @@ from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
 from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_bytes
 from pagoda.errors import ConfigError
+from pagoda.plugins.backend_check.products import fp8_weight
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
 pytestmark = needs_kernels
@@ -168,8 +170,8 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
     """Outputs in float64, and the sums of the magnitudes that are added up in them."""
-    if isinstance(weight, DenseWeight):
-        values = weight.values.double().t()
+    if isinstance(weight, DenseWeight | Fp8Weight):
+        values = dequantize(weight).double().t()
         return x.double() @ values, x.double().abs() @ values.abs()
     if isinstance(weight, Int8Weight):
         rounded, scales = rounded_rows(x)
@@ -275,6 +277,21 @@ def test_blocks(
     bias = torch.randn(outputs).to(dtype) if biased else None
     weight = make_blocks(stored_format, outputs, inputs, seed)
     _check(kernels(name), x, [weight], bias, dtype)
+
+
+@given(
+    sets, dtypes, threads, seeds, st.integers(1, 10) | st.integers(90, 200),
+    st.sampled_from([None, 32, 64, 128]), st.integers(1, 300), st.integers(1, 150), st.booleans(),
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_8_bit_floats(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, group_size: int | None, inputs: int,
+    outputs: int, biased: bool,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    weight = fp8_weight(outputs, inputs, group_size, seed)
+    _check(kernels(name), _rows(rows, inputs, seed, dtype), [weight], bias, dtype)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -27,7 +27,7 @@ from single_operations import SingleOperations
 from pagoda.backend.base import KVCache
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
-KV_DTYPES = [*DTYPES, torch.int8]
+KV_DTYPES = [*DTYPES, torch.int8, torch.float8_e4m3fn]
 
 pytestmark = needs_kernels
 
@@ -74,6 +74,7 @@ def test_attention(
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.int8),
+        (torch.bfloat16, torch.float8_e4m3fn),
     ],
     ids=str,
 )

@@ -108,12 +108,12 @@ def test_sequences_that_share_blocks_get_what_they_get_alone(
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("kv_dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_dtype", [*DTYPES, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 def test_long_contexts(name: str, kv_dtype: torch.dtype, block_size: int) -> None:
     """Prompts that are computed at once, against the reference; a lone token behind them, split among threads."""
     heads, rank, rope_dim, ops = 5, 48, 16, kernels(name).backend
-    dtype = torch.float32 if kv_dtype == torch.int8 else kv_dtype
+    dtype = torch.float32 if kv_dtype.itemsize == 1 else kv_dtype
     n, norm = 1300, 1 + 0.1 * random_tensor(rank)
     blocks = torch.randperm(
         -(-n // block_size), generator=torch.Generator().manual_seed(1)
@@ -158,10 +158,10 @@ def test_long_contexts(name: str, kv_dtype: torch.dtype, block_size: int) -> Non
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("kv_dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_dtype", [*DTYPES, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_broken_sequence_breaks_no_other(name: str, kv_dtype: torch.dtype) -> None:
     ops, shape = kernels(name).backend, (4, 32, 8, 16)
-    dtype = torch.float32 if kv_dtype == torch.int8 else kv_dtype
+    dtype = torch.float32 if kv_dtype.itemsize == 1 else kv_dtype
     cache = random_cache(ops, shape, 8, dtype, kv_dtype, 0)
     spans: list[Span] = [(40, 3, [1, 2, 3]), (20, 1, [4, 5])]
     rows = [random_tensor(n, 4 * 40) for _, n, _ in spans]

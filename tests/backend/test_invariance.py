@@ -24,12 +24,15 @@ from pagoda.backend.host import rotary_table
 from pagoda.backend.reference.kept import write_kv
 from pagoda.backend.reference.rows import rms_norm, rotated
 from pagoda.backend.weights import DenseWeight, LinearWeight, weight_shape
+from pagoda.plugins.backend_check.products import fp8_weight
 from pagoda.plugins.backend_check.subject import batch_of_spans
 
 BLOCK_SIZE = 16
 DENSE = [(64, 192), (96, 100), (256, 768), (768, 256), (333, 777), (256, 4097), (4096, 333)]
 WEIGHTS: dict[str, LinearWeight] = {
     **QUANTIZED,
+    "fp8": fp8_weight(70, 200, 64),
+    "fp8-long": fp8_weight(333, 1100, None),
     **{f"{i} x {o}": DenseWeight(random_tensor(o, i, seed=1)) for i, o in DENSE},
 }
 

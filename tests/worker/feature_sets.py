@@ -141,8 +141,6 @@ def featured(features: Collection[str], directory: Path, number: int = 0) -> Fea
     if "ngram" in features:
         speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4)
     backend = next((it for it in ("cpu", "reference", "cuda", "pypto") if it in features), "cpu")
-    if "fp8" in features and "cpu" not in features and backend == "cpu":
-        backend = "reference"  # the kernels for CPUs have no products of such weights
     return Featured(path, backend, speculation, numbers, features)
 
 

@@ -191,13 +191,8 @@ def _load(directory: Path, **changes: Any) -> None:
         ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int8'."),
         (
             {"kv_cache_dtype": "int4"},
-            "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8 on this backend, "
+            "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8, fp8 on this backend, "
             "got 'int4'.",
-        ),
-        (
-            {"kv_cache_dtype": "fp8_e4m3"},
-            "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8 on this backend, "
-            "got 'fp8'.",
         ),
         (
             {"backend": "reference", "batch_invariant": False},

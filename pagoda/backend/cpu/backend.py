@@ -25,7 +25,6 @@ from pagoda.backend.base import (
     LayerMemory,
     StateCache,
     TokenBatch,
-    UnsupportedError,
 )
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledGraph
@@ -196,8 +195,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:
         """Parts of one format, one after the other, become one map.
-        Raises ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs; UnsupportedError: a part is of
-        8-bit floats."""
+        Raises ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs."""
         segments: list[WeightSegment] = []
         first = 0
         for alike in _runs_of_one_format(parts):
@@ -218,13 +216,17 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         if isinstance(first, DenseWeight):
             number = DTYPES[dtype]
             weight = _join(parts, "values").to(dtype)
-            panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs))
+            panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs, 0))
             self.kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
-            return WeightSegment(panels, bias, outputs, (number, outputs, inputs))
+            return WeightSegment(panels, bias, outputs, (number, outputs, inputs, 0))
         if isinstance(first, BlockWeight):
             return self._pack_blocks(first.stored_format, parts, bias)
         if isinstance(first, Fp8Weight):
-            raise UnsupportedError("the cpu backend has no weights of fp8.")
+            shape = (DTYPES[dtype], outputs, inputs, first.group_size or inputs)
+            panels = self._memory.take(self._native.packed_bytes(*shape))
+            values, scales = _join(parts, "values"), _join(parts, "scales")
+            self._native.pack_small(*shape, *map(address, (values, scales, panels)))
+            return WeightSegment(panels, bias, outputs, shape)
         shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
         if isinstance(first, Int8Weight):
             if inputs > MAX_INT8_INPUTS:

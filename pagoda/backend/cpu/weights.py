@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers that kernels know them by."""
-KV_DTYPES = {**DTYPES, torch.int8: 3}
+KV_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 GATES = {"silu": 0, "swiglu_oai": 1, "gelu_tanh": 2, "relu": 3}
 _LARGE_PAGE = 2**21
 _CHUNK = 2**27
@@ -34,8 +34,9 @@ class WeightSegment:
     bias: Tensor | None
     """[out rounded up to whole panels] float32."""
     outputs: int
-    shape: tuple[int, int, int] | _native.QuantizedShape
-    """Dtype, outputs and inputs of dense weights, or shape and format of quantized ones."""
+    shape: tuple[int, int, int, int] | _native.QuantizedShape
+    """Dtype, outputs and inputs of dense weights, and of 8-bit floats inputs that share a scale; or shape and
+    format of quantized ones."""
     act_order: Tensor | None = None
     """See `GroupedWeight`."""
 

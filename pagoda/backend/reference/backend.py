@@ -84,10 +84,7 @@ def open_backend(devices: DeviceSet) -> ReferenceBackend:  # noqa: ARG001
 class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
     def __init__(self, group: Collectives | None = None) -> None:
         super().__init__("reference on cpu", group)
-        own = self.capabilities
-        self.capabilities = msgspec.structs.replace(
-            own, weight_formats=(*own.weight_formats, "fp8"), context_parallel=True
-        )
+        self.capabilities = msgspec.structs.replace(self.capabilities, context_parallel=True)
 
     def block_shapes(
         self,
