@@ -35,7 +35,7 @@ class Found(NamedTuple):
 def differences(model: PreTrainedModel, directory: Path, backend: str) -> Found:
     """Differences of a model in a directory, and of transformers in float32."""
     runner = driver.load(directory, max_model_len=128, backend=backend)
-    exact = family_models.in_float64(model)
+    exact = driver.in_float64(model)
     ours = driver.answer_differences(runner, exact).max().item()
     return Found(ours, driver.rounding(model, exact))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,6 +176,13 @@ class Driver:
             result = self.step({slot: self.share(slot, chunk) for slot in active})
             if result.errors:
                 raise RuntimeError(f"Slots failed: {result.errors}")
+
+
+def in_float64(model: Any) -> Any:
+    """The same oracle in float64, whose experts are computed one by one, as joined products have no float64."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    return exact
 
 
 def rounding(model: Any, exact: Any) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -528,7 +527,6 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 
 
 _COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
-_IN_PAIRS = "longcat-flash"
 _WITH_STATES = ("lfm2", "qwen3-next", "qwen3.5")
 
 
@@ -546,18 +544,9 @@ def of_one_layer(name: str) -> dict[str, Any]:
     lists |= {"moe_layers": [0]} if "moe_layers" in changes else {}
     if name.startswith(_WITH_STATES):  # transformers keeps no states alone
         lists["layer_types"] = ["full_attention"]
-    if name == _IN_PAIRS:
+    if name == "longcat-flash":
         return {"num_layers": 1, "num_hidden_layers": 2}
     return {**dict.fromkeys(own, 1), **lists, **zeros}
-
-
-def in_float64(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The same model in float64, whose experts are computed one by one, as joined products have no float64."""
-    exact = copy.deepcopy(model).double()
-    for module in exact.modules():
-        if hasattr(module, "config"):
-            module.config._experts_implementation = "eager"
-    return exact
 
 
 def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import Driver, answer_differences, load, rounding
-from family_models import FAMILIES, TEXT_PARTS, as_published, in_float64, make_model, of_one_layer
+from driver import Driver, answer_differences, in_float64, load, rounding
+from family_models import FAMILIES, TEXT_PARTS, as_published, make_model, of_one_layer
 from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
 from own_code_models import OWN_CODE, as_makers_publish, make_like
