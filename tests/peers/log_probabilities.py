@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "worker")]
-family_models, own_code_models, tiny_models, driver = map(
-    importlib.import_module, ("family_models", "own_code_models", "tiny_models", "driver")
+family_models, own_code_models, published_models, tiny_models, driver = map(
+    importlib.import_module,
+    ("family_models", "own_code_models", "published_models", "tiny_models", "driver"),
 )
 BACKENDS = ("cpu", "reference")
 
@@ -53,7 +54,7 @@ def save(name: str, directory: Path, **sizes: Any) -> PreTrainedModel:
         model = family_models.make_model(name, **sizes)
     model.save_pretrained(directory)
     if name in family_models.TEXT_PARTS:
-        family_models.as_published(directory)
+        published_models.as_published(directory)
     return model
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from driver import Driver, answer_differences, in_float64, load, rounding
-from family_models import FAMILIES, TEXT_PARTS, as_published, make_model, of_one_layer
+from family_models import FAMILIES, TEXT_PARTS, make_model, of_one_layer
 from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
 from own_code_models import OWN_CODE, as_makers_publish, make_like
+from published_models import as_published
 from tiny_models import continuation
 
 from pagoda.checkpoints.config_json import read_model_config
