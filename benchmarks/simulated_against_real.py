@@ -15,9 +15,10 @@ import os
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -175,7 +176,8 @@ async def _measure(
     config_of: ConfigOf, chosen: argparse.Namespace, name: str, topology_file: Path
 ) -> list[Cell]:
     """Asks real replicas, and writes the topology that stands for them."""
-    load, cells = _Load(chosen.prompt, chosen.answer), []
+    load = _Load(chosen.prompt, chosen.answer)
+    cells: list[Cell] = []
     server = _Server(config_of, chosen)
     try:
         await server.start()
@@ -197,6 +199,14 @@ async def _measure(
     return cells
 
 
+_FLAGS: Mapping[Role, Literal["none", "prefill", "decode", "both"]] = {
+    Role.NONE: "none",
+    Role.PREFILL: "prefill",
+    Role.DECODE: "decode",
+    Role.BOTH: "both",
+}
+
+
 def _configs(chosen: argparse.Namespace, folder: Path) -> tuple[ConfigOf, str]:
     """Configurations of engines by their roles, and the name of the model."""
     executor = ExecutorOptions()
@@ -208,7 +218,7 @@ def _configs(chosen: argparse.Namespace, folder: Path) -> tuple[ConfigOf, str]:
     key.write_text(secrets.token_hex())
 
     def config_of(role: Role) -> EngineConfig:
-        options = HandoffOptions(role=role.value)
+        options = HandoffOptions(role=_FLAGS[role])
         handoff = options.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
         return executor.engine_config(engine, files.model, ParallelOptions(), handoff)
 

@@ -392,7 +392,11 @@ class ModelSpec:
         found = self._mlp(
             layer, spelled, mlp.intermediate_size, (LinearRole.MLP_IN, LinearRole.MLP_OUT)
         )
-        if isinstance(mlp, ExpertsSpec) or mlp.deviations is None:
+        if (
+            not isinstance(mlp, MlpSpec)
+            or mlp.deviations is None
+            or isinstance(found, PlainMlpLinears)
+        ):
             return found
         # A rank's gates depend on those of others.
         return found._replace(gate=replace(found.gate, role=LinearRole.WHOLE))

@@ -100,13 +100,13 @@ class Mamba2Spec:
     def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
         """Maps of hidden states to values, B and C, and the one back to them."""
         grains = self.head_dim, self.state_dim, self.state_dim
-        maps = [
+        x, b, c = (
             self._part(names, layer, hidden, place, LinearRole.STATE_IN, grain)
             for place, grain in enumerate(grains, start=1)
-        ]
+        )
         name = names.of_layer(layer, names.state_out)
         out = LinearSpec(name, hidden, self.inner, LinearRole.STATE_OUT, grain=self.head_dim)
-        return AttentionLinears(*maps, out)
+        return AttentionLinears(x, b, c, out)
 
     def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:
         """Gate of outputs, then steps."""
@@ -189,7 +189,7 @@ class MambaSpec:
 
     def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> ScanLinears:
         """The map of hidden states to channels, and the one back to them."""
-        x, _ = self._in(names, layer, hidden)
+        x, *_gates = self._in(names, layer, hidden)
         out = names.of_layer(layer, names.state_out)
         return ScanLinears(x, LinearSpec(out, hidden, self.channels, LinearRole.STATE_OUT))
 

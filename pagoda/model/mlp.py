@@ -10,7 +10,7 @@ from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_rows
 from pagoda.backend.relative_attention import columns
-from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
 from pagoda.model.recording import scaled, with_adapters
@@ -65,7 +65,7 @@ def carried_part(ops: GraphBuilder, layer: Layer[LinearT], h: Value) -> Value | 
     It is summed over all ranks.
     """
     mlp, spec = layer.mlp, layer.spec.mlp
-    if isinstance(mlp, DenseMlp) or isinstance(spec, MlpSpec) or not spec.carried:
+    if not isinstance(mlp, SparseMlp) or not isinstance(spec, ExpertsSpec) or not spec.carried:
         return None
     scores = ops.linear(h, mlp.router)
     out = ops.all_reduce(ops.experts(h, scores, mlp.experts))

@@ -169,7 +169,7 @@ class GroupReader:
             return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
         singles = (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
         weights = 1 << torch.arange(bits, dtype=torch.uint8)
-        codes: Tensor = (singles.unflatten(1, (-1, bits)) * weights).sum(-1, dtype=torch.uint8)
+        codes: Tensor = (singles.view(len(singles), -1, bits) * weights).sum(-1, dtype=torch.uint8)
         return codes
 
     def _scales(self, kind: str, *shape: int) -> Tensor:

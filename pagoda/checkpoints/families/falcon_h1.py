@@ -67,12 +67,10 @@ def _state(fields: Fields) -> Mamba2Spec:
     state = mamba2(fields, inner)
     z, x, b, c, dt = _factors(fields, "ssm_multipliers", 5)
     behind = not fields.flag("mamba_norm_before_gate", True)
-    norm = (
-        ("behind gate" if behind else "before gate")
-        if fields.flag("mamba_rms_norm", False)
-        else None
-    )
-    return replace(state, norm=norm, factors=(z, x, b, c, dt))
+    state = replace(state, norm=None, factors=(z, x, b, c, dt))
+    if not fields.flag("mamba_rms_norm", False):
+        return state
+    return replace(state, norm="behind gate" if behind else "before gate")
 
 
 def _factors(fields: Fields, name: str, count: int) -> list[float]:

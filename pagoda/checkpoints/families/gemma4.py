@@ -14,11 +14,11 @@ from pagoda.checkpoints.families.gemma3n import (
     adapted,
     with_shared_kv,
 )
-from pagoda.checkpoints.families.shared import text_sizes
+from pagoda.checkpoints.families.shared import dense_mlp, text_sizes
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_inputs import LayerInputs
-from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, OwnHeads
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, OwnHeads
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import parse_rope, rope_of_kind
 
@@ -73,9 +73,8 @@ def _adapt_4(spec: ModelSpec, fields: Fields) -> ModelSpec:
         heads = full if is_full else window
         own = None if heads == usual and not (is_full and equal) else heads
         changed = replace(layer.attention, own_heads=own, values_are_keys=is_full and equal)
-        mlp = layer.mlp
-        wide = fields.flag("use_double_wide_mlp", False) and changed.kv_layer is not None
-        if wide and isinstance(mlp, MlpSpec):
+        mlp = dense_mlp(layer)
+        if fields.flag("use_double_wide_mlp", False) and changed.kv_layer is not None:
             mlp = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
         experts = _experts(fields, mlp.intermediate_size)
         return replace(layer, attention=changed, mlp=experts or mlp)

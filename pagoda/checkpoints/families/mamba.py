@@ -86,12 +86,10 @@ def _dt_limit(fields: Fields) -> tuple[float, float]:
         else []
     )
     limits = [MOST if it in ("Infinity", float("inf")) else it for it in limits]
-    if len(limits) != 2 or not all(
-        isinstance(it, int | float) and 0 <= it <= MOST for it in limits
-    ):
+    numbers = [float(it) for it in limits if isinstance(it, int | float) and 0 <= it <= MOST]
+    if len(numbers) != 2 or len(limits) != 2:
         fields.refuse(name, "must be a list of two numbers from 0 on")
-    least, most = limits
-    return float(least), float(most)
+    return numbers[0], numbers[1]
 
 
 def expanded(fields: Fields) -> int:

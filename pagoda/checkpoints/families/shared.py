@@ -299,12 +299,10 @@ def with_biases(
 
     def change(_: int, layer: LayerSpec) -> LayerSpec:
         attention = replace(layer.attention, qkv_bias=qkv, output_bias=out)
-        dense = isinstance(layer.mlp, MlpSpec)
-        return replace(
-            layer,
-            attention=attention,
-            mlp=replace(layer.mlp, bias=mlp) if dense else layer.mlp,
-        )
+        own = layer.mlp
+        if isinstance(own, MlpSpec):
+            own = replace(own, bias=mlp)
+        return replace(layer, attention=attention, mlp=own)
 
     return spec.with_layers(change)
 
@@ -358,9 +356,9 @@ def with_head(spec: ModelSpec, fields: Fields, head: ClassifierSpec) -> ModelSpe
 
 
 def dense_mlp(layer: LayerSpec) -> MlpSpec:
-    """The MLP of a layer of an encoder, which has no experts."""
+    """The MLP of a layer that has no experts so far."""
     if not isinstance(layer.mlp, MlpSpec):
-        raise TypeError("Encoders have dense layers.")
+        raise TypeError("The layer is not dense.")
     return layer.mlp
 
 

@@ -107,7 +107,7 @@ def _cache(backend: Backend[Any, Any], kind: LatentKind, new: Any = None) -> Lat
     dtype = torch.float32 if kv_dtype.itemsize == 1 else kv_dtype
     shape = (kind.places.num_blocks, kind.block_size, kind.rank, kind.rope_dim)
     own = () if new is None else (new,)
-    index = {"index_dim": kind.index_dim} if kind.index_dim else {}
+    index: dict[str, Any] = {"index_dim": kind.index_dim} if kind.index_dim else {}
     cache = backend.allocate_latent_cache(*shape, dtype, kv_dtype, *own, **index)
     spoil(backend, cache)
     return cache

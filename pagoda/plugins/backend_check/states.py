@@ -104,11 +104,12 @@ def _scan(
         ) -> Value:
             x, keys = inputs["x0"], groups * state_dim
             b, c = (Columns(x, x.width - count * keys) for count in (2, 1))
-            rest = {"groups": groups, "head_dim": head_dim, "by_element": by_element}
-            weights = (cache, decay, dt_bias, skip)
-            limit = (0.1, 2.0)
             return selective_scan(
-                ops, x, b, c, inputs["x1"], metadata, *weights, **rest, dt_limit=limit
+                *(ops, x, b, c, inputs["x1"], metadata, cache, decay, dt_bias, skip),
+                groups=groups,
+                head_dim=head_dim,
+                by_element=by_element,
+                dt_limit=(0.1, 2.0),
             )
 
         return record
