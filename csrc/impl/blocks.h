@@ -66,6 +66,8 @@ PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm512_and_si512(x, _mm512
 PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm512_srli_epi32(x, 4)); }
 PAGODA_INLINE ints add_bytes(ints a, ints b) { return _mm512_add_epi8(a, b); }
 PAGODA_INLINE ints average_bytes(ints a, ints b) { return _mm512_avg_epu8(a, b); }
+// One less; 0 stays.
+PAGODA_INLINE ints less_one_bytes(ints x) { return _mm512_subs_epu8(x, _mm512_set1_epi8(1)); }
 PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm512_storeu_si512(p, x); }
 
 #elif defined(__AVX2__)
@@ -89,6 +91,7 @@ PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm256_and_si256(x, _mm256
 PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm256_srli_epi32(x, 4)); }
 PAGODA_INLINE ints add_bytes(ints a, ints b) { return _mm256_add_epi8(a, b); }
 PAGODA_INLINE ints average_bytes(ints a, ints b) { return _mm256_avg_epu8(a, b); }
+PAGODA_INLINE ints less_one_bytes(ints x) { return _mm256_subs_epu8(x, _mm256_set1_epi8(1)); }
 PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 
 #endif

@@ -260,7 +260,9 @@ PAGODA_INLINE void unpack_trits(const uint8_t* words, ints (&quads)[kQuads]) {
     for (int i = 0; i < First; ++i) advance();
 #pragma GCC unroll 8
     for (int q = 0; q < kQuads; ++q) {
-        quads[q] = masked(shifted_right<6>(average_bytes(rest, average_bytes(rest, broadcast_ints(0)))), 3);
+        // Averages are rounded up: of one less they are what three times the byte has in its upper two of nine bits.
+        const ints less = less_one_bytes(rest);
+        quads[q] = masked(shifted_right<6>(average_bytes(less, average_bytes(less, broadcast_ints(0)))), 3);
         if (q + 1 == kQuads) break;
         if ((First + q + 1) % kTritsOfByte == 0) {
             rest = load_ints(words + (First + q + 1) / kTritsOfByte * kRowBytes);

@@ -77,6 +77,9 @@ PAGODA_INLINE ints each_pair_of_bytes(ints a, ints b, F f) {
 PAGODA_INLINE ints add_bytes(ints a, ints b) {
     return each_pair_of_bytes(a, b, [](uint8x16_t x, uint8x16_t y) { return vaddq_u8(x, y); });
 }
+PAGODA_INLINE ints less_one_bytes(ints x) {
+    return each_pair_of_bytes(x, x, [](uint8x16_t one, uint8x16_t) { return vqsubq_u8(one, vdupq_n_u8(1)); });
+}
 PAGODA_INLINE ints average_bytes(ints a, ints b) {
     return each_pair_of_bytes(a, b, [](uint8x16_t x, uint8x16_t y) { return vrhaddq_u8(x, y); });
 }

@@ -59,6 +59,8 @@ def random_cache(
     for part in cache.tensors.values():
         if part.dtype == torch.int8:
             part.random_(-127, 128, generator=generator)
+        elif part.dtype.itemsize == 1:
+            part.copy_(torch.empty(part.shape).normal_(generator=generator))
         else:
             part.normal_(generator=generator).mul_(0.02 if kv_dtype == torch.int8 else 1.0)
     return cache

@@ -169,5 +169,6 @@ GLM_MOE_DSA = replace(
     architecture="GlmMoeDsaForCausalLM",
     models="GLM-5",
     adapt=_adapt_glm5,
+    defaults={**GLM4_MOE_LITE.defaults, "qk_rope_head_dim": 64},
     own_keys=GLM4_MOE_LITE.own_keys | INDEX_KEYS,
 )
