@@ -95,6 +95,8 @@ class _Benchmark:
         size = max(1, self._size(max(_rates(self._day, self._scale))) - 3)  # too few
         while not (day := self._live(f"{size} hosts", self._timed([Timed(0, size)]))).keeps:
             size += 1
+            if size > self._config.max_hosts:
+                raise SystemExit("The day is too much for all hosts; use a lower --scale.")
         return day._replace(name=f"best fixed size, {size} hosts")
 
     def oracle(self) -> _Day:
@@ -103,10 +105,10 @@ class _Benchmark:
             self._live(f"oracle, {margin:.2f} × the rate", self._knowing(margin))
             for margin in _MARGINS
         )
-        day = next(days)
-        while not day.keeps:
-            day = next(days)
-        return day
+        kept = next((day for day in days if day.keeps), None)
+        if kept is None:
+            raise SystemExit("The day is too much for all hosts; use a lower --scale.")
+        return kept
 
     def _knowing(self, margin: float) -> Topology:
         rates = list(_rates(self._day, self._scale))

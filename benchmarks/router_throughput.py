@@ -116,8 +116,8 @@ class Host:
                     self._streams[request_id] = stream, left - 1
                     stream.push(TokenChunk(request_id, self._token_ids))
 
-    def work_besides(self, via: str) -> int:  # noqa: ARG002
-        return 0
+    def works(self) -> dict[str, int]:
+        return {}
 
     async def load(self) -> LoadReport:
         return LoadReport()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -170,16 +170,14 @@ class Dispatcher:
             tracked.wake()
 
     @contextlib.contextmanager
-    def counted_prefill(
-        self, request: GenerateRequest, there: Counted
-    ) -> Iterator[ReplicaSlot | None]:
-        """The replica that is to compute the prompt of a request which `counted` counts `there`, as
-        `Offload.counted`; None without an offload."""
+    def counted_prefill(self, request: GenerateRequest, there: Counted) -> Iterator[Counted | None]:
+        """Where the prompt is to be computed of a request which `counted` counts `there`, as `Offload.counted`;
+        None without an offload."""
         if self._offload is None:
             yield None
             return
-        with self._offload.counted(request, there) as slot:
-            yield slot
+        with self._offload.counted(request, there) as prefill:
+            yield prefill
 
     def complain(self, request_id: str) -> None:
         """Counts that the request's replica does not do in time what takes no time."""
@@ -194,11 +192,9 @@ class Dispatcher:
         num_unplaced = sum(tracked.placement is None for tracked in self.requests.values())
         return sum_of_loads(loads, num_unplaced=num_unplaced, counted=counted)
 
-    def work_besides(self, via: str) -> int:
-        """The pending tokens of all requests but those of one router (`GenerateRequest.via`). As many senders are
-        looked at as there are."""
-        works = self._placer.senders.items()
-        return sum(work.pending_tokens for sender, work in works if sender != via)
+    def works(self) -> Mapping[str, int]:
+        """The pending tokens of requests by the routers that sent them (`GenerateRequest.via`)."""
+        return {sender: work.pending_tokens for sender, work in self._placer.senders.items()}
 
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -128,6 +128,6 @@ class BodyEndpoint(Endpoint, Protocol):
 class SharedEndpoint(Endpoint, Protocol):
     """An endpoint that several routers send requests to."""
 
-    def work_besides(self, via: str) -> int:
-        """The pending tokens of all requests but those of one router (`GenerateRequest.via`)."""
+    def works(self) -> Mapping[str, int]:
+        """The pending tokens of requests by the routers that sent them (`GenerateRequest.via`)."""
         ...

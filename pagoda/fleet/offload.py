@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
-from pagoda.fleet.placement import Counted, Placement, ReplicaSlot, TrackedRequest
+from pagoda.fleet.placement import Counted, Placement, TrackedRequest
 from pagoda.fleet.replica_set import ReplicaSet
 from pagoda.messages.frontend import GenerateRequest
 
@@ -28,7 +28,7 @@ class Offload(Protocol):
 
     def counted(
         self, request: GenerateRequest, there: Counted
-    ) -> AbstractContextManager[ReplicaSlot | None]:
-        """The replica that is to compute the prompt of a request that somebody else brings to both, and to the
-        one where it is counted `there` for the answer. The prompt counts as work of the replica that computes it,
-        as long as the context lasts. None if that is where the answer comes from."""
+    ) -> AbstractContextManager[Counted | None]:
+        """Counts the prompt of a request that somebody else brings to two replicas, at the one that is to compute
+        it; `there` is where it is counted for the answer. It is work until `Counted.began`, as long as the context
+        lasts. None if the prompt is computed where the answer comes from."""

@@ -192,8 +192,8 @@ class ScriptedEndpoint:
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def work_besides(self, via: str) -> int:  # noqa: ARG002
-        return 0
+    def works(self) -> dict[str, int]:
+        return {}
 
     async def load(self) -> LoadReport:
         return self.report or LoadReport(num_running=len(self.requests))

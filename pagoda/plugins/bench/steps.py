@@ -22,10 +22,11 @@ import psutil
 from cyclopts import Parameter
 
 from pagoda.cli import output
-from pagoda.cli.files import write_file
+from pagoda.cli.files import check_writable, write_file
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.progress import progress
 from pagoda.concurrency import event_loop
+from pagoda.errors import ConfigError
 from pagoda.fleet.dispatcher import Dispatcher
 from pagoda.fleet.fleet import Fleet
 from pagoda.ipc.machine import available_cores
@@ -104,6 +105,7 @@ def steps(
         rounds: Measure all kinds so many times, and take the median of each.
     """
     general.apply()
+    check_writable(output_file, "--output")
     kinds = [_Kind(batch, context) for batch in batches for context in contexts]
     beside = (0, 1, max(batches) // 2)
     kinds += [_Kind(batch, 16, length) for batch in beside for length in prompts]
@@ -118,6 +120,11 @@ def steps(
             await fleet.start()
             limits = fleet.dispatcher.limits
             fitting = [it for it in kinds if it.has_room(limits, num_steps)]
+            if not fitting:
+                raise ConfigError(
+                    "--num-kv-blocks: no kind of steps fits the KV cache and the model's length; name shorter "
+                    "--contexts or --prompts."
+                )
             bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps, threads)
             # The one that touches most of it.
             await bench.measure(max(fitting, key=lambda it: it.batch * it.context))

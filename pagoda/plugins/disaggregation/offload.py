@@ -82,7 +82,7 @@ class PrefillOffload:
             await cancel_all([computing])
 
     @contextmanager
-    def counted(self, request: GenerateRequest, there: Counted) -> Iterator[ReplicaSlot | None]:
+    def counted(self, request: GenerateRequest, there: Counted) -> Iterator[Counted | None]:
         """The same as `Offload.counted`. Hosts that answer as well compute no prompts of such requests."""
         slot, work = there.slot, there.work
         pending_there = self._prefill.slots.takers.least_pending_tokens()
@@ -106,7 +106,7 @@ class PrefillOffload:
         with self._prefill.counted(copy) as counted:
             if counted is not None:
                 there.began()
-            yield None if counted is None else counted.slot
+            yield counted
 
     def _prompt_source(
         self,

@@ -51,6 +51,8 @@ class Picked(NamedTuple):
     counted: Counted
     prefill: str | None
     """The host that is to compute the prompt; None if that is the one that answers."""
+    computing: Counted | None
+    """Where the prompt counts there."""
 
 
 class Picker:
@@ -162,7 +164,10 @@ class Picker:
             with pool.counted_prefill(request, counted) as prefill:
                 endpoint = self._endpoint(counted.slot)
                 yield Picked(
-                    endpoint, counted, None if prefill is None else self._endpoint(prefill)
+                    endpoint,
+                    counted,
+                    None if prefill is None else self._endpoint(prefill.slot),
+                    prefill,
                 )
 
     def _endpoint(self, slot: ReplicaSlot) -> str:

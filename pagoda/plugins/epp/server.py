@@ -179,7 +179,7 @@ class Exchange:
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._modes = FULL_DUPLEX, FULL_DUPLEX
-        self._counted: Counted | None = None
+        self._counted: list[Counted] = []
         self._is_whole = False
         self.is_over = False
         """The gateway needs nothing more."""
@@ -215,8 +215,8 @@ class Exchange:
                     return await self._pick(message, part)
                 return [] if self._modes[0] == FULL_DUPLEX else [empty_reply(message.part)]
             case Part.RESPONSE_HEADERS:
-                if self._counted is not None:
-                    self._counted.began()
+                for counted in self._counted:
+                    counted.began()
                 return [self._ended(message)]
             case Part.RESPONSE_BODY:
                 reply = self._ended(message)
@@ -239,7 +239,7 @@ class Exchange:
         picked = self._stack.enter_context(self._picker.picked(request, pool, message.subset))
         if picked is None:
             return self._refused(503, "No host takes requests.")
-        self._counted = picked.counted
+        self._counted = [it for it in (picked.counted, picked.computing) if it is not None]
         replies = [picked_reply(part, picked.endpoint, picked.prefill)]
         if part is Part.REQUEST_HEADERS and message.part is Part.REQUEST_BODY:
             replies += body_replies(Part.REQUEST_BODY, body, is_end=True)

@@ -348,8 +348,10 @@ class HostServer:
         """Tells each router of the work of others, where that is another than it was told. Goes on until there is
         none."""
         self._telling, self._told_at = None, asyncio.get_running_loop().time()
+        works = self._endpoint.works()
+        all_tokens = sum(works.values())
         for router in self._welcome_routers():
-            tokens = self._endpoint.work_besides(router.via)
+            tokens = all_tokens - works.get(router.via, 0)
             if abs(tokens - router.told_tokens) > router.told_tokens // _TOLD_SHARE:
                 router.told_tokens = tokens
                 self._send(router, HostWork(capped(tokens)))

@@ -66,7 +66,8 @@ class _Ended(NamedTuple):
 
     @property
     def size(self) -> int:
-        return 256 + len(self.request.prompt_token_ids)
+        vectors = sum(len(it.vectors) for it in self.request.work.spans)
+        return 256 + len(self.request.prompt_token_ids) + vectors // 8
 
 
 class Recorder:

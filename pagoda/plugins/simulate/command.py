@@ -14,6 +14,7 @@ from pagoda.cli import output
 from pagoda.cli.files import check_writable, write_file, write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.progress import progress
+from pagoda.errors import ConfigError
 from pagoda.plugins.simulate.html import page
 from pagoda.plugins.simulate.options import WorkloadOptions
 from pagoda.plugins.simulate.records import Patience
@@ -44,7 +45,9 @@ def run(
     check_writable(html, "--html")
     read = read_topology(topology)
     if journal is not None:
-        write_file(journal, b"", "--journal")
+        check_writable(journal, "--journal")
+        if journal.stat().st_size:
+            raise ConfigError(f"--journal: {journal} has something in it already; name a new file.")
     report, took_s = simulated(read, workload, journal=journal)
     output.stdout().print(summary(report))
     most_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -78,6 +78,8 @@ class SimEngine:
         self._leap = 1 if processes else leap
         self._processes = processes
         self._arrived: list[GenerateRequest] = []
+        self._reading: list[GenerateRequest] = []
+        """Requests for which the engine's process takes its time."""
         """Requests that the engine's process has not read."""
         self._leaper: Leaper | None = None
         self._late: list[GenerateRequest] = []
@@ -145,6 +147,7 @@ class SimEngine:
                 aborted = set(message.request_ids)
                 self._late = [it for it in self._late if it.wire_id not in aborted]
                 self._arrived = [it for it in self._arrived if it.wire_id not in aborted]
+                self._reading = [it for it in self._reading if it.wire_id not in aborted]
                 for wire_id in message.request_ids:
                     self._core.abort(wire_id)
             case SubscribeCache():
@@ -361,15 +364,16 @@ class SimEngine:
         executor, costs = self._executor, processes.times.engine
         if not isinstance(executor, WorkerExecutor):
             return
-        arrived, self._arrived = self._arrived, []
+        self._reading, self._arrived = self._arrived, []
         seconds = costs.steps_s(executor.num_done, executor.num_seqs_done)
         executor.num_done = executor.num_seqs_done = 0
-        seconds += sum(costs.request_s(len(it.prompt_token_ids)) for it in arrived)
+        seconds += sum(costs.request_s(len(it.prompt_token_ids)) for it in self._reading)
         if seconds:
             done = asyncio.Event()
             processes.engine.do(seconds, done.set)
             await done.wait()
-        for request in arrived:
+        read, self._reading = self._reading, []
+        for request in read:
             self._add(core, request)
 
     @property
@@ -400,6 +404,7 @@ class SimEngine:
         self._ways = None
         self._late = []
         self._arrived = []
+        self._reading = []
         self._leaper = None
         self._core = self._running = self._restart = self._executor = self._links = None
 

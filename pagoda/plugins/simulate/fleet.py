@@ -33,6 +33,8 @@ from pagoda.plugins.simulate.topology import HostKind, RouterKind, Topology
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 
+USUAL_BLOCKS = 8192
+"""Blocks of a KV cache of which nothing is known."""
 VOCAB_SIZE = 256
 _KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key="")
 
@@ -59,7 +61,7 @@ def engine_config(topology: Topology, kind: str) -> EngineConfig:
             **steps.costs(),
             per_transferred_block_s=topology.block_s[kind],
             shares_link=True,
-            num_blocks=num_blocks or 8192,
+            num_blocks=num_blocks or USUAL_BLOCKS,
             block_size=host.block_size,
             max_model_len=host.max_model_len,
             vocab_size=VOCAB_SIZE,

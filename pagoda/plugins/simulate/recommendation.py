@@ -72,6 +72,10 @@ def recommend(
     general.apply()
     check_writable(output_file, "--output")
     read = read_topology(topology)
+    if read.scaling:
+        raise ConfigError(
+            f"{topology} has scaling; recommend tries fixed numbers of hosts. Leave it out."
+        )
     if not workload.slo:
         raise ConfigError("--slo is missing; name limits in ms such as ttft:500,tpot:60.")
     if list(read.routers) != [read.root] or len(read.hosts) != 1:

@@ -151,6 +151,8 @@ def read_workload(
     if path.suffix in (".yaml", ".yml"):
         if num_requests is not None:
             raise ConfigError(f"--requests is for traces, and {path} has drawn sessions.")
+        if model:
+            raise ConfigError(f"--model is for traces, and {path} has drawn sessions.")
         return _synthetic(path, seed, scale)
     trace = [it for it in read_trace(path) if not model or it.model == model][:num_requests]
     if not trace:
@@ -256,7 +258,9 @@ def _synthetic(path: Path, seed: int, scale: float) -> Workload:
         expected = num_users * plan.duration_s / max(1.0, plan.pause_s.mean)
     else:
         begins = list(_arrivals(plan, rng, (plan.rate or 0.0) * scale))
-        expected = len(begins) * plan.turns.mean
+        # The first that `_turns` draws.
+        seeds = (seed * 1_000_003 + number for number in range(len(begins)))
+        expected = sum(plan.turns.draw_whole(random.Random(one)) for one in seeds)
     sessions = [
         Session(f"s{number}", at, _turns(plan, f"s{number}", seed * 1_000_003 + number))
         for number, at in enumerate(begins)
