@@ -98,6 +98,7 @@ AttentionMetadata IndexedAttention::of_chosen(const Part& part) const {
 }
 
 size_t IndexedAttention::scratch(const AttentionMetadata& metadata) const {
+    threads_ = omp_get_max_threads();
     size_t most = 0;
     for (int64_t first = 0; first < metadata.num_tokens; first += kTokens) {
         const Part own = part(metadata, first);
@@ -194,6 +195,8 @@ void IndexedAttention::copy(const AttentionMetadata& metadata, const Part& part,
 
 void IndexedAttention::run(const KernelTable& table, const AttentionMetadata& metadata, const IndexedQueries& queries,
                            float* out, void* scratch) {
+    // What a nested level would have does not count (OMP_NUM_THREADS may say another number for it).
+    omp_set_num_threads(threads_);
     const int64_t d = cache_.head_dim - cache_.index_dim, dim = cache_.value_dim;
     for (int64_t first = 0; first < metadata.num_tokens; first += kTokens) {
         const Part own = part(metadata, first);

@@ -45,6 +45,7 @@ class IndexedAttention {
     int64_t num_heads_, index_heads_, most_;
     float scale_;
     std::optional<AttentionMetadata> chosen_;  // what a team is at
+    mutable int threads_ = 1;                  // of a team, as scratch memory was measured for
 };
 
 }  // namespace pagoda

@@ -98,7 +98,7 @@ class CheckpointQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         scheme = self.scheme_of(linear)
-        if scheme is None or linear.role is LinearRole.LATENT_HEADS:
+        if scheme is None or linear.role is LinearRole.LATENT_HEADS or linear.fill is not None:
             return DenseFormat()
         if isinstance(scheme, Fp8Scheme):
             # Tables, heads and routers are left out of fp8 checkpoints, as a rule, whatever config.json says.

@@ -76,7 +76,7 @@ class LinearSpec:
     fill: HeadFill | None = None
     """Heads of the outputs, or of the inputs of a map back to hidden states, that are not as they are stored."""
     grain: int = 1
-    """Outputs, or inputs, of a layer with a state that stay on one rank."""
+    """Outputs, or inputs, of a layer with a state that stay on one rank; 0 for one number of each head."""
 
     @property
     def stored(self) -> StoredRows:

@@ -26,7 +26,10 @@ def modelopt(fields: Fields) -> CheckpointQuantization:
     left_out = "ignore" if fields.values.get("ignore") is not None else "exclude_modules"
     targets: list[tuple[str, Scheme]]
     layers = fields.table("quantized_layers")
-    if fields.text("quant_algo") == _MIXED and layers is not None:
+    is_mixed = fields.text("quant_algo") == _MIXED
+    if is_mixed and layers is None:
+        fields.refuse("quantized_layers", f"must name the layers of {_MIXED}")
+    if is_mixed and layers is not None:
         named = {name: layers.table(name) for name in layers.values}
         targets = [(name, _scheme(layer)) for name, layer in named.items() if layer is not None]
     else:

@@ -112,7 +112,7 @@ class Mamba2Spec:
         """Gate of outputs, then steps."""
         return [
             self._part(names, layer, hidden, 0, LinearRole.STATE_IN, self.head_dim),
-            self._part(names, layer, hidden, 4, LinearRole.STATE_GATE, 1),
+            self._part(names, layer, hidden, 4, LinearRole.STATE_GATE, 0),
         ]
 
     def _part(

@@ -61,15 +61,15 @@ def four_bit_weight(
     unit = NF4_UNIT if is_nf4 else FP4_UNIT
     held = held_block_format(stored, linear.inputs)
     if not isinstance(held, BlockFormat):
-        spread = highest.repeat_interleave(state.block_size)[:count].view(shape)
+        spread = highest[torch.arange(count) // state.block_size].view(shape)
         return DenseWeight((numbers[codes.long()] * spread).to(dtype))
     if (numbers * unit - torch.tensor(held.codebook)).abs().max() > 0.5:
         raise ConfigError(
             f"{tensors.path_of(name)}: tensor {name}.quant_map must hold the numbers of "
             f"{'nf4' if is_nf4 else 'fp4'}."
         )
-    groups = (highest / unit).half().repeat_interleave(state.block_size // held.group_size)
-    scales = groups[: count // held.group_size].view(linear.outputs, -1)
+    places = torch.arange(count // held.group_size) * held.group_size // state.block_size
+    scales = (highest / unit).half()[places].view(linear.outputs, -1)
     _check_finite(tensors, f"{name}.absmax", scales)
     return BlockWeight(held, codes, scales, None, None, None)
 
@@ -122,10 +122,9 @@ def _highest(tensors: CheckpointWeights, weight: str, state: _State, blocks: int
     codes = tensors.tensor(name, (blocks,), _UINT8)
     table = tensors.tensor(f"{weight}.nested_quant_map", (256,), _FLOAT32)
     nested = (-(-blocks // state.nested_size),)
-    spread = tensors.tensor(f"{weight}.nested_absmax", nested, _FLOAT32).repeat_interleave(
-        state.nested_size
-    )
-    return table[codes.long()] * spread[:blocks] + state.offset
+    highest = tensors.tensor(f"{weight}.nested_absmax", nested, _FLOAT32)
+    places = torch.arange(blocks) // state.nested_size
+    return table[codes.long()] * highest[places] + state.offset
 
 
 def _check_finite(tensors: CheckpointWeights, name: str, numbers: Tensor) -> None:

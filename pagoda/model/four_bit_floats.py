@@ -42,6 +42,10 @@ def four_bit_floats(
     """A layer of its own in MXFP4 or NVFP4; numbers in `dtype` where the inputs are no multiple of 32.
     Raises ConfigError: a tensor does not fit."""
     name = f"{linear.name}.weight"
+    if linear.inputs % stored.group_size:
+        raise ConfigError(
+            f"{name} has {linear.inputs} inputs, which groups of {stored.group_size} do not divide."
+        )
     packed_name = f"{name}_packed" if tensors.has(f"{name}_packed") else name
     groups = (linear.outputs, linear.inputs // stored.group_size)
     codes = _codes(tensors.tensor(packed_name, (linear.outputs, linear.inputs // 2), _UINT8))

@@ -103,7 +103,8 @@ class GroupReader:
     def _awq_gemv(self) -> GroupedWeight | BlockWeight:
         words = self._words("qweight", self._outputs, self._num_words(self._inputs))
         # Rows are filled up to whole words, and more of them where groups are small.
-        packed_groups = self._tensors.shape(f"{self._name}.qzeros")[-1]
+        stored = self._tensors.shape(f"{self._name}.qzeros")
+        packed_groups = max(stored[-1] if stored else 0, self._num_words(self._num_groups))
         zeros = self._unpacked(self._words("qzeros", self._outputs, packed_groups))
         scales = self._scales("scales", self._outputs, zeros.shape[1])[:, : self._num_groups]
         offsets = self._offsets("qzeros", scales, zeros[:, : self._num_groups])

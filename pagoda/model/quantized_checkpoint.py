@@ -16,6 +16,7 @@ from pagoda.backend.weights import (
     Fp8Weight,
     Int8Weight,
     LinearWeight,
+    dequantize,
 )
 from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.fp8_config import Fp8Scheme
@@ -28,7 +29,7 @@ from pagoda.model.four_bit_floats import experts_in_mxfp4, four_bit_floats
 from pagoda.model.fp8_weights import convert_fp8, is_finite
 from pagoda.model.packed_weights import GroupReader, check_finite
 from pagoda.model.sharding import LinearShard, take_part
-from pagoda.model.weights import READABLE, CheckpointWeights, in_head_order, stored_rows
+from pagoda.model.weights import READABLE, CheckpointWeights, filled, in_head_order, stored_rows
 
 _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _FP8_SCALES = READABLE | {"F8_E8M0": "float8_e8m0fnu"}
@@ -55,6 +56,8 @@ class QuantizedCheckpoint:
             return self._tensors.linear(linear, dtype)
         if layout == "mxfp4":
             return experts_in_mxfp4(self._tensors, linear, MXFP4)
+        if linear.fill is not None:
+            return self._filled(linear, dtype)
         if linear.rows is not None:
             return self._rows(linear, linear.rows, dtype)
         if isinstance(scheme, BlockFormat):
@@ -75,6 +78,12 @@ class QuantizedCheckpoint:
         if not self._tensors.has(name) or self._tensors.has(f"{name}.absmax"):
             return False
         return self._tensors.stored_dtype(name) in READABLE
+
+    def _filled(self, linear: LinearSpec, dtype: torch.dtype) -> DenseWeight:
+        """Plain numbers of heads that are filled with zeros."""
+        outputs, inputs = linear.stored.shape
+        whole = self.linear(LinearSpec(linear.stored.tensor, outputs, inputs, linear.role), dtype)
+        return DenseWeight(filled(dequantize(whole), linear).to(dtype))
 
     def _rows(self, linear: LinearSpec, rows: StoredRows, dtype: torch.dtype) -> LinearWeight:
         """A layer's rows of a tensor that holds several, and that is quantized as one."""

@@ -191,7 +191,10 @@ class Shard:
     def state_share(self, count: int, grain: int) -> range:
         """This rank's channels of a layer with a state, of which `grain` neighbours stay together.
 
-        Several ranks hold the same ones where there are more ranks than parts."""
+        With a grain of 0 they are one number of each head, which go where heads go. Several ranks hold the same
+        ones where there are more ranks than parts."""
+        if grain == 0:
+            return even_share(count, *self.attention_ranks)
         parts, (rank, ranks) = count // grain, self.attention_ranks
         if parts < ranks:
             return _times(range(rank * parts // ranks, rank * parts // ranks + 1), grain)

@@ -48,6 +48,8 @@ GGUF = GgufFormat(
     scales_yarn=True,
 )
 """The form that all families with latent attention share."""
+_MOST = 65_536
+"""Elements of latent vectors, and of keys of indexers, at most: their order is a tuple."""
 _LOG_SCALE = 0.1
 """Factor of `mscale_all_dim` in files with latent attention (llama.cpp's src/llama-model.cpp)."""
 
@@ -59,7 +61,7 @@ def with_latents(spec: ModelSpec, fields: Fields, usual_query_rank: int = 1536) 
     fields.require("attention_bias", False)
     is_direct = "q_lora_rank" in fields and fields.values["q_lora_rank"] is None
     latent = LatentSpec(
-        rank=fields.positive("kv_lora_rank", 512),
+        rank=fields.positive("kv_lora_rank", 512, most=_MOST),
         rope_dim=spec.head_dim,
         nope_dim=fields.positive("qk_nope_head_dim", 128),
         value_dim=fields.positive("v_head_dim", 128),
@@ -211,7 +213,7 @@ def with_indexer(
         )
     index = IndexSpec(
         heads=fields.positive("index_n_heads", usual_heads),
-        dim=fields.positive("index_head_dim", 128),
+        dim=fields.positive("index_head_dim", 128, most=_MOST),
         most=fields.positive("index_topk", 2048),
         rotates_neighbours=rotates_neighbours,
     )
@@ -221,6 +223,7 @@ def with_indexer(
 
 
 def _adapt_deepseek_v32(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("rope_interleave", True)
     experts = sigmoid_experts(fields, _SIZES, scale=2.5, groups=(8, 4))
     spec = with_experts(
         with_latents(spec, fields), experts, sparse_by_kind(fields, spec.num_layers, 3)

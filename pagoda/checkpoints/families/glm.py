@@ -150,6 +150,7 @@ _SIZES_GLM5 = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermedi
 
 
 def _adapt_glm5(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("rope_interleave", True)
     fields.require("index_topk_freq", 1)
     fields.require("index_topk_pattern", None)
     fields.require("indexer_rope_interleave", True)

@@ -37,7 +37,11 @@ def _values(fields: Fields) -> Mapping[str, object]:
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    for name, usual in (("swa_head_dim", spec.head_dim), ("add_full_attention_sink_bias", False)):
+    for name, usual in (
+        ("swa_head_dim", spec.head_dim),
+        ("swa_num_attention_heads", spec.num_heads),
+        ("add_full_attention_sink_bias", False),
+    ):
         fields.require(name, usual)
     values = fields.positive("v_head_dim", 128)
     if values > spec.head_dim:
