@@ -13,6 +13,8 @@ from pagoda.checkpoints.weight_formats import FP8_INPUTS, DenseFormat, Fp8Format
 from pagoda.errors import ConfigError
 
 _LAYOUTS = ("float-quantized", "naive-quantized")
+_LARGEST_BLOCK = 2**20
+"""Outputs or inputs of a block at most."""
 _BLOCK_RULE = "must be two positive integers, the outputs and inputs of a block"
 
 
@@ -89,11 +91,11 @@ def fp8_scheme(fields: Fields) -> Fp8Scheme:
 def _blocks(fields: Fields, name: str) -> Fp8Scheme:
     sizes = fields.values.get(name)
     if isinstance(sizes, str):  # `128x128`
-        sizes = [int(size) if size.isdecimal() else 0 for size in sizes.split("x")]
+        sizes = [int(it) if it.isdecimal() and len(it) < 9 else 0 for it in sizes.split("x")]
     if (
         not isinstance(sizes, list)
         or [type(size) for size in sizes] != [int, int]
-        or min(sizes) < 1
+        or not 1 <= min(sizes) <= max(sizes) <= _LARGEST_BLOCK
     ):
         fields.refuse(name, _BLOCK_RULE)
     return Fp8Scheme(*sizes)
