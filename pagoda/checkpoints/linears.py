@@ -38,10 +38,13 @@ class LinearRole(enum.Enum):
     EXPERT_OUT = enum.auto()
     WHOLE = enum.auto()
     """Table of positions or token types, or layer of a head that scores: dense, and whole on every rank."""
+    WHOLE_MAP = enum.auto()
+    """Map that is whole on every rank, quantized where a file has it so."""
 
 
 NEVER_ROUNDED = frozenset(
     {LinearRole.LATENT_HEADS, LinearRole.ROUTER, LinearRole.STATE_GATE, LinearRole.WHOLE}
+    | {LinearRole.WHOLE_MAP}
 )
 """Roles of layers that stay dense when a model is quantized."""
 

@@ -399,7 +399,7 @@ class ModelSpec:
         ):
             return found
         # A rank's gates depend on those of others.
-        return found._replace(gate=replace(found.gate, role=LinearRole.WHOLE))
+        return found._replace(gate=replace(found.gate, role=LinearRole.WHOLE_MAP))
 
     def mlp_biases(self, layer: int) -> list[LinearSpec]:
         """Linear layers of a dense layer's MLP that have biases."""
