@@ -40,7 +40,7 @@ def save_adapter_of(
         linear.name: (torch.Size((linear.outputs, linear.inputs)), linear.inputs**-0.5)
         for layer in range(config.num_layers)
         for linear in (*config.attention_linears(layer), *config.mlp_linears(layer))
-        if linear.name.endswith(tuple(targets))
+        if linear is not None and linear.name.endswith(tuple(targets))
     }
     return _save(linears, directory, targets=targets, **options)
 

@@ -171,8 +171,8 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def counted_prefill(self, request: GenerateRequest, there: Counted) -> Iterator[Counted | None]:
-        """Where the prompt is to be computed of a request which `counted` counts `there`, as `Offload.counted`;
-        None without an offload."""
+        """Counts the prompt of a request that `counted` counts `there`, as `Offload.counted`; gives None without
+        an offload."""
         if self._offload is None:
             yield None
             return

@@ -30,6 +30,7 @@ from pagoda.checkpoints.distances import Disentangled
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
@@ -250,9 +251,15 @@ class Shard:
         kinds = {self.config.layers[layer]: layer for layer in self.layers}
         config, hidden = self.config, self.config.hidden_size
         return max(
-            (2 + 2 * one.parallel) * hidden + self._outputs_of(layer)
+            (2 + 2 * one.parallel) * hidden + self._outputs_of(layer) + self._scanned_of(layer)
             for one, layer in kinds.items()
-        ) + (0 if config.beside is None else config.beside.width(hidden))
+        ) + (0 if config.beside is None else config.beside.width(hidden) + hidden)
+
+    def _scanned_of(self, layer: int) -> int:
+        """Numbers that a convolution in front of a scan gives, of layers with one."""
+        has_scan = isinstance(self.config.layers[layer].state, Mamba2Spec | MambaSpec)
+        into = self.config.attention_linears(layer).into if has_scan else ()
+        return sum(len(self.part_of(linear).outputs) for linear in into)
 
     def _outputs_of(self, layer: int) -> int:
         """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only, and what

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagoda.backend import (
     decoder_operations,
+    family_operations,
     latent_layers,
     norms_over_ranks,
     own_rows,
@@ -110,7 +111,7 @@ def test_every_operation_has_a_reference_and_a_method_that_records_it() -> None:
     assert OPERATIONS.keys() == reference.OPERATIONS.keys()
     places = (
         *(GraphBuilder, state_layers, latent_layers, own_rows),
-        *(relative_attention, decoder_operations, norms_over_ranks),
+        *(relative_attention, decoder_operations, norms_over_ranks, family_operations),
     )
     recorded_as = {"context_attention": "attention"}
     for name in OPERATIONS:

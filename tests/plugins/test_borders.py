@@ -14,8 +14,8 @@ PLUGINS = {path.parent.name for path in (PACKAGE / "plugins").glob("*/__init__.p
 IMPORT = re.compile(r"^\s*(?:from|import)\s+pagoda\.plugins\.(\w+)", re.MULTILINE)
 SUBJECTS = {"sim", "simulate", "backend_check"}
 """Simulated workers and engines, and cases for backends, with which tests of many plugins compute."""
-RUN_BY = {"simulate": {"disaggregation", "router", "sim"}}
-"""Plugins that another one runs as they are, in virtual time."""
+RUN_BY = {"simulate": {"disaggregation", "plan", "router", "sim", "trace"}}
+"""Plugins that another one runs as they are, in virtual time, or whose files it reads."""
 OTHERS_IN_TESTS = {"router": {"disaggregation", "trace"}, "epp": {"router"}}
 """Plugins that tests of a plugin run together with it."""
 

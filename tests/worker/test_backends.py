@@ -109,7 +109,7 @@ def _shape(architecture: str) -> dict[str, Any]:
             {"conv_L_cache": 17},
             "at most 16 tokens under a convolution .conv_L_c",
         ),
-        ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 17}, "at most 16 tokens .*el_dim of con"),
+        ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 17}, "at most 16 tokens .*el_dim, mamba"),
         ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 260}, "at most 256 elements .*has 260; ch"),
         ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 6}, "a multiple of 4 elements in a key of"),
         ("MambaForCausalLM", {"state_size": 257}, "at most 256 elements in a state of a Mamba"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from driver import answer_differences, load
 from family_models import FAMILIES, make_model
+from scan_models import SCANS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 192,
@@ -46,6 +47,10 @@ ALLOWED = {"none": 1.0, "int8": 4.0, "int4": 40.0}
 """Mean differences of log-probabilities from float32, in units of those that transformers has in bfloat16."""
 
 
+_OF_FIXED_SIZES = SCANS.keys() - {"mamba", "falcon-mamba", "jamba"}
+"""Hybrids whose sizes follow from each other."""
+
+
 def _model(name: str) -> Any:
     """A model of a family; its tokens go through all experts, as rounding may turn a close choice."""
     known = FAMILIES[name][1]
@@ -64,6 +69,8 @@ def _model(name: str) -> Any:
         del sizes["num_experts_per_tok"]
     if "ffn_config" in known:
         return make_model(name, **DBRX)
+    if "index_topk" in known:
+        sizes["index_topk"] = 256  # rounding may turn a close choice of tokens, too
     if "n_group" in known:
         sizes["topk_group"] = known["n_group"]
     return make_model(name, **sizes)
@@ -80,7 +87,7 @@ def _rounding(model: Any) -> float:
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in _OF_FIXED_SIZES])
 def test_formats_are_as_close_as_rounding_allows(name: str, backend: str, tmp_path: Path) -> None:
     model = _model(name)
     model.save_pretrained(tmp_path)

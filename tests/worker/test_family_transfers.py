@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 from driver import Driver
 from family_models import FAMILIES, make_model
+from scan_models import SCANS
 
 from pagoda.kv.layout import KVLayout
 from pagoda.messages.sampling_params import SamplingParams
@@ -41,6 +42,10 @@ SIZES = (
     "shared_intermediate_size",
 )
 """Inner channels of the MLPs of some families, which groups of int4 weights must divide."""
+
+
+_ODD = (SCANS.keys() - {"jamba"}) | {"longcat-flash", "gemma4", "gemma3n", "dbrx"}
+"""Families with other sizes that groups of int4 weights do not divide."""
 
 
 class Worker(NamedTuple):
@@ -106,8 +111,10 @@ def answer(driver: Driver) -> list[object]:
     return [known(result) for result in driver.results]
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "number_format"),
+    [(name, it) for name in FAMILIES for it in FORMATS if it != "int4" or name not in _ODD],
+)
 def test_answers_behind_a_transfer_are_the_same(
     name: str, number_format: str, tmp_path: Path
 ) -> None:

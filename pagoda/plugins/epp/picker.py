@@ -52,7 +52,7 @@ class Picked(NamedTuple):
     prefill: str | None
     """The host that is to compute the prompt; None if that is the one that answers."""
     computing: Counted | None
-    """Where the prompt counts there."""
+    """Work of that host; None like it."""
 
 
 class Picker:

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Cores that processes of a simulated server share (`pagoda.plugins.simulate.cores`)."""
+
 import asyncio
 import math
 
