@@ -423,22 +423,9 @@ void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadat
     });
 }
 
-namespace {
-
-void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t d, float* out) {
-    double mean = 0, variance = 0;
-    for (int64_t i = 0; i < d; ++i) mean += x[i];
-    mean /= static_cast<double>(d);
-    for (int64_t i = 0; i < d; ++i) variance += (x[i] - mean) * (x[i] - mean);
-    const double factor = 1 / std::sqrt(variance / static_cast<double>(d) + eps);
-    for (int64_t i = 0; i < d; ++i) out[i] = static_cast<float>((x[i] - mean) * factor) * weight[i] + bias[i];
-}
-
-}  // namespace
-
 void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
-                              const float* queries, const float* latents, const LatentNorms& norms, const Rotary& rotary,
-                              float* out) {
+                              const float* queries, const float* latents, const float* norm, float eps,
+                              const Rotary& rotary, float* out) {
     const CacheWriter writer{table, metadata, cache};
     const int64_t heads = metadata.shape.num_heads, d = cache.head_dim, rank = cache.value_dim, index = cache.index_dim;
     const int64_t rest = d - rank - index;
@@ -450,14 +437,10 @@ void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata&
         }
         if (!writer.holds(token)) return;
         alignas(64) float latent[kMaxHeadDim];
-        const float* own = latents + token * d;
-        table.rms_norm(own, nullptr, norms.latents, norms.eps, rank, nullptr, latent);
+        const float* own = latents + token * d + index;
+        table.rms_norm(own, nullptr, norm, eps, rank, nullptr, latent);
         table.norm_and_rotate(own + rank, nullptr, 0, cosine, sine, rotary.r, rest, latent + rank);
-        if (index > 0) {
-            alignas(64) float key[kMaxHeadDim];
-            layer_norm(own + rank + rest, norms.index_weight, norms.index_bias, norms.eps, index, key);
-            table.norm_and_rotate(key, nullptr, 0, cosine, sine, rotary.r, index, latent + rank + rest);
-        }
+        std::copy_n(own - index, index, latent + rank + rest);
         writer.put_value(token, 0, latent);
     });
 }

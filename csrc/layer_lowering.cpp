@@ -234,15 +234,15 @@ void rotate_and_cache_latents(Program& program, const Graph& graph, int index) {
     const Value cosines = rotates ? own.inputs.at(3) : queries, sines = rotates ? own.inputs.at(4) : queries;
     const int64_t r = rotates ? 2 * graph.width(cosines) : 0;
     const auto* cache = graph.weight<const Cache*>(own, 0);
-    const LatentNorms norms{graph.vector(own, 1), graph.vector(own, 2), graph.vector(own, 3),
-                            static_cast<float>(own.numbers.at(0))};
+    const float* norm = graph.vector(own, 1);
+    const auto eps = static_cast<float>(own.numbers.at(0));
     const HeadShape shape = shape_of(*cache, graph.width(queries) / (cache->head_dim - cache->value_dim - cache->index_dim));
     program.record({.nodes = {index}, .uses = {queries, latents, cosines, sines, out},
                     .work = graph.width(queries) + graph.width(latents),
                     .run = [=, &p = program](const Step&, void*) {
                         const Rotary rotary{p.at(cosines), p.at(sines), r};
                         pagoda::rotate_and_cache_latents(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
-                                                         p.at(queries), p.at(latents), norms, rotary, p.at(out));
+                                                         p.at(queries), p.at(latents), norm, eps, rotary, p.at(out));
                     },
                     .check = [=, &p = program](const Step&) {
                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);

@@ -329,18 +329,11 @@ struct AttentionOptions {
 void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
                       const float* qkv, const HeadNorms& norms, const Rotary& rotary, float* queries);
 
-// Norms of latents: of the first elements, as many as a value has, and, by mean and variance, of keys for an indexer.
-struct LatentNorms {
-    const float* latents;
-    const float *index_weight, *index_bias;
-    float eps;
-};
-
-// Norms the first elements of latents [n, head_dim], rotates those behind, norms and rotates the key for an indexer at their
-// end, and caches all; rotates queries [n, heads, those behind].
+// Norms elements of latents [n, head_dim], as many as a value has, rotates those behind them, and caches both, and behind them
+// the key for an indexer with which a row begins; rotates queries [n, heads, those behind].
 void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
-                              const float* queries, const float* latents, const LatentNorms& norms, const Rotary& rotary,
-                              float* out);
+                              const float* queries, const float* latents, const float* norm, float eps,
+                              const Rotary& rotary, float* out);
 
 // Queries [n, heads, value_dim] and, of latents, the elements of each behind these [n, heads, head_dim - value_dim].
 struct Queries {

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from pagoda.backend.base import KVCache
 
 
+def scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
+    """x [n, d] times a factor, if it is not one."""
+    return x if factor == 1 else ops.scale(x, factor)
+
+
 def position_scale(
     ops: GraphBuilder, positions: Value, *, period: float, factor: float, offset: float
 ) -> Value:

@@ -8,7 +8,7 @@ computed as later tokens are: a result does not depend on how a sequence was cut
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
@@ -50,20 +50,14 @@ def rotate_and_cache_latents(
     cache: LatentCache,
     norm: Sized,
     eps: float,
-    index_norm: Sequence[Sized] = (),
 ) -> Value:
     """Readies the rotary parts of queries [n, heads rope_dim], and caches latents [n, `cache.width`].
 
-    The first `rank` elements of a latent are normed (RMS) by a weight [rank] float32. The `rope_dim` behind them,
-    and every head of queries, are rotated in pairs (i, i + rope_dim/2) by a table [n, rope_dim/2], or not without
-    one. The last `index_dim`, a key for an indexer, are normed (mean and variance) by the weight and bias
-    [index_dim] float32 of `index_norm`; then their first `rope_dim` are rotated. Returns the queries. Raises
+    The first `index_dim` elements of a latent are a key for an indexer, which is kept as it is. The `rank` behind
+    them are normed (RMS) by a weight [rank] float32. The last `rope_dim`, and every head of queries, are rotated
+    in pairs (i, i + rope_dim/2) by a table [n, rope_dim/2], or not without one. Returns the queries. Raises
     ValueError: shapes do not fit.
     """
-    if any(len(part) != cache.index_dim for part in index_norm) or (
-        cache.index_dim and (len(index_norm) != 2 or cache.index_dim < cache.rope_dim)
-    ):
-        raise ValueError(f"A norm of keys for an indexer does not fit keys of {cache.index_dim}.")
     if latents.width != cache.width or len(norm) != cache.rank:
         raise ValueError(
             f"Latents of {latents.width} with a norm of {len(norm)} do not fit a cache of {cache.rank} and "
@@ -78,7 +72,7 @@ def rotate_and_cache_latents(
     return ops.record(
         "rotate_and_cache_latents",
         [queries, latents, metadata, *(table or ())],
-        [cache, norm, *index_norm],
+        [cache, norm],
         {"eps": eps},
         queries.width,
     )

@@ -96,7 +96,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {
     "rotate_and_cache_latents": OperationSpec(
         "rotary",
         ("queries", "latents", "metadata", "cosines?", "sines?"),
-        ("cache", "norm", "index_norm?", "index_bias?"),
+        ("cache", "norm"),
         ("eps",),
     ),
     "indexed_latent_attention": OperationSpec(

@@ -80,7 +80,7 @@ class LatentLinears(NamedTuple):
     @property
     def into(self) -> tuple[LinearSpec, ...]:
         """Maps of hidden states to what is kept of a token."""
-        return (self.latents,) if self.index_key is None else (self.latents, self.index_key)
+        return (self.latents,) if self.index_key is None else (self.index_key, self.latents)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class LatentSpec:
             found.add("rms_norm")
         if self.index is None:
             return frozenset({*found, "latent_attention"})
-        return frozenset({*found, "rotate_heads", "indexed_latent_attention"})
+        found |= {"layer_norm_heads", "rotate_heads", "indexed_latent_attention"}
+        return frozenset(found)
 
     @property
     def limits(self) -> Mapping[str, int]:

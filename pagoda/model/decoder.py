@@ -27,7 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.decoder_operations import alibi_attention, position_scale
+from pagoda.backend.decoder_operations import alibi_attention, position_scale, scaled
 from pagoda.backend.graph import Graph, RotaryTable, Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operation import Operation, WeightNames
@@ -44,7 +44,7 @@ from pagoda.model.layer_inputs import load_beside
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, scaled, through, with_adapters, with_own_heads
+from pagoda.model.recording import normed, through, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives

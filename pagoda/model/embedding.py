@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from pagoda.backend.base import LinearT
+from pagoda.backend.decoder_operations import scaled
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import scatter_rows
 from pagoda.model.loader import InputTables
-from pagoda.model.recording import normed, scaled
+from pagoda.model.recording import normed
 from pagoda.model.sharding import Shard
 
 

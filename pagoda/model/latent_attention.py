@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, LatentCache, LinearT
-from pagoda.backend.decoder_operations import rotate_heads
+from pagoda.backend.decoder_operations import layer_norm_heads, rotate_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import (
     IndexQueries,
@@ -48,6 +48,13 @@ class Indexer(Generic[LinearT]):
         if table is not None:
             queries = rotate_heads(ops, queries, table, elements=queries.width, head_dim=self.dim)
         return IndexQueries(queries, ops.share_rows(ops.linear(h, self.weights)))
+
+    def keyed(self, ops: GraphBuilder, latents: Value, table: RotaryTable | None) -> Value:
+        """Latents [n, dim + ...] whose first elements, keys for the indexer, are normed and rotated."""
+        latents = layer_norm_heads(ops, latents, *self.key_norm, head_dim=self.dim, eps=NORM_EPS)
+        if table is None:
+            return latents
+        return rotate_heads(ops, latents, table, elements=self.dim, head_dim=self.dim)
 
 
 @dataclass(frozen=True)
@@ -88,16 +95,18 @@ class LatentAttention(Generic[LinearT]):
         states, indexer = h, self.indexer
         if self.query_down is not None and self.query_norm is not None:
             h = ops.rms_norm(ops.linear(h, self.query_down), self.query_norm, NORM_EPS)
+        latents = ops.share_rows(latents)
+        if indexer is not None:
+            latents = indexer.keyed(ops, latents, table)
         rotated = rotate_and_cache_latents(
             ops,
             ops.share_rows(ops.linear(h, self.query_rope)),
-            ops.share_rows(latents),
+            latents,
             metadata,
             table,
             cache,
             self.latent_norm,
             NORM_EPS,
-            () if indexer is None else indexer.key_norm,
         )
         queries = ops.share_rows(head_linear(ops, ops.linear(h, self.query_nope), self.key_up))
         if indexer is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import LinearT
+from pagoda.backend.decoder_operations import scaled
 from pagoda.backend.family_operations import (
     correct_streams,
     join_columns,
@@ -153,7 +154,7 @@ class Frame:
             inner = ops.mul(ops.gelu_tanh(ops.linear(x, gate)), own)
             out = ops.rms_norm(ops.linear(inner, projection), norm, self._beside.eps)
             x = self._with_embedded(ops, x, out)
-        return x if layer.factor == 1 else ops.scale(x, layer.factor)
+        return scaled(ops, x, layer.factor)
 
     def _with_embedded(self, ops: GraphBuilder, x: Value, out: Value) -> Value:
         """x [n, hidden] with what comes of a token's embedding, or, in its place, all streams behind the first."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pagoda.backend.base import LinearT
-from pagoda.backend.decoder_operations import xielu
+from pagoda.backend.decoder_operations import scaled, xielu
 from pagoda.backend.family_operations import above_deviations, expert_weights, sparse_mixing
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
@@ -13,7 +13,7 @@ from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
-from pagoda.model.recording import scaled, with_adapters
+from pagoda.model.recording import with_adapters
 from pagoda.model.sharding import Shard
 
 

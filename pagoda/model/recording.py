@@ -24,11 +24,6 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
     return ops.layer_norm(x, norm.weight, norm.bias, eps)
 
 
-def scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
-    """x [n, d] times a factor, if it is not one."""
-    return x if factor == 1 else ops.scale(x, factor)
-
-
 def through(
     ops: GraphBuilder, x: Value, layers: Sequence[VectorLayer[LinearT]], eps: float
 ) -> Value:

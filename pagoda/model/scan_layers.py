@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, LinearT
+from pagoda.backend.decoder_operations import scaled
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
@@ -64,7 +65,7 @@ class Mamba2(Generic[LinearT]):
         xbc = short_conv(ops, into, metadata, of_conv, self.conv, self.conv_bias, silu=True)
         keys = self.groups * spec.state_dim
         dt, gate = (
-            _scaled(ops, ops.linear(h, it), factor)
+            scaled(ops, ops.linear(h, it), factor)
             for it, factor in ((self.steps, spec.factors[4]), (self.output_gate, spec.factors[0]))
         )
         out = selective_scan(
@@ -250,7 +251,3 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
         norms,
         shard.attention_ranks[1],
     )
-
-
-def _scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
-    return x if factor == 1 else ops.scale(x, factor)

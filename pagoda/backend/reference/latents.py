@@ -16,7 +16,7 @@ from pagoda.backend.reference.attention import KEYS, AttentionMetadata, attentio
 from pagoda.backend.reference.context import context_attention
 from pagoda.backend.reference.kept import write_kv
 from pagoda.backend.reference.linear import Linear, linear
-from pagoda.backend.reference.rows import layer_norm, rms_norm, rotated
+from pagoda.backend.reference.rows import rms_norm, rotated
 from pagoda.parallel.collectives import Collectives
 
 _TOKENS = 16
@@ -36,19 +36,15 @@ def head_linear(x: Tensor, weight: HeadLinears[Linear]) -> Tensor:
 def rotate_and_cache_latents(
     queries: Tensor, latents: Tensor, metadata: AttentionMetadata, *rest: Any, eps: float
 ) -> Tensor:
-    place = next(i for i, each in enumerate(rest) if isinstance(each, LatentCache))
-    table, (cache, norm, *index_norm) = rest[:place], rest[place:]
-    latent, key, index_key = torch.split(latents, [cache.rank, cache.rope_dim, cache.index_dim], 1)
-    if index_norm:
-        index_key = layer_norm(index_key, *index_norm, eps=eps)
-    heads = [part[:, None] for part in (key, index_key)]
-    heads.append(queries.view(len(queries), -1, cache.rope_dim))
+    *table, cache, norm = rest
+    index_key, latent, key = torch.split(latents, [cache.index_dim, cache.rank, cache.rope_dim], 1)
+    queries, keys = (part.view(len(part), -1, cache.rope_dim) for part in (queries, key))
     if table:
-        heads = [rotated(each, (table[0], table[1])) if each.shape[2] else each for each in heads]
-    key, index_key, queries = (each.flatten(1) for each in heads)
-    vectors = torch.cat((rms_norm(latent, norm, eps=eps), key, index_key), dim=1)[:, None]
+        queries, keys = rotated(queries, (table[0], table[1])), rotated(keys, (table[0], table[1]))
+    normed = rms_norm(latent, norm, eps=eps)
+    vectors = torch.cat((normed, keys.flatten(1), index_key), dim=1)[:, None]
     write_kv(as_keys_and_values(cache), vectors, vectors, metadata)
-    return queries
+    return queries.flatten(1)
 
 
 def latent_attention(

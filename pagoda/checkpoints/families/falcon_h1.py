@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.mamba import MAMBA_NAMES, expanded, mamba2
+from pagoda.checkpoints.families.mamba import HYBRID_NAMES, expanded, mamba2
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
@@ -86,14 +86,7 @@ FALCON_H1 = Family(
     "FalconH1ForCausalLM",
     "Falcon-H1 0.5B to 34B, Falcon-H1-Tiny",
     _adapt,
-    names=TensorNames(
-        norm="model.final_layernorm",
-        mlp_norm="pre_ff_layernorm",
-        gate="feed_forward.gate_proj",
-        up="feed_forward.up_proj",
-        down="feed_forward.down_proj",
-        **MAMBA_NAMES,
-    ),
+    names=TensorNames(**HYBRID_NAMES),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     own_keys=frozenset({*_FACTORS, "mlp_bias"}),
 )

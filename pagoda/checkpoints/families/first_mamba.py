@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
-from pagoda.checkpoints.families.mamba import ALONE, LONGEST, MAMBA_NAMES, alone, expanded
+from pagoda.checkpoints.families.mamba import ALONE, HYBRID_NAMES, LONGEST, alone, expanded
 from pagoda.checkpoints.families.shared import (
     conv_width,
     expert_counts,
@@ -118,16 +118,11 @@ JAMBA = Family(
     "Jamba 1.5 and 1.6, Jamba Reasoning 3B, Jamba2",
     _adapt_jamba,
     names=TensorNames(
-        norm="model.final_layernorm",
-        mlp_norm="pre_ff_layernorm",
-        gate="feed_forward.gate_proj",
-        up="feed_forward.up_proj",
-        down="feed_forward.down_proj",
         router="feed_forward.router",
         expert_gate="feed_forward.experts.{expert}.gate_proj",
         expert_up="feed_forward.experts.{expert}.up_proj",
         expert_down="feed_forward.experts.{expert}.down_proj",
-        **MAMBA_NAMES,
+        **HYBRID_NAMES,
     ),
     defaults={"num_key_value_heads": 8},
     own_keys=frozenset({"num_experts"}),

@@ -25,6 +25,15 @@ MAMBA_NAMES: Mapping[str, Any] = {
     "state_bias": "mamba.dt_bias",
     "state_norm": "mamba.norm",
 }
+HYBRID_NAMES: Mapping[str, Any] = {
+    **MAMBA_NAMES,
+    "norm": "model.final_layernorm",
+    "mlp_norm": "pre_ff_layernorm",
+    "gate": "feed_forward.gate_proj",
+    "up": "feed_forward.up_proj",
+    "down": "feed_forward.down_proj",
+}
+"""The same with those of norms and MLPs, as Bamba, Falcon-H1 and Jamba have them."""
 MIXER_NAMES: Mapping[str, Any] = {
     **{name: it.replace("mamba.", "mixer.") for name, it in MAMBA_NAMES.items()},
     "state_skip": "mixer.D",
@@ -179,14 +188,7 @@ BAMBA = Family(
     "BambaForCausalLM",
     "Bamba-9B",
     _adapt_bamba,
-    names=TensorNames(
-        norm="model.final_layernorm",
-        mlp_norm="pre_ff_layernorm",
-        gate="feed_forward.gate_proj",
-        up="feed_forward.up_proj",
-        down="feed_forward.down_proj",
-        **MAMBA_NAMES,
-    ),
+    names=TensorNames(**HYBRID_NAMES),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     partial_rotary=0.5,
     own_keys=frozenset({"attn_layer_indices"}),

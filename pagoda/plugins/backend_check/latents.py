@@ -52,7 +52,7 @@ from pagoda.plugins.backend_check.subject import (
 )
 
 _OPERATIONS = ("rotate_and_cache_latents", "latent_attention", "rotary_table")
-_INDEXED = ("rotate_and_cache_latents", "indexed_latent_attention", "rotate_heads", "rotary_table")
+_INDEXED = ("rotate_and_cache_latents", "indexed_latent_attention", "rotary_table")
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,12 @@ def _attend(
     """One step; what each share's tokens attend to."""
     batch = token_batch(kind.places, shares, blocks)
     norm = (1 + 0.2 * random_tensor(kind.rank, seed=5)).to(backend.device)
-    index_norm = [
-        (1 + 0.2 * random_tensor(kind.index_dim, seed=seed)).to(backend.device) for seed in (7, 8)
-    ]
     frequencies = torch.logspace(0, -3, kind.rope_dim // 2).to(backend.device)
 
     def record(ops: GraphBuilder, metadata: Value, positions: Value, **rows: Value) -> list[Value]:
         table = ops.rotary_table(positions, frequencies, 1.0) if kind.is_rotated else None
         rotary = rotate_and_cache_latents(
-            *(ops, rows["rotary"], rows["latents"], metadata, table, cache, norm, 1e-6),
-            index_norm if kind.index_heads else (),
+            ops, rows["rotary"], rows["latents"], metadata, table, cache, norm, 1e-6
         )
         queries = rows["queries"], rotary
         if not kind.index_heads:
