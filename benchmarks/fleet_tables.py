@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=("policies", "affinity", "faults", "handoff"))
     parser.add_argument("load", type=Path, nargs="?", default=_AGENTS, help="a workload")
-    parser.add_argument("--requests", type=int, default=3000, help="lines of a trace")
+    parser.add_argument("--requests", type=int, help="lines of a trace; all of them by default")
     parser.add_argument("--scale", type=float, default=2.0, help="users for each of the load")
     parser.add_argument("--blocks", type=int, default=0, help="of each host; 0: as have room")
     parser.add_argument("--devices", nargs="+", default=("h100", "h200", "l40s", "mi300x"))

@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,16 @@ def check_quota(path: Path, quota: int, flag: str) -> None:
             f"{flag} {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
             f"system of {path}; lower it."
         )
+
+
+def append_whole(file: FileIO, line: bytes) -> None:
+    """Writes a line to the end of a file. Raises OSError, and leaves no part of the line."""
+    size = file.tell()
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with suppress(OSError):
+            file.truncate(size)
+            file.seek(size)
+        raise

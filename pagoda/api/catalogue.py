@@ -65,8 +65,8 @@ class ServedModel(NamedTuple):
 
 
 class Catalogue:
-    """The models of one server by all names; the first is meant by requests that name none. Their adapters stay
-    the same. A request costs the same with any number of models."""
+    """The models of one server by all names; the first that a client may ask is meant where it names none.
+    Their adapters stay the same."""
 
     def __init__(
         self, models: Sequence[ServedModel], splits: Mapping[str, Mapping[str, float]]
@@ -91,8 +91,8 @@ class Catalogue:
             for name in (one.model.name, *one.model.aliases):
                 yield name, one, None
         for name, shares in self._splits.items():
-            for pool in list(self._open_to(client, shares))[:1]:
-                yield name, self.models[pool], None
+            if own := self._open_to(client, shares):
+                yield name, self.models[next(iter(own))], None
         for one, adapter in self._adapters.values():
             if one in seen:
                 yield adapter.name, one, adapter

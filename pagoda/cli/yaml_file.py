@@ -48,7 +48,7 @@ class YamlFile:
             loader = _Loader(read_file(path, flag))
             root = loader.get_single_node()
             if root is not None:
-                self._note(root, ())
+                self._note(root)
             value = None if root is None else loader.construct_document(root)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
@@ -64,14 +64,14 @@ class YamlFile:
                 loader.dispose()
         self.value = self.convert(value, dict[str, Any])
 
-    def _note(self, root: yaml.Node, place: Place) -> None:
+    def _note(self, root: yaml.Node) -> None:
         """Takes note of lines.
 
         Raises ConfigError: there is a name twice, of which YAML would drop one, an alias, by which a short file
         has endless values, or a value of another kind than JSON has.
         """
         seen: set[int] = set()
-        waiting = [(root, place)]
+        waiting: list[tuple[yaml.Node, Place]] = [(root, ())]
         while waiting:
             node, place = waiting.pop()
             self._lines.setdefault(place, node.start_mark.line + 1)

@@ -78,6 +78,13 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def watched_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task that nobody waits for, whose failure is told at once (`raise_failure`)."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(raise_failure)
+    return task
+
+
 def raise_failure(task: asyncio.Task[Any]) -> None:
     """Callback of a task that nobody waits for, whose failure is told to the loop's exception handler at once."""
     if not task.cancelled():

@@ -84,19 +84,9 @@ class PrefillOffload:
     @contextmanager
     def counted(self, request: GenerateRequest, there: Counted) -> Iterator[Counted | None]:
         """The same as `Offload.counted`. Hosts that answer as well compute no prompts of such requests."""
-        slot, work = there.slot, there.work
-        pending_there = self._prefill.slots.takers.least_pending_tokens()
-        if (
-            pending_there is None
-            or work.prompt_tokens < self._min_tokens
-            or not slot.role.fetches_kv
-            or is_better_here(
-                work.prompt_tokens,
-                pending_here=slot.work.pending_tokens - work.pending_tokens,
-                num_streams=slot.num_streams,
-                pending_there=pending_there,
-            )
-        ):
+        slot, num_tokens = there.slot, there.work.prompt_tokens
+        is_worth_it = num_tokens >= self._min_tokens and slot.role.fetches_kv
+        if not is_worth_it or not self._is_better_there(slot, there.work, num_tokens):
             yield None
             return
         sampling = msgspec.structs.replace(request.work.sampling, max_tokens=1)
@@ -107,6 +97,16 @@ class PrefillOffload:
             if counted is not None:
                 there.began()
             yield counted
+
+    def _is_better_there(self, slot: ReplicaSlot, own: RequestWork, num_tokens: int) -> bool:
+        """Tells if a host for prompts computes so many tokens sooner than the slot, whose work has `own` in it."""
+        pending_there = self._prefill.slots.takers.least_pending_tokens()
+        return pending_there is not None and not is_better_here(
+            num_tokens,
+            pending_here=slot.work.pending_tokens - own.pending_tokens,
+            num_streams=slot.num_streams,
+            pending_there=pending_there,
+        )
 
     def _prompt_source(
         self,
@@ -124,14 +124,7 @@ class PrefillOffload:
         num_left = tracked.num_tokens - placement.num_told_tokens
         if num_left < self._min_tokens or not slot.role.fetches_kv:
             return None
-        pending_here = slot.work.pending_tokens - placement.work.pending_tokens
-        pending_there = self._prefill.slots.takers.least_pending_tokens()
-        if pending_there is not None and not is_better_here(
-            num_left,
-            pending_here=pending_here,
-            num_streams=slot.num_streams,
-            pending_there=pending_there,
-        ):
+        if self._is_better_there(slot, placement.work, num_left):
             return self._prefill.generate
         waits_here = slot.work.prompt_tokens - placement.work.prompt_tokens
         most = waits_here + (1 + slot.num_streams) * num_left - self._min_tokens

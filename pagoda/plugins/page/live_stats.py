@@ -259,11 +259,24 @@ class _Feed:
             "num_restarts": self._progress.num_restarts,
             "tiers": _tiers(report),
             "num_replicas": len(report.replicas),
+            "pools": _pools(report),
             "replicas": [_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
             "steps": steps,
         }
         self._history.add(now, snapshot, steps)
         return snapshot
+
+
+def _pools(report: LoadReport) -> dict[str, dict[str, int]]:
+    """Hosts of each pool, and requests there, of all hosts: the list of them is cut."""
+    pools: dict[str, dict[str, int]] = {}
+    for host in report.replicas:
+        sums = pools.setdefault(host.model, {"hosts": 0, "num_running": 0, "num_waiting": 0})
+        sums["hosts"] += 1
+        if host.report is not None:
+            sums["num_running"] += host.report.num_running
+            sums["num_waiting"] += host.report.num_waiting
+    return pools
 
 
 def _tiers(report: LoadReport) -> list[dict[str, Any]]:

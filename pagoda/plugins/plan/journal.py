@@ -7,7 +7,6 @@ that this gives.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.files import append_whole
 from pagoda.plugins.plan.figures import Figures, Memory, Plan, PlanConfig
 from pagoda.plugins.plan.policy import decide
 
@@ -144,10 +144,7 @@ class Journal:
             return
         try:
             with self._path.open("ab", buffering=0) as file:
-                size = file.tell()
-                if file.write(line + b"\n") <= len(line):
-                    file.truncate(size)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                append_whole(file, line + b"\n")
         except OSError as error:
             raise ConfigError(
                 f"--journal: {self._path} cannot be written ({error.strerror})."

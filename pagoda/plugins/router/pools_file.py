@@ -71,11 +71,8 @@ def read_pools(path: Path) -> PoolsFile:
     """The pools that a file describes.
     Raises ConfigError: the file cannot be read, or says what cannot be; names file, line and field."""
     file = YamlFile(path, _FLAG)
-    sections = file.convert(file.value, _Sections)
-    found = PoolsFile(
-        {name: file.convert(it, PoolSpec, ("pools", name)) for name, it in sections.pools.items()},
-        {name: file.convert(it, Shares, ("models", name)) for name, it in sections.models.items()},
-    )
+    file.convert(file.value, _Sections)
+    found = PoolsFile(file.section("pools", PoolSpec), file.section("models", Shares))
     for place, problem in _problems(found):
         raise file.error(place, f"{'.'.join(map(str, place))}: {problem}")
     return found

@@ -8,11 +8,8 @@ start and never leaves the process, so that nobody can try texts until the ids a
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import secrets
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.errors import ConfigError
+from pagoda.files import append_whole
 from pagoda.fleet.placement import TrackedRequest
 from pagoda.kv.block_keys import extend_keys, root_key
 from pagoda.messages.frontend import GenerateRequest
@@ -43,7 +41,7 @@ _log = logging.getLogger(__name__)
 class TracedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a trace. The first four are those of Mooncake."""
 
-    timestamp: Annotated[float, Meta(ge=0)]
+    timestamp: Annotated[float, Meta(ge=0, le=1e14)]
     """Milliseconds since its beginning."""
     input_length: Annotated[int, Meta(ge=1)]
     output_length: Annotated[int, Meta(ge=0)]
@@ -166,7 +164,7 @@ class Recorder:
             if self._file is None or self._file.tell() + len(line) > self._max_bytes:
                 self._open()
             if self._file is not None:
-                _append(self._file, line)
+                append_whole(self._file, line)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
@@ -185,19 +183,6 @@ class Recorder:
         if self._path.is_file():
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         self._file = FileIO(self._path, "x")
-
-
-def _append(file: FileIO, line: bytes) -> None:
-    """Raises OSError, and leaves no part of the line."""
-    size = file.tell()
-    try:
-        if file.write(line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        with suppress(OSError):
-            file.truncate(size)
-            file.seek(size)
-        raise
 
 
 def _id(key: bytes) -> int:

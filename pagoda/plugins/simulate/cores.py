@@ -96,21 +96,19 @@ class SimProcess:
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
         self._work: deque[tuple[float, Callable[[], None]]] = deque()
-        self._is_busy = False
+        """What is to be done, that under way first."""
 
     def do(self, seconds: float, on_done: Callable[[], None]) -> None:
         """Calls `on_done` when all work before and this has been done."""
         self._work.append((seconds, on_done))
-        if not self._is_busy:
+        if len(self._work) == 1:
             self._begin()
 
     def _begin(self) -> None:
-        self._is_busy = True
         self._cores.run(self._work[0][0], self._end)
 
     def _end(self) -> None:
-        _, on_done = self._work.popleft()
-        on_done()
-        self._is_busy = bool(self._work)
-        if self._is_busy:
+        self._work[0][1]()
+        self._work.popleft()
+        if self._work:
             self._begin()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pagoda.concurrency.async_utils import cancel_all, raise_failure
+from pagoda.concurrency.async_utils import cancel_all, watched_task
 from pagoda.engine.core import EngineCore
 from pagoda.engine.scheduler import Scheduler
 from pagoda.errors import EngineDeadError
@@ -78,9 +78,9 @@ class SimEngine:
         self._leap = 1 if processes else leap
         self._processes = processes
         self._arrived: list[GenerateRequest] = []
+        """Requests that the engine's process has not read."""
         self._reading: list[GenerateRequest] = []
         """Requests for which the engine's process takes its time."""
-        """Requests that the engine's process has not read."""
         self._leaper: Leaper | None = None
         self._late: list[GenerateRequest] = []
         """Requests that came during a leap, which the engine is told of when it has ended."""
@@ -325,8 +325,7 @@ class SimEngine:
         if core.scheduler is not None and self._leap > 1:
             self._leaper = Leaper(core.scheduler, self._leap)
             core.scheduler.batcher.speculator = self._leaper
-        self._running = asyncio.create_task(self._run(core))
-        self._running.add_done_callback(raise_failure)
+        self._running = watched_task(self._run(core))
         if self._latency_s:
             there = Process(self._address, lambda: self._latency_s)
             self._ways = Channel(there, self._handle), Channel(there, self._receive)

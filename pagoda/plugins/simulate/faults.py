@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from pagoda.concurrency.async_utils import cancel_all, raise_failure
+from pagoda.concurrency.async_utils import cancel_all, watched_task
 from pagoda.plugins.simulate.fleet import SimFleet, SimHost, SimRouter
 from pagoda.plugins.simulate.records import Records
 from pagoda.plugins.simulate.topology import FaultRule
@@ -22,11 +22,9 @@ class Faults:
         self._fleet = fleet
         self._records = records
         self._tasks = [
-            asyncio.create_task(self._follow(rule, random.Random(f"{seed}/{index}")))
+            watched_task(self._follow(rule, random.Random(f"{seed}/{index}")))
             for index, rule in enumerate(rules)
         ]
-        for task in self._tasks:
-            task.add_done_callback(raise_failure)
 
     async def close(self) -> None:
         await cancel_all(self._tasks)

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-from pagoda.concurrency.async_utils import cancel_all, raise_failure
+from pagoda.concurrency.async_utils import cancel_all, watched_task
 from pagoda.fleet.endpoint import ReplicaState
 from pagoda.fleet.policies import POLICIES, Candidate, Policy, RoutingRequest
 from pagoda.ipc.clock import LoopClock
@@ -33,8 +33,6 @@ from pagoda.plugins.simulate.topology import HostKind, RouterKind, Topology
 from pagoda.telemetry.request_tracker import RequestTracker
 from pagoda.telemetry.tracer import Tracer
 
-USUAL_BLOCKS = 8192
-"""Blocks of a KV cache of which nothing is known."""
 VOCAB_SIZE = 256
 _KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key="")
 
@@ -53,7 +51,6 @@ def engine_config(topology: Topology, kind: str) -> EngineConfig:
     """The configuration of the engine of a host."""
     host, steps = topology.hosts[kind], topology.steps[kind]
     has_role = host.role is not Role.NONE
-    num_blocks = host.num_blocks or steps.num_blocks * steps.block_size // host.block_size
     return EngineConfig(
         worker=WorkerConfig(model="sim"),
         executor="sim",
@@ -61,7 +58,7 @@ def engine_config(topology: Topology, kind: str) -> EngineConfig:
             **steps.costs(),
             per_transferred_block_s=topology.block_s[kind],
             shares_link=True,
-            num_blocks=num_blocks or USUAL_BLOCKS,
+            num_blocks=host.blocks_with(steps),
             block_size=host.block_size,
             max_model_len=host.max_model_len,
             vocab_size=VOCAB_SIZE,
@@ -241,8 +238,7 @@ class SimRouter:
         """The process ends, and another one starts after a while. The hosts go on."""
         if self.process is None or self._restart is not None:
             return
-        self._restart = asyncio.create_task(self._fail(for_s))
-        self._restart.add_done_callback(raise_failure)
+        self._restart = watched_task(self._fail(for_s))
 
     async def _fail(self, for_s: float) -> None:
         process, self.process = self.process, None

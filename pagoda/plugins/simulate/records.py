@@ -103,12 +103,14 @@ class Patience:
 
     slo: Slo
     num_misses: float
-    is_over: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_misses < 0
 
     def count(self, record: RequestRecord) -> None:
         """Takes a request that has ended."""
         self.num_misses -= not self.slo.is_met(record)
-        self.is_over = self.num_misses < 0
 
 
 @dataclass

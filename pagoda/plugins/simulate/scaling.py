@@ -9,20 +9,19 @@ and hosts that are too many get nothing new, finish, and stop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pagoda.api.monitoring.exposition import render
 from pagoda.api.monitoring.metrics import Snapshot
 from pagoda.api.monitoring.request_metrics import RequestMetrics
-from pagoda.concurrency.async_utils import cancel_all, raise_failure
+from pagoda.concurrency.async_utils import cancel_all, watched_task
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import Role
 from pagoda.plugins.plan.figures import Capacity, PlanConfig
 from pagoda.plugins.plan.journal import Journal
 from pagoda.plugins.plan.router import ListedHost, Reading, Windows
-from pagoda.plugins.simulate.fleet import USUAL_BLOCKS, SimFleet, SimHost, SimRouter
+from pagoda.plugins.simulate.fleet import SimFleet, SimHost, SimRouter
 from pagoda.plugins.simulate.topology import ScalingRule, Topology
 
 
@@ -35,7 +34,6 @@ def plan_config(topology: Topology, rule: ScalingRule) -> PlanConfig:
     shortest_s = steps.base_s + max(steps.floor_s, steps.per_token_s) + steps.per_sequence_s
     longest_s = steps.base_s + max(steps.floor_s, steps.per_token_s * most) + steps.per_sequence_s
     line = (longest_s - shortest_s) / max(1, most - 1)
-    num_blocks = host.num_blocks or steps.num_blocks * steps.block_size // host.block_size
     return PlanConfig(
         slo=rule.slo,
         capacity=Capacity(
@@ -43,20 +41,13 @@ def plan_config(topology: Topology, rule: ScalingRule) -> PlanConfig:
             token_s=rule.token_s or max(line, 1e-9),
             max_num_seqs=host.max_num_seqs,
             max_num_batched_tokens=most,
-            kv_tokens=(num_blocks or USUAL_BLOCKS) * host.block_size,
+            kv_tokens=host.blocks_with(steps) * host.block_size,
         ),
         min_hosts=rule.least,
         max_hosts=sum(children.values()),
         lead_s=max(it.start_s for it in kinds) if rule.lead_s is None else rule.lead_s,
         hold_s=rule.hold_s,
     )
-
-
-def _watched(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task whose failure ends the simulation."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(raise_failure)
-    return task
 
 
 class ScaledPool:
@@ -105,7 +96,7 @@ class ScaledPool:
             self.router.members.set_leaving(host.engine.replica, False)
         elif not host.is_up:
             host.use()
-            self._tasks[host.number] = _watched(self._start(host))
+            self._tasks[host.number] = watched_task(self._start(host))
 
     async def _start(self, host: SimHost) -> None:
         await asyncio.sleep(host.spec.start_s)
@@ -117,7 +108,7 @@ class ScaledPool:
         starting = self._tasks.pop(host.number, None)
         if starting is not None:
             starting.cancel()
-        self._tasks[host.number] = _watched(self._finish(host))
+        self._tasks[host.number] = watched_task(self._finish(host))
 
     async def _finish(self, host: SimHost) -> None:
         """Stops a host when it has no requests any more."""
@@ -179,7 +170,7 @@ class Scaling:
         """Begins to follow the rules; the fleet has started."""
         for rule, pools in self._pools:
             follow = self._follow(rule, pools) if rule.timetable else self._plan(rule, pools)
-            self._tasks.append(_watched(follow))
+            self._tasks.append(watched_task(follow))
 
     async def close(self) -> None:
         await cancel_all(self._tasks)

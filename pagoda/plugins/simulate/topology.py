@@ -35,6 +35,10 @@ MAX_LEVELS = 16
 FLAG = "TOPOLOGY"
 
 
+_USUAL_BLOCKS = 8192
+"""Blocks of a KV cache of which nothing is known."""
+
+
 class HostKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hosts that are alike; each is one engine over `devices` devices."""
 
@@ -61,6 +65,11 @@ class HostKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Milliseconds to its router and back; by default as measured with the step times, or 0.2."""
     block_ms: NotNegative | None = None
     """Milliseconds to receive a block of KV from another host; by default as the device's link takes, or 1."""
+
+    def blocks_with(self, steps: StepTimes) -> int:
+        """Blocks of the KV cache: those given, else those of a fit, else a usual number."""
+        fitted = steps.num_blocks * steps.block_size // self.block_size
+        return self.num_blocks or fitted or _USUAL_BLOCKS
 
 
 class RouterKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,9 +175,6 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
                     yield from below(f"{path}/{child}{suffix}", child)
 
         return below(self.root, self.root)
-
-    def price_per_hour(self) -> float:
-        return sum(self.prices.get(kind, 0.0) for _, kind in self.instances())
 
     def errors(self) -> list[str]:
         """Words about the error of step times, of each kind of host."""
@@ -305,7 +311,7 @@ def _check_scaling(
 ) -> None:
     rule, place = rules[number], ("scaling", number)
     if rule.what not in routers:
-        raise file.error((*place, "what"), f"{rule.what} is none of routers")
+        raise file.error((*place, "what"), f"scaling.{number}.what: {rule.what} is none of routers")
     if rule.what in (other.what for other in rules[:number]):
         raise file.error((*place, "what"), f"{rule.what} has a rule of scaling already")
     children = routers[rule.what].children

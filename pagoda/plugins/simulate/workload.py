@@ -159,8 +159,6 @@ def read_workload(
         raise ConfigError(f"--model: {path} has no request of {model!r}.")
     if len(trace) * scale > MAX_SESSIONS:
         raise ConfigError(f"--scale: there would be more than {MAX_SESSIONS:,} requests.")
-    if max(it.timestamp for it in trace) > 1e14:
-        raise ConfigError(f"{FLAG} {path}: timestamp is in milliseconds, 1e14 at most.")
     return Workload(
         path.stem,
         list(_traced_sessions(trace, random.Random(seed), scale)),

@@ -129,9 +129,10 @@ function showReplicas(snapshot) {
 // A pool of a router, and its hosts behind it.
 function ofPool(pool, snapshot) {
   const hosts = snapshot.replicas.filter((host) => host.model === pool);
-  const sum = (name) => count(hosts.reduce((all, host) => all + (host[name] ?? 0), 0));
-  const some = `${count(hosts.length)} ${hosts.length === 1 ? "host" : "hosts"} · ${sum("num_running")} running, ${sum("num_waiting")} waiting`;
-  return [{ of: pool, text: hosts.length ? some : "no host" }, ...hosts];
+  const sums = snapshot.pools[pool];
+  if (!sums) return [{ of: pool, text: "no host" }];
+  const text = `${count(sums.hosts)} ${sums.hosts === 1 ? "host" : "hosts"} · ${count(sums.num_running)} running, ${count(sums.num_waiting)} waiting`;
+  return [{ of: pool, text }, ...hosts];
 }
 
 const replicaRow = () =>

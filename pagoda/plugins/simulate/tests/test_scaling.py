@@ -113,7 +113,7 @@ def test_faults_and_scaling_lose_no_request(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, rule: str, words: str) -> None:
     with pytest.raises(ConfigError, match=r"fleet\.yaml, line 7") as caught:
         _topology(tmp_path, f"{FLEET}scaling: [{rule}]\n")
-    assert words.rpartition(": ")[2] in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_a_journal_is_of_one_planner(tmp_path: Path) -> None:
