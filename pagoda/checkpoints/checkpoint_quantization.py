@@ -40,10 +40,12 @@ class GroupScheme:
     symmetric: bool
     act_order: bool
 
-    @property
-    def held_in_blocks(self) -> bool:
-        """True of 2 bits, which fit the blocks of ggml's Q2_K with scales and minima that are all one."""
-        return self.bits == 2 and not self.act_order
+    def blocks(self, size: int) -> BlockFormat | None:
+        """Blocks of ggml's Q2_K with groups of `size` inputs, and scales and minima that are all one, which hold 2
+        bits; None where they do not hold the layer."""
+        if self.bits != 2 or self.act_order:
+            return None
+        return BlockFormat(2, 16, size, integer_scales=True, minima=True)
 
 
 Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
@@ -109,9 +111,7 @@ class CheckpointQuantization:
         if isinstance(scheme, BlockFormat):
             return held_block_format(scheme, linear.inputs)
         size = held_group_size(linear.name, linear.inputs, scheme.group_size)
-        if scheme.held_in_blocks:
-            return BlockFormat(2, 16, size, integer_scales=True, minima=True)
-        return GroupedFormat(
+        return scheme.blocks(size) or GroupedFormat(
             bits=max(scheme.bits, 4),
             group_size=size,
             offsets=not scheme.symmetric,

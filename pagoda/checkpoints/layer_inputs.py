@@ -51,7 +51,13 @@ class LayerInputs:
         if self.size:
             found |= {"rms_norm_heads", "columns", "gelu_tanh", "mul", "scale"}
         if self.streams is not None:
-            found |= {"match_magnitude", "mix_streams", "correct_streams", "join_columns"}
+            found |= {
+                "match_magnitude",
+                "mix_streams",
+                "correct_streams",
+                "join_columns",
+                "softcap",
+            }
         return found
 
     @property

@@ -165,8 +165,8 @@ class ExpertsSpec:
     """Outputs of experts count behind the next layer."""
     apart: bool = False
     """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
-    activation: Activation = "silu"
-    """Activation of experts without clamped gates, and of the shared MLP."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of gated experts without clamped gates, and of the shared MLP."""
     gated: bool = True
     """False of experts, and of a shared one, that are plain MLPs of squared ReLU (Nemotron-H)."""
 

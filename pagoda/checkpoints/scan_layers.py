@@ -69,11 +69,6 @@ class Mamba2Spec:
         return sum(self.sizes)
 
     @property
-    def key_heads(self) -> int:
-        """Parts that ranks share out."""
-        return self.heads
-
-    @property
     def operations(self) -> frozenset[str]:
         found = {"short_conv", "selective_scan", "silu", "mul"}
         if self.norm is not None:
@@ -163,11 +158,6 @@ class MambaSpec:
     def sizes(self) -> tuple[int]:
         """Outputs of the map of hidden states, whose parts ranks hold."""
         return (self.channels,)
-
-    @property
-    def key_heads(self) -> int:
-        """Parts that ranks share out."""
-        return self.channels
 
     @property
     def operations(self) -> frozenset[str]:

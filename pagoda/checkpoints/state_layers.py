@@ -56,11 +56,6 @@ class ShortConvSpec:
         return self.channels
 
     @property
-    def key_heads(self) -> int:
-        """Parts that ranks share out."""
-        return self.channels
-
-    @property
     def grains(self) -> tuple[int, int, int]:
         """Outputs of each map that stay on one rank."""
         return 1, 1, 1

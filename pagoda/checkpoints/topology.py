@@ -110,9 +110,6 @@ def _channels(config: ModelSpec, *, expert_parallel: bool) -> list[tuple[int, st
         channels.append((min(dense), "inner channels (intermediate_size)"))
     if config.experts is not None and not expert_parallel:
         channels.append((config.experts.intermediate_size, "inner channels of an expert"))
-    states = {layer.state.key_heads for layer in config.layers if layer.state is not None}
-    if states:
-        channels.append((min(states), "parts of a layer that keeps a state"))
     return channels
 
 

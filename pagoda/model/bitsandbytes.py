@@ -24,7 +24,7 @@ from pagoda.checkpoints.weight_formats import (
     held_block_format,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.weights import READABLE, CheckpointWeights
+from pagoda.model.weights import READABLE, CheckpointWeights, check_finite
 
 _FLOAT32, _UINT8, _INT8 = {"F32": "float32"}, {"U8": "uint8"}, {"I8": "int8"}
 _MAX_STATE_BYTES = 2**16
@@ -35,7 +35,7 @@ def int8_weight(tensors: CheckpointWeights, linear: LinearSpec) -> Int8Weight:
     """Codes times the highest magnitude of their output, over 127. Raises ConfigError: a tensor does not fit."""
     values = tensors.tensor(f"{linear.name}.weight", (linear.outputs, linear.inputs), _INT8)
     highest = tensors.tensor(f"{linear.name}.SCB", (linear.outputs,), READABLE).float()
-    _check_finite(tensors, f"{linear.name}.SCB", highest)
+    check_finite(tensors, f"{linear.name}.SCB", highest, "float32")
     return Int8Weight(values.clamp(min=-127), highest / 127)
 
 
@@ -70,7 +70,7 @@ def four_bit_weight(
         )
     places = torch.arange(count // held.group_size) * held.group_size // state.block_size
     scales = (highest / unit).half()[places].view(linear.outputs, -1)
-    _check_finite(tensors, f"{name}.absmax", scales)
+    check_finite(tensors, f"{name}.absmax", scales, "float16")
     return BlockWeight(held, codes, scales, None, None, None)
 
 
@@ -125,10 +125,3 @@ def _highest(tensors: CheckpointWeights, weight: str, state: _State, blocks: int
     highest = tensors.tensor(f"{weight}.nested_absmax", nested, _FLOAT32)
     places = torch.arange(blocks) // state.nested_size
     return table[codes.long()] * highest[places] + state.offset
-
-
-def _check_finite(tensors: CheckpointWeights, name: str, numbers: Tensor) -> None:
-    if not bool(numbers.isfinite().all()):
-        raise ConfigError(
-            f"{tensors.path_of(name)}: tensor {name} holds numbers that are not finite."
-        )

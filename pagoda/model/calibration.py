@@ -275,6 +275,8 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
                 size = gate_up.width // 2
                 gate, up = (columns(ops, gate_up, first, size) for first in (0, size))
                 return ops.mul(ops.relu(gate), up)
+            if activation.kind == "gelu_tanh":
+                return ops.gelu_and_mul(gate_up)
             return ops.silu_and_mul(gate_up)
 
         if activation.kind == "swiglu_oai":  # takes pairs

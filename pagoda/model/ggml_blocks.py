@@ -49,7 +49,7 @@ def _halves(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
-def _nibbles(packed: Tensor, run: int) -> Tensor:
+def nibbles(packed: Tensor, run: int) -> Tensor:
     """Low halves of each `run` bytes, then their high halves; [blocks, 2 bytes] uint8."""
     runs = packed.view(packed.shape[0], -1, run)
     codes = torch.empty((packed.shape[0], runs.shape[1], 2, run), dtype=torch.uint8)
@@ -70,34 +70,34 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 def _q4_0(blocks: Tensor) -> _Parts:
     """Scale, 32 halves of bytes."""
-    return _nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
+    return nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
 
 
 def _q4_1(blocks: Tensor) -> _Parts:
     """Scale, minimum, 32 halves of bytes."""
-    return _nibbles(blocks[:, 4:], 16), _halves(blocks, 0), _halves(blocks, 2), None, None
+    return nibbles(blocks[:, 4:], 16), _halves(blocks, 0), _halves(blocks, 2), None, None
 
 
 def _q5_0(blocks: Tensor) -> _Parts:
     """Scale, 32 fifth bits, 32 halves of bytes."""
-    codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
+    codes = nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
     return codes, _halves(blocks, 0), None, None, None
 
 
 def _q5_1(blocks: Tensor) -> _Parts:
     """Scale, minimum, 32 fifth bits, 32 halves of bytes."""
-    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
+    codes = nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
     return codes, _halves(blocks, 0), _halves(blocks, 2), None, None
 
 
 def _iq4_nl(blocks: Tensor) -> _Parts:
     """Scale, 32 halves of bytes."""
-    return _nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
+    return nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
 
 
 def _mxfp4(blocks: Tensor) -> _Parts:
     """Exponent of the scale, 32 halves of bytes."""
-    return _nibbles(blocks[:, 1:], 16), mxfp4_scales(blocks[:, :1]), None, None, None
+    return nibbles(blocks[:, 1:], 16), mxfp4_scales(blocks[:, :1]), None, None, None
 
 
 def mxfp4_scales(exponents: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ def _iq4_xs(blocks: Tensor) -> _Parts:
     """Scale of the block, high two bits of eight scales, their low four bits, 256 halves of bytes."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1)
-    six_bits = _nibbles(blocks[:, 4:8], 1) | high << 4
-    return _nibbles(blocks[:, 8:], 16), _less_32(six_bits), None, _halves(blocks, 0), None
+    six_bits = nibbles(blocks[:, 4:8], 1) | high << 4
+    return nibbles(blocks[:, 8:], 16), _less_32(six_bits), None, _halves(blocks, 0), None
 
 
 def _iq1_s(blocks: Tensor) -> _Parts:
@@ -133,7 +133,7 @@ def _iq1_m(blocks: Tensor) -> _Parts:
 
     A word has four scales of three bits, and in its last four bits a part of the block's scale.
     """
-    words, high = _words(blocks[:, 48:56]), _nibbles(blocks[:, 32:48], 1)
+    words, high = _words(blocks[:, 48:56]), nibbles(blocks[:, 32:48], 1)
     numbers = _with_high_bits(blocks[:, :32], high & 7)
     shifts = torch.tensor([12, 8, 4, 0], dtype=torch.int32)
     halves = ((words & 0xF000) >> shifts).sum(1, keepdim=True)
@@ -158,14 +158,14 @@ def _iq2_xs(blocks: Tensor) -> _Parts:
     """Scale of the block; of 32 points nine bits of the number and seven of signs; 16 scales in four bits."""
     words = _words(blocks[:, 2:66])
     codes = point_codes(lattices.IQ2_XS, words & 511, _even_signs(words >> 9))
-    return codes, _odd(_nibbles(blocks[:, 66:74], 1)), None, _halves(blocks, 0), None
+    return codes, _odd(nibbles(blocks[:, 66:74], 1)), None, _halves(blocks, 0), None
 
 
 def _iq2_s(blocks: Tensor) -> _Parts:
     """Scale of the block; of 32 points low bytes of numbers, signs, and high two bits; 16 scales."""
     numbers = _with_high_bits(blocks[:, 2:34], _fields(blocks[:, 66:74], 2, 4) & 3)
     codes = point_codes(lattices.IQ2_S, numbers, _bits(blocks[:, 34:66]))
-    return codes, _odd(_nibbles(blocks[:, 74:82], 1)), None, _halves(blocks, 0), None
+    return codes, _odd(nibbles(blocks[:, 74:82], 1)), None, _halves(blocks, 0), None
 
 
 def _iq3_xxs(blocks: Tensor) -> _Parts:
@@ -179,7 +179,7 @@ def _iq3_s(blocks: Tensor) -> _Parts:
     """Scale of the block; of 64 points low bytes of numbers, and high bits; 256 signs; eight scales."""
     numbers = _with_high_bits(blocks[:, 2:66], _bits(blocks[:, 66:74]))
     codes = point_codes(lattices.IQ3_S, numbers, _bits(blocks[:, 74:106]))
-    return codes, _odd(_nibbles(blocks[:, 106:110], 1)), None, _halves(blocks, 0), None
+    return codes, _odd(nibbles(blocks[:, 106:110], 1)), None, _halves(blocks, 0), None
 
 
 def _tq1_0(blocks: Tensor) -> _Parts:
@@ -241,12 +241,12 @@ def _odd(halves: Tensor) -> Tensor:
 
 def _q4_k(blocks: Tensor) -> _Parts:
     """Scales and minima of eight groups, 256 halves of bytes."""
-    return _nibbles(blocks[:, 16:], 32), *_scales_and_minima(blocks)
+    return nibbles(blocks[:, 16:], 32), *_scales_and_minima(blocks)
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
     """Scales and minima of eight groups, 256 fifth bits, 256 halves of bytes."""
-    codes = _nibbles(blocks[:, 48:], 32)
+    codes = nibbles(blocks[:, 48:], 32)
     codes |= _bits_of_octets(blocks[:, 16:48]) << 4
     return codes, *_scales_and_minima(blocks)
 
@@ -269,7 +269,7 @@ def _q3_k(blocks: Tensor) -> _Parts:
 
 def _q6_k(blocks: Tensor) -> _Parts:
     """256 halves of bytes, 256 times two bits, scales of sixteen groups in a byte, scale of the block."""
-    codes = _nibbles(blocks[:, :128], 64) | (_two_bits(blocks[:, 128:192]) << 4)
+    codes = nibbles(blocks[:, :128], 64) | (_two_bits(blocks[:, 128:192]) << 4)
     return codes, _signed(blocks[:, 192:208]), None, _halves(blocks, 208), None
 
 

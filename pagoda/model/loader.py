@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from pagoda.checkpoints.layer_spec import (
     APART_NORMS,
     XIELU,
     Activation,
-    ExpertsSpec,
     LayerSpec,
     MlpSpec,
 )
@@ -191,12 +190,6 @@ class VectorLayer(Generic[LinearT]):
     activation: VectorActivation
     norm: Norm | None
     """Norm behind the activation."""
-
-
-def _expert_activation(spec: ExpertsSpec) -> Literal["silu", "gelu_tanh", "relu"]:
-    if not spec.gated:
-        return "relu"
-    return "gelu_tanh" if spec.activation == "gelu_tanh" else "silu"
 
 
 class WeightLoader(Generic[LinearT]):
@@ -392,7 +385,7 @@ class WeightLoader(Generic[LinearT]):
             self.expert_counts,
             ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
             if spec.clamp
-            else ExpertActivation(_expert_activation(spec)),
+            else ExpertActivation(spec.activation if spec.gated else "relu"),
             correction,
         )
         identity = None

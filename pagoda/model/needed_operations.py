@@ -75,7 +75,7 @@ def _of_mlp(mlp: MlpSpec | ExpertsSpec | None) -> set[str]:
         return found | ({_GATED[mlp.activation]} if mlp.gated else plain)
     found = {"experts"} | _of_mlp(mlp.shared)
     if mlp.apart:
-        found |= {"expert_weights", "gelu_and_mul", "rms_norm"}
+        found |= {"expert_weights", "rms_norm"}
     if mlp.identities:
         found |= {"expert_weights", "columns", "scale_rows"}
     if mlp.jitter is not None:

@@ -15,7 +15,8 @@ from pagoda.checkpoints.checkpoint_quantization import GroupScheme
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.weight_formats import BlockFormat, held_group_size
 from pagoda.errors import ConfigError
-from pagoda.model.weights import READABLE, CheckpointWeights
+from pagoda.model.ggml_blocks import nibbles
+from pagoda.model.weights import READABLE, CheckpointWeights, check_finite
 
 _INT32, _INT8 = {"I32": "int32"}, {"I8": "int8"}
 _INTEGERS = {"I32": "int32", "I64": "int64"}
@@ -167,7 +168,7 @@ class GroupReader:
         if bits == 8:
             return octets
         if bits == 4:
-            return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+            return nibbles(octets, 1)
         singles = (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
         weights = 1 << torch.arange(bits, dtype=torch.uint8)
         codes: Tensor = (singles.view(len(singles), -1, bits) * weights).sum(-1, dtype=torch.uint8)
@@ -215,8 +216,9 @@ class GroupReader:
             offsets = offsets.repeat_interleave(repeats, dim=1)
         if order is not None:
             codes = codes[:, order]
-        if self._scheme.held_in_blocks and order is None:
-            return self._in_blocks(codes.contiguous(), scales, offsets)
+        blocks = self._scheme.blocks(self._held_group_size)
+        if blocks is not None and order is None:
+            return self._in_blocks(blocks, codes.contiguous(), scales, offsets)
         # The middle of fewer bits becomes that of four.
         bits = max(self._scheme.bits, 4)
         codes = codes + (2 ** (bits - 1) - 2 ** (self._scheme.bits - 1))
@@ -224,9 +226,10 @@ class GroupReader:
             codes.contiguous(), scales, offsets, bits, self._held_group_size, order
         )
 
-    def _in_blocks(self, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> BlockWeight:
+    def _in_blocks(
+        self, held: BlockFormat, codes: Tensor, scales: Tensor, offsets: Tensor | None
+    ) -> BlockWeight:
         """Codes of 2 bits, in which no group has a scale of its own within its block."""
-        held = BlockFormat(2, 16, self._held_group_size, integer_scales=True, minima=True)
         ones = torch.ones((self._outputs, self._inputs // held.group_size), dtype=torch.int8)
         minima = -2 * scales if offsets is None else offsets - 2 * scales
         return BlockWeight(held, codes, ones, ones, scales, minima)
@@ -234,11 +237,3 @@ class GroupReader:
 
 def _in_awq_order(codes: Tensor) -> Tensor:
     return codes.view(len(codes), -1, 8)[:, :, list(_AWQ_PLACES)].flatten(1)
-
-
-def check_finite(tensors: CheckpointWeights, name: str, scales: Tensor, dtype: str) -> None:
-    """Raises ConfigError: scales of the tensor `name` are infinite or NaN."""
-    if not bool(scales.isfinite().all()):
-        raise ConfigError(
-            f"{tensors.path_of(name)}: tensor {name} holds scales that are not finite in {dtype}."
-        )

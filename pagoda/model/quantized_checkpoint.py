@@ -22,14 +22,21 @@ from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.tensor_names import StoredRows
-from pagoda.checkpoints.weight_formats import MXFP4, BlockFormat, Fp8Format, Int8Format
+from pagoda.checkpoints.weight_formats import BlockFormat, Fp8Format, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model import bitsandbytes
 from pagoda.model.four_bit_floats import experts_in_mxfp4, four_bit_floats
 from pagoda.model.fp8_weights import convert_fp8, is_finite
-from pagoda.model.packed_weights import GroupReader, check_finite
+from pagoda.model.packed_weights import GroupReader
 from pagoda.model.sharding import LinearShard, take_part
-from pagoda.model.weights import READABLE, CheckpointWeights, filled, in_head_order, stored_rows
+from pagoda.model.weights import (
+    READABLE,
+    CheckpointWeights,
+    check_finite,
+    filled,
+    in_head_order,
+    stored_rows,
+)
 
 _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _FP8_SCALES = READABLE | {"F8_E8M0": "float8_e8m0fnu"}
@@ -55,7 +62,7 @@ class QuantizedCheckpoint:
         if scheme is None or self._is_dense(linear):
             return self._tensors.linear(linear, dtype)
         if layout == "mxfp4":
-            return experts_in_mxfp4(self._tensors, linear, MXFP4)
+            return experts_in_mxfp4(self._tensors, linear)
         if linear.fill is not None:
             return self._filled(linear, dtype)
         if linear.rows is not None:

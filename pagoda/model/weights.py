@@ -272,6 +272,14 @@ class CheckpointWeights:
         return self._handles[path]
 
 
+def check_finite(tensors: CheckpointWeights, name: str, scales: Tensor, dtype: str) -> None:
+    """Raises ConfigError: scales of the tensor `name` are infinite or NaN."""
+    if not bool(scales.isfinite().all()):
+        raise ConfigError(
+            f"{tensors.path_of(name)}: tensor {name} holds scales that are not finite in {dtype}."
+        )
+
+
 class _TorchFile:
     """The few tensors of a file of torch's, with the methods of an open safetensors file."""
 

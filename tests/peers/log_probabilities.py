@@ -19,9 +19,16 @@ from transformers.utils import logging
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "worker")]
-family_models, own_code_models, published_models, tiny_models, driver = map(
+family_models, scan_models, own_code_models, published_models, tiny_models, driver = map(
     importlib.import_module,
-    ("family_models", "own_code_models", "published_models", "tiny_models", "driver"),
+    (
+        "family_models",
+        "scan_models",
+        "own_code_models",
+        "published_models",
+        "tiny_models",
+        "driver",
+    ),
 )
 BACKENDS = ("cpu", "reference")
 
@@ -72,6 +79,7 @@ def main() -> None:
     above = []
     for name in names:
         known = name in family_models.FAMILIES
+        known = known and name not in scan_models.NEVER_ONE_LAYER
         one = [family_models.of_one_layer(name)] if known else []
         for sizes in [{}, *one]:
             for backend in BACKENDS:

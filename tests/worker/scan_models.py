@@ -39,6 +39,8 @@ _GRANITE4_H = {
     "num_local_experts": 0,
 }
 
+NEVER_ONE_LAYER = frozenset({"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"})
+"""Hybrids of which transformers computes nothing where all layers are scans."""
 SCANS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4-h": ("GraniteMoeHybridForCausalLM", _GRANITE4_H),
     "granite4-h-moe": ("GraniteMoeHybridForCausalLM", {**_GRANITE4_H, **_EXPERTS}),

@@ -14,7 +14,7 @@ from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
 from own_code_models import OWN_CODE, as_makers_publish, make_like
 from published_models import as_published
-from scan_models import SCANS
+from scan_models import NEVER_ONE_LAYER
 from tiny_models import continuation
 
 from pagoda.checkpoints.config_json import read_model_config
@@ -115,9 +115,8 @@ def test_greedy_answers_are_those_of_transformers(way: str, oracle: Oracle) -> N
         assert (engine.load().num_preemptions > 0) is (way == "preempted")
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SCANS])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NEVER_ONE_LAYER])
 def test_log_probabilities_of_one_layer(name: str, tmp_path: Path) -> None:
-    """Of hybrids transformers computes nothing where all layers are scans."""
     model = make_model(name, **of_one_layer(name))
     model.save_pretrained(tmp_path)
     runner = load(tmp_path, max_model_len=128)

@@ -197,7 +197,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (
             "nf4",
             {"weight.absmax": torch.full((1024,), torch.inf)},
-            f"FILE: tensor {Q_PROJ}.weight.absmax holds numbers that are not finite.",
+            f"FILE: tensor {Q_PROJ}.weight.absmax holds scales that are not finite in float16.",
         ),
         (
             "nf4",
@@ -223,7 +223,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (
             "llm-int8",
             {"SCB": torch.full((256,), torch.nan)},
-            f"FILE: tensor {Q_PROJ}.SCB holds numbers that are not finite.",
+            f"FILE: tensor {Q_PROJ}.SCB holds scales that are not finite in float32.",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from pagoda.checkpoints.families.gemma3n import (
     adapted,
     with_shared_kv,
 )
-from pagoda.checkpoints.families.shared import dense_mlp, text_sizes
+from pagoda.checkpoints.families.shared import dense_mlp, expert_counts, text_sizes
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_inputs import LayerInputs
@@ -100,11 +100,8 @@ def _experts(fields: Fields, dense: int) -> ExpertsSpec | None:
     """Experts beside an MLP of so many inner channels; None in models that have none."""
     if not fields.flag("enable_moe_block", False):
         return None
-    count = fields.positive("num_experts", most=65_536)
-    chosen = fields.positive("top_k_experts")
-    if chosen > count:
-        fields.refuse("top_k_experts", f"must be at most num_experts ({count})")
-    routing = ExpertRouting(count, chosen, renormalize=False, scores="given")
+    counts = expert_counts(fields, "num_experts", (None, None), "top_k_experts")
+    routing = ExpertRouting(*counts, renormalize=False, scores="given")
     inner = fields.positive("moe_intermediate_size")
     return ExpertsSpec(routing, inner, shared_size=dense, apart=True, activation="gelu_tanh")
 

@@ -70,8 +70,7 @@ def _adapt_dbrx(spec: ModelSpec, fields: Fields) -> ModelSpec:
     renormalize = ffn.values.get("moe_normalize_expert_weights", 1) is not None
     if renormalize:
         ffn.require("moe_normalize_expert_weights", 1)
-    renamed = {"num_experts_per_tok": ffn.positive("moe_top_k", 1)}
-    counts = expert_counts(ffn.updated(renamed), "moe_num_experts", (4, 1))
+    counts = expert_counts(ffn, "moe_num_experts", (4, 1), "moe_top_k")
     experts = ExpertsSpec(ExpertRouting(*counts, renormalize), fields.positive("intermediate_size"))
     spec = with_experts(spec, experts, range(spec.num_layers))
     return with_layer_norm(spec, fields, bias=False)

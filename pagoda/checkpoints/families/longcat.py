@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.deepseek import with_latents
-from pagoda.checkpoints.families.shared import with_attention_of
+from pagoda.checkpoints.families.shared import MAX_EXPERTS, with_attention_of
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
@@ -48,7 +48,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
         latent = replace(latent, latent_factor=(spec.hidden_size / latent.rank) ** 0.5)
     spec = with_attention_of(spec, latent=latent)
     identities = fields.count("zero_expert_num", 256)
-    count = fields.positive("n_routed_experts", 512, most=65_536) + identities
+    count = fields.positive("n_routed_experts", 512, most=MAX_EXPERTS) + identities
     chosen = fields.positive("num_experts_per_tok")
     if chosen > count:
         fields.refuse("moe_topk", f"must be at most n_routed_experts and zero_expert_num ({count})")

@@ -109,14 +109,12 @@ def expanded(fields: Fields) -> int:
     return round(factor * fields.positive("hidden_size"))
 
 
-def with_mamba2(
-    spec: ModelSpec, fields: Fields, kinds: list[bool], state: Mamba2Spec | None = None
-) -> ModelSpec:
+def with_mamba2(spec: ModelSpec, fields: Fields, kinds: list[bool]) -> ModelSpec:
     """The model with Mamba-2 in the layers whose flag is True."""
     layers = [layer for layer, flag in enumerate(kinds) if flag]
     if not layers:
         return spec
-    state = state or mamba2(fields, expanded(fields))
+    state = mamba2(fields, expanded(fields))
     return with_state(spec, state, layers, bias=fields.flag("mamba_proj_bias", False))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.mamba import MIXER_NAMES, mamba2
-from pagoda.checkpoints.families.shared import sigmoid_experts, without_rotation
+from pagoda.checkpoints.families.shared import dense_mlp, sigmoid_experts, without_rotation
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
@@ -63,7 +63,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("moe_latent_size", None)
     numbers = [number for number, kind in enumerate(kinds) if kind in ("mamba", "attention")]
     behind = [kinds[number + 1] if number + 1 < len(kinds) else "" for number in numbers]
-    mlp = replace(_dense(spec.layers[0]), bias=fields.flag("mlp_bias", False))
+    mlp = replace(dense_mlp(spec.layers[0]), bias=fields.flag("mlp_bias", False))
     mlps = {"mlp": mlp, "moe": _experts(fields) if "moe" in kinds else None}
     state = None
     if "mamba" in kinds:
@@ -81,12 +81,6 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
     spec = spec.with_layers(change)
     return replace(spec, names=replace(spec.names, numbers=tuple(numbers)))
-
-
-def _dense(layer: LayerSpec) -> MlpSpec:
-    if not isinstance(layer.mlp, MlpSpec):
-        raise TypeError("Layers begin as dense ones.")
-    return layer.mlp
 
 
 def _experts(fields: Fields) -> ExpertsSpec:

@@ -23,7 +23,7 @@ from pagoda.checkpoints.pooling_spec import (
 )
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 
-_MAX_EXPERTS = 65_536
+MAX_EXPERTS = 65_536
 """Experts of a layer: each is an object."""
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -81,12 +81,18 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec, layers: Collection[int])
     )
 
 
-def expert_counts(fields: Fields, name: str, defaults: tuple[int, int]) -> tuple[int, int]:
-    """Experts of a layer (the field `name`), and experts that each token goes through."""
-    num_experts = fields.positive(name, defaults[0], most=_MAX_EXPERTS)
-    per_token = fields.positive("num_experts_per_tok", defaults[1])
+def expert_counts(
+    fields: Fields,
+    name: str,
+    defaults: tuple[int | None, int | None],
+    chosen: str = "num_experts_per_tok",
+) -> tuple[int, int]:
+    """Experts of a layer (the field `name`), and experts that each token goes through (the field `chosen`).
+    Files must have fields whose default is None."""
+    num_experts = fields.positive(name, defaults[0], most=MAX_EXPERTS)
+    per_token = fields.positive(chosen, defaults[1])
     if per_token > num_experts:
-        fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")
+        fields.refuse(chosen, f"must be at most {name} ({num_experts})")
     return num_experts, per_token
 
 

@@ -347,6 +347,11 @@ _ROUTINGS = {
     ),
     "weighed inputs": ExpertRouting(8, 1, False, "sigmoid", weighs_inputs=True),
 }
+_GIVEN = {
+    f"given weights, {kind}": (ExpertRouting(8, 2, False, "given"), ExpertActivation(kind))
+    for kind in ("gelu_tanh", "relu")
+}
+"""What models need whose weights of experts are worked out apart, by `expert_weights`."""
 _FP8_EXPERTS = "weights of fp8"
 _ACTIVATIONS = (
     ExpertActivation(),
@@ -361,8 +366,13 @@ def _experts(subject: Subject) -> str:
     routings = dict(_ROUTINGS)
     if "fp8" in subject.backend.capabilities.weight_formats:
         routings[_FP8_EXPERTS] = ExpertRouting(8, 2, renormalize=True)
-    for number, (words, routing) in enumerate(routings.items()):
-        activation = _ACTIVATIONS[number % len(_ACTIVATIONS)]
+    cases = {
+        words: (routing, _ACTIVATIONS[number % len(_ACTIVATIONS)])
+        for number, (words, routing) in enumerate(routings.items())
+    }
+    if "expert_weights" not in subject.backend.capabilities.lacks_operations:
+        cases |= _GIVEN
+    for words, (routing, activation) in cases.items():
         counts: list[Tensor] = []
         stored_format = _expert_in_fp8 if words == _FP8_EXPERTS else _dense_expert
 
@@ -405,7 +415,7 @@ def _experts(subject: Subject) -> str:
             outputs(backend, for_backend(backend), tensors)
         own, expected = (each.cpu() for each in counts[-2:])
         ensure_same(own, expected, f"experts, {words}: the number of tokens of each expert")
-    return ", ".join(routings)
+    return ", ".join(cases)
 
 
 def _dense_expert(outputs: int, inputs: int, seed: int) -> LinearWeight:

@@ -35,6 +35,8 @@ _NOWHERE = torch.device("meta")
 
 def _experts(lowering: Lowering, node: Node) -> Launch:
     (x, logits), (out,), (held,) = node.inputs, node.outputs, lowering.weights(node)
+    if held.routing.scores == "given" or held.activation.kind not in _ACTIVATIONS:
+        raise UnsupportedError(_GATES)
     first: DeviceLinear = held.gate[0]
     selected, per_token = lowering.selected(x), held.routing.experts_per_token
     key = ("experts", first.inputs, first.outputs, per_token, len(held.gate), selected)
@@ -121,6 +123,11 @@ def _quantized_map(lowering: Lowering, maps: Sequence[DeviceLinear]) -> Quantize
     )
 
 
+_ACTIVATIONS = ("silu", "swiglu_oai")
+_GATES = (
+    "the GPU backend has experts that it chooses itself, with gates of SiLU or clamped ones; choose another "
+    "--backend."
+)
 _ALIKE = (
     "the GPU backend has experts of weights that are all of one format, and in the order of their inputs; "
     "choose another --backend."
