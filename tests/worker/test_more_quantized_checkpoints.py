@@ -102,8 +102,7 @@ def test_weights_and_answers(name: str, backend: str, tmp_path: Path) -> None:
         bound = np.abs(expected).max() * of_highest
         actual = dequantize(weight).numpy()
         np.testing.assert_allclose(actual, expected, rtol=max(of_itself, 1e-6), atol=bound)
-        if not name.endswith("fp8"):
-            assert weight_format(weight) == quantization.format_of(linear)
+        assert weight_format(weight) == quantization.format_of(linear)
     differences = answer_differences(load(tmp_path, backend=backend), model)
     assert differences.mean() < 0.04
     assert differences.max() < 0.25
