@@ -259,7 +259,7 @@ class _Feed:
             "num_restarts": self._progress.num_restarts,
             "tiers": _tiers(report),
             "num_replicas": len(report.replicas),
-            "pools": _pools(report),
+            "pools": sums_of_pools(report),
             "replicas": [_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
             "steps": steps,
         }
@@ -267,7 +267,7 @@ class _Feed:
         return snapshot
 
 
-def _pools(report: LoadReport) -> dict[str, dict[str, int]]:
+def sums_of_pools(report: LoadReport) -> dict[str, dict[str, int]]:
     """Hosts of each pool, and requests there, of all hosts: the list of them is cut."""
     pools: dict[str, dict[str, int]] = {}
     for host in report.replicas:

@@ -11,7 +11,14 @@ from pagoda.api.monitoring.request_metrics import RequestMetrics
 from pagoda.fleet.totals import sum_of_loads
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import LoadReport, ReplicaLoad
-from pagoda.plugins.page.live_stats import Growth, Latencies, LivePercentiles, Progress
+from pagoda.plugins.page.live_stats import (
+    MAX_REPLICAS,
+    Growth,
+    Latencies,
+    LivePercentiles,
+    Progress,
+    sums_of_pools,
+)
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 
@@ -126,6 +133,14 @@ def test_a_replica_that_was_not_seen_before_has_not_grown() -> None:
     assert progress.num_preemptions == 2
     # Nor has one that was seen before anybody watched.
     assert progress.update(together(engine(9), engine(509)), 60.0, 59.0) == Growth(0, 0, 0.0)
+
+
+def test_a_pool_counts_hosts_that_the_list_leaves_out() -> None:
+    busy = msgspec.structs.replace(engine(), num_running=3, num_waiting=1)
+    report = together(*[busy] * (MAX_REPLICAS + 9), None)
+    hosts = MAX_REPLICAS + 10
+    sums = {"hosts": hosts, "num_running": 3 * hosts - 3, "num_waiting": hosts - 1}
+    assert list(sums_of_pools(report).values()) == [sums]
 
 
 def test_counts_of_an_engine_that_was_lost_still_count() -> None:
