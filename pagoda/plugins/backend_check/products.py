@@ -351,7 +351,7 @@ _GIVEN = {
     f"given weights, {kind}": (ExpertRouting(8, 2, False, "given"), ExpertActivation(kind))
     for kind in ("gelu_tanh", "relu")
 }
-"""What models need whose weights of experts are worked out apart, by `expert_weights`."""
+"""Cases of models whose weights of experts are worked out apart, by `expert_weights`."""
 _FP8_EXPERTS = "weights of fp8"
 _ACTIVATIONS = (
     ExpertActivation(),

@@ -96,7 +96,7 @@ class SimProcess:
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
         self._work: deque[tuple[float, Callable[[], None]]] = deque()
-        """What is to be done, that under way first."""
+        """Work and what follows it, that under way first."""
 
     def do(self, seconds: float, on_done: Callable[[], None]) -> None:
         """Calls `on_done` when all work before and this has been done."""
