@@ -22,6 +22,7 @@ import msgspec
 import psutil
 from cyclopts import Parameter
 
+from pagoda.checkpoints.resolve import load_model_config
 from pagoda.cli import output
 from pagoda.cli.files import check_writable, write_file
 from pagoda.cli.options import Count, GeneralOptions
@@ -119,8 +120,11 @@ def steps(
     kinds = [_Kind(batch, context) for batch in batches for context in contexts]
     beside = (0, 1, max(batches) // 2)
     kinds += [_Kind(batch, 16, length) for batch in beside for length in prompts]
-    engine = _with_few_blocks(engine, kinds, num_steps)
     files = executor.resolve(engine, model, ParallelOptions())
+    longest = _LONG
+    if executor.executor != "sim":
+        longest = load_model_config(files.model, engine.load_format).max_position_embeddings
+    engine = _with_few_blocks(engine, kinds, num_steps, longest)
     threads = engine.threads or available_cores()
 
     async def measure() -> list[StepSample]:
@@ -174,9 +178,9 @@ def steps(
 
 
 def _with_few_blocks(
-    engine: EngineOptions, kinds: Sequence[_Kind], num_steps: int
+    engine: EngineOptions, kinds: Sequence[_Kind], num_steps: int, longest: int
 ) -> EngineOptions:
-    """A KV cache just large enough, unless its size is given.
+    """A KV cache and sequences just large enough, unless their sizes are given; a model can do `longest` tokens.
 
     Blocks are used in turn, and memory that nobody has touched before is slow: not that of a replica that has run
     for a while.
@@ -184,8 +188,12 @@ def _with_few_blocks(
     if engine.num_kv_blocks is not None:
         return engine
     block_size = engine.block_size or _BLOCK_SIZE
+    needed = max(it.longest(num_steps) for it in kinds) + _LONG
+    length = engine.max_model_len or min(longest, needed)
     num_blocks = max(it.num_blocks(num_steps, block_size) for it in kinds)
-    return dataclasses.replace(engine, num_kv_blocks=num_blocks)
+    return dataclasses.replace(
+        engine, max_model_len=length, num_kv_blocks=max(num_blocks, -(-length // block_size))
+    )
 
 
 class _Kind(NamedTuple):
@@ -198,6 +206,10 @@ class _Kind(NamedTuple):
     prompt: int = 0
     """Tokens of a prompt in the same step."""
 
+    def longest(self, num_steps: int) -> int:
+        """Tokens of the longest sequence of such steps."""
+        return max(self.context + 2 * num_steps, self.prompt) + _LEFT
+
     def num_blocks(self, num_steps: int, block_size: int) -> int:
         """Blocks of KV that such steps take at most."""
         decoded = self.context + 2 * num_steps + _LEFT
@@ -209,7 +221,7 @@ class _Kind(NamedTuple):
 
     def has_room(self, limits: EngineReady, num_steps: int) -> bool:
         """True if the replica's KV cache has room for such steps."""
-        longest = max(self.context + 2 * num_steps, self.prompt) + _LEFT
+        longest = self.longest(num_steps)
         num_blocks = self.num_blocks(num_steps, limits.block_size)
         return longest <= limits.max_model_len and num_blocks <= limits.num_blocks
 
@@ -371,14 +383,22 @@ class _Stream:
         self._reading = asyncio.create_task(self._read(tokens))
 
     async def _read(self, tokens: AsyncIterator[float]) -> None:
-        async for instant in tokens:
-            self.times.append(instant)
+        try:
+            async for instant in tokens:
+                self.times.append(instant)
+                self.first.set()
+                self._changed.set()
+        finally:
             self.first.set()
             self._changed.set()
 
     async def have(self, count: int) -> None:
-        """Returns when so many tokens have come."""
+        """Returns when so many tokens have come. Raises ConfigError: the answer has ended before."""
         while len(self.times) < count:
+            if self._reading.done():
+                raise ConfigError(
+                    "--max-model-len: an answer has ended before its steps were measured; raise it."
+                )
             self._changed.clear()
             await self._changed.wait()
 

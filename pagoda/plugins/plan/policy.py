@@ -66,7 +66,7 @@ def learned(config: PlanConfig, memory: PoolMemory, pool: PoolFigures, at_s: flo
     share = (1.0 if is_first else weight) if pool.prompt_tokens + pool.output_tokens else 0.0
     bad = max(pool.late_share, pool.slow_share)
     too_bad = bad > 1 - config.slo.share
-    stress = memory.stress * (1.05 if too_bad else 0.995 if pool.num_arrivals else 1.0)
+    stress = memory.stress * (1.05 if too_bad else 0.998 if pool.num_arrivals else 1.0)
     return _measured(
         replace(
             memory,
