@@ -128,6 +128,8 @@ class HostServer:
         """Routers so far."""
         self._telling: asyncio.TimerHandle | None = None
         """The next time that routers are told of one another's work; None while there is none."""
+        self._tells_at = 0.0
+        """Instant of `_telling`."""
         self._told_at = -math.inf
         """The last time."""
         self._num_renamed = 0
@@ -339,9 +341,11 @@ class HostServer:
     def _tell_at(self, instant: float) -> None:
         """Tells routers of one another's work then, or sooner where that is due already."""
         if self._telling is not None:
-            if self._telling.when() <= instant:
+            if self._tells_at <= instant:
                 return
             self._telling.cancel()
+        # A handle of uvloop for an instant that has come does not tell which it was.
+        self._tells_at = instant
         self._telling = asyncio.get_running_loop().call_at(instant, self._tell_work)
 
     def _tell_work(self) -> None:

@@ -11,6 +11,7 @@ from virtual_fleet import request
 from benchmarks.dispatch_scale import begin, fleet
 from benchmarks.routing import Timed, replica
 from benchmarks.shared_hosts import Setting, serve
+from pagoda.concurrency import event_loop
 from pagoda.concurrency.async_utils import cancel_all
 
 
@@ -36,6 +37,22 @@ async def test_a_router_counts_what_others_have_given_to_a_host_and_not_twice_it
         await until(lambda: pending(one) == 0 == pending(other))
         assert not dispatcher.requests
     await dispatcher.close()
+
+
+def test_requests_that_come_at_once_are_all_taken_on_the_event_loop_of_servers() -> None:
+    """Its handles for what is due at once are other ones than those of asyncio."""
+
+    async def ask() -> None:
+        dispatcher, _ = fleet(1, "round-robin")
+        async with Router() as one, Host(dispatcher) as host:
+            host.join(one)
+            await one.until_hosts(1)
+            asking = [asyncio.create_task(one.ask(f"{number}")) for number in range(8)]
+            await until(lambda: len(dispatcher.requests) == 8)
+            await cancel_all(asking)
+        await dispatcher.close()
+
+    event_loop.run(ask())
 
 
 async def test_the_work_of_a_router_that_is_lost_is_forgotten() -> None:
