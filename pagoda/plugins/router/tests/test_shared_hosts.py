@@ -39,7 +39,7 @@ async def test_a_router_counts_what_others_have_given_to_a_host_and_not_twice_it
     await dispatcher.close()
 
 
-def test_requests_that_come_at_once_are_all_taken_on_the_event_loop_of_servers() -> None:
+def test_requests_that_come_at_once_are_all_aborted_on_the_event_loop_of_servers() -> None:
     """Its handles for what is due at once are other ones than those of asyncio."""
 
     async def ask() -> None:
@@ -50,6 +50,7 @@ def test_requests_that_come_at_once_are_all_taken_on_the_event_loop_of_servers()
             asking = [asyncio.create_task(one.ask(f"{number}")) for number in range(8)]
             await until(lambda: len(dispatcher.requests) == 8)
             await cancel_all(asking)
+            await until(lambda: not dispatcher.requests)
         await dispatcher.close()
 
     event_loop.run(ask())
