@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 TEXT_PARTS = ("language_model.", "text_model.")
@@ -202,6 +202,8 @@ class TensorNames:
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0
     """Number that is added to the weights of RMS norms in the file."""
+    norm_offsets: Mapping[str, float] = field(default_factory=dict)
+    """The same of norms in layers that have another one, by their names (PLaMo 2 and 3)."""
     tiled_values: bool = False
     """Heads of values of a delta rule lie one for each head of keys, then the next for each, and so on."""
     flat_convolutions: bool = False
@@ -218,6 +220,11 @@ class TensorNames:
         if self.numbers:
             return self.numbers[layer]
         return self.first_layer + (layer // 2 if self.halves else layer)
+
+    def offset_of(self, norm: str) -> float:
+        """Number that is added to the weight of a norm, which is named in full."""
+        own = (it for name, it in self.norm_offsets.items() if norm.endswith(f".{name}"))
+        return next(own, self.norm_offset)
 
     def of_layer(self, layer: int, name: str) -> str:
         number = self.number_of(layer) + name.startswith("+")

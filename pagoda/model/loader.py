@@ -295,7 +295,7 @@ class WeightLoader(Generic[LinearT]):
     def norm_weight(self, name: str, size: int) -> Tensor:
         """Weight [size] float32 of a norm."""
         weight = self._tensor(f"{name}.weight", size, torch.float32)
-        offset = self.shard.config.names.norm_offset
+        offset = self.shard.config.names.offset_of(name)
         return weight + offset if offset else weight
 
     def vector(self, name: str, size: int | tuple[int, ...]) -> Tensor:

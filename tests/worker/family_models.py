@@ -547,9 +547,11 @@ def of_one_layer(name: str) -> dict[str, Any]:
     return {**dict.fromkeys(own, 1), **lists, **zeros}
 
 
-def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
+def make_random(
+    name: str, kind: str | type, values: Mapping[str, Any]
+) -> transformers.PreTrainedModel:
     """A model of a class of transformers whose configuration has these values, the same for each name."""
-    cls = getattr(transformers, kind)
+    cls: Any = getattr(transformers, kind) if isinstance(kind, str) else kind
     return _randomize(name, cls, cls.config_class(**{**_SHAPE, **values}))
 
 
@@ -565,7 +567,9 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(("gemma", "qwen3-next", "qwen3.5", "nemotron"))  # weights of norms
+    less_one = name.startswith(
+        ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo")
+    )  # weights of norms
     less_one &= not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
+from own_oracles import Jais
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,8 +26,8 @@ class OwnCode(NamedTuple):
     """A family by a class of transformers that computes the same."""
 
     architecture: str
-    like: str
-    """Name of the class."""
+    like: str | type[transformers.PreTrainedModel]
+    """The class, or its name."""
     values: Mapping[str, Any]
     """Values of its configuration."""
     renamed: Mapping[str, str] = {}
@@ -101,6 +102,29 @@ def _telechat(tensors: Tensors, config: Any) -> None:
 
 def _chatglm(tensors: Tensors, config: Any) -> None:
     _joined("self_attention.query_key_value", "self_attention.{}_proj")(tensors, config)
+
+
+def _jais(tensors: Tensors, config: Any) -> None:
+    """Queries, keys and values lie one behind the other, inputs before outputs; factors are taken out of tables."""
+    heads = config.n_head
+    for name in [it for it in tensors if "c_attn" in it]:
+        tensors[name] = tensors[name].unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    for name in [it for it in tensors if it.endswith(".weight") and ".c_" in it]:
+        tensors[name] = tensors[name].T
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"] / 4
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+
+
+def _plamo(tensors: Tensors, config: Any) -> None:
+    """Norms behind attention and MLP have other offsets than those of the model's class, and embeddings no factor."""
+    _joined("mixer.qkv_proj", "mixer.{}_proj")(tensors, config)
+    for name in [it for it in tensors if "gate_proj" in it]:
+        both = [tensors.pop(name.replace("gate_proj", it)) for it in ("gate_proj", "up_proj")]
+        tensors[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both)
+    for place, offset in (("post_mixer_norm", 1 / 5), ("post_mlp_norm", 5**-1.5)):
+        for name in [it for it in tensors if place in it]:
+            tensors[name] = tensors[name] + (1 - offset)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
 
 
 _GPT = {"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"}
@@ -254,6 +278,45 @@ OWN_CODE: dict[str, OwnCode] = {
         },
         {"multi_query_attention": True, "rmsnorm": True, "rope_parameters": None},
         _chatglm,
+    ),
+    "jais": OwnCode(
+        "JAISLMHeadModel",
+        Jais,
+        {"n_layer": 3, "n_head": 4, "tie_word_embeddings": False},
+        {
+            **{"word_embeddings.": "wte.", "input_layernorm": "ln_1"},
+            **{"post_attention_layernorm": "ln_2", "self_attention.query_key_value": "attn.c_attn"},
+            "self_attention.dense": "attn.c_proj",
+        },
+        {"hidden_size": "n_embd"},
+        {
+            **{"activation_function": "swiglu", "position_embedding_type": "alibi", "n_inner": 96},
+            **{"n_positions": 512, "mup_embeddings_scale": 4.0, "mup_output_alpha": 0.25},
+            **{"mup_width_scale": 2.0, "mup_scale_qk_dot_by_d": True},
+        },
+        _jais,
+    ),
+    "plamo3": OwnCode(
+        "Plamo3ForCausalLM",
+        "Gemma3ForCausalLM",
+        {
+            **{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+            **{"hidden_activation": "silu", "tie_word_embeddings": False, "num_hidden_layers": 4},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        },
+        {
+            **{"model.layers.": "model.layers.layers.", "self_attn.": "mixer."},
+            **{"input_layernorm": "pre_mixer_norm", "post_attention_layernorm": "post_mixer_norm"},
+            "pre_feedforward_layernorm": "pre_mlp_norm",
+            "post_feedforward_layernorm": "post_mlp_norm",
+        },
+        {"sliding_window": "window_size"},
+        {
+            **{"rope_parameters": None, "layer_types": None, "sliding_window_pattern": 3},
+            **{"hidden_activation": None, "query_pre_attn_scalar": None},
+            **{"rope_theta": 1e6, "rope_local_theta": 1e4},
+        },
+        _plamo,
     ),
     "orion": OwnCode(
         "OrionForCausalLM",
