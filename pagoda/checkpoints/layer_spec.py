@@ -13,7 +13,9 @@ from pagoda.checkpoints.rope import (
     TemperatureSpec,
 )
 from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.shared_blocks import SharedSpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
+from pagoda.checkpoints.tensor_names import TensorNames
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
@@ -130,6 +132,10 @@ class MlpSpec:
     def has_down_bias(self) -> bool:
         return self.bias if self.down_bias is None else self.down_bias
 
+    def vectors(self, names: TensorNames, _: int) -> list[tuple[str, int]]:
+        """Names within a layer, and sizes, of its numbers besides maps."""
+        return [(f"{names.activation}.{name}", 1) for name in XIELU * (self.activation == "xielu")]
+
 
 @dataclass(frozen=True)
 class ClampedGate:
@@ -175,6 +181,13 @@ class ExpertsSpec:
         """Experts that have weights."""
         return self.routing.num_experts - self.identities
 
+    def vectors(self, names: TensorNames, hidden: int) -> list[tuple[str, int]]:
+        """Names within a layer, and sizes, of its vectors besides maps."""
+        count, found = self.routing.num_experts, list[tuple[str, int]]()
+        if self.apart:
+            found += [*((name, hidden) for name in APART_NORMS), ("router.per_expert_scale", count)]
+        return [*found, (names.correction, count)] if self.correction else found
+
     @property
     def shared(self) -> MlpSpec | None:
         """The MLP that every token goes through besides."""
@@ -210,6 +223,10 @@ class LayerSpec:
     input_factor: float = 1.0
     """Multiplier of that input, and of what comes of it (Falcon-H1)."""
     output_factor: float = 1.0
+    shared: SharedSpec | None = None
+    """The layer is a use of a block; what it gives is for the layer behind alone (Zamba2)."""
+    joins_before: bool = False
+    """A map of what the layer in front gives is added to the input of this one."""
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
     parallel_norms: bool = False

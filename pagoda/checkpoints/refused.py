@@ -21,9 +21,6 @@ REFUSED: Mapping[str, Refusal] = {
     "Plamo2ForCausalLM": Refusal(
         "has Mamba layers whose steps, B and C are normed by heads", "JambaForCausalLM"
     ),
-    "Zamba2ForCausalLM": Refusal(
-        "has blocks of attention that several Mamba layers share", "BambaForCausalLM"
-    ),
     "KimiLinearForCausalLM": Refusal(
         "has layers of Kimi's delta attention", "Qwen3NextForCausalLM"
     ),

@@ -211,6 +211,10 @@ class TensorNames:
 
     halves: bool = False
     """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+    parts: tuple[str, ...] = ()
+    """What `{part}` stands for in the names of each layer (Zamba2, where a layer is a part of another one)."""
+    joined: str = "linear"
+    """Map of what the layer in front gives, which is added to the input of a layer."""
     numbers: tuple[int, ...] = ()
     """Numbers that files give the layers, where these do not count on; names with a plus in front are of the
     number behind (Nemotron-H, whose MLPs have numbers of their own)."""
@@ -228,6 +232,8 @@ class TensorNames:
 
     def of_layer(self, layer: int, name: str) -> str:
         number = self.number_of(layer) + name.startswith("+")
+        if self.parts:
+            name = name.replace("{part}", self.parts[layer])
         if self.halves:
             name = name.replace("{half}", str(layer % 2))
         return f"{self.layers}.{number}.{name.removeprefix('+')}"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from pagoda.checkpoints.layer_spec import (
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
 from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.shared_blocks import joined_linear
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
@@ -44,6 +45,7 @@ from pagoda.model.layer_inputs import LayerBeside, load_layer_beside
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.scan_layers import Mamba, Mamba2, load_mamba, load_mamba2
 from pagoda.model.sharding import LinearShard, Shard, take_part
+from pagoda.model.shared_blocks import BlockUse, LowRankMap, load_block_use
 from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
@@ -77,6 +79,8 @@ class DenseMlp(Generic[LinearT]):
     numbers: Mapping[str, float]
     """Numbers of an activation that has weights."""
     sparse: SparseGate | None = None
+    added: LowRankMap[LinearT] | None = None
+    """Maps whose outputs are added to those of gate and up, in one use of an MLP that layers share."""
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives."""
     down_factor: float = 1.0
@@ -168,6 +172,10 @@ class Layer(Generic[LinearT]):
     mlp_norm: Norm | None
     mlp: DenseMlp[LinearT] | SparseMlp[LinearT] | None
     mlp_post_norm: Norm | None
+    block: BlockUse[LinearT] | None
+    """Weights that a layer has of its own, which shares all others."""
+    joined: LinearT | None
+    """Map of what the layer in front gives."""
     spec: LayerSpec
 
 
@@ -212,6 +220,8 @@ class WeightLoader(Generic[LinearT]):
         self.tracer = tracer
         self.source = source
         self._quantization = quantization
+        self._blocks: dict[int, Layer[LinearT]] = {}
+        """Blocks that layers share, by their numbers in files."""
         self.on_loaded = on_loaded
         experts = shard.config.experts
         self.expert_counts = torch.zeros(
@@ -222,16 +232,32 @@ class WeightLoader(Generic[LinearT]):
         """Tokens that went to each expert, of all layers together."""
 
     def layer(self, index: int) -> Layer[LinearT]:
+        """Weights of a layer; those of a block are loaded once for all layers that share it."""
+        config = self.shard.config
+        shared = config.layers[index].shared
+        if shared is None:
+            return self._layer(index)
+        number = config.names.number_of(index)
+        if number not in self._blocks:
+            self._blocks[number] = self._layer(index)
+        block, mlp = load_block_use(self, index, shared), self._blocks[number].mlp
+        if isinstance(mlp, DenseMlp):
+            mlp = replace(mlp, added=block.gate_up)
+        return replace(self._blocks[number], mlp=mlp, block=block, spec=config.layers[index])
+
+    def _layer(self, index: int) -> Layer[LinearT]:
         config, names = self.shard.config, self.shard.config.names
         linears, spec = config.attention_linears(index), config.layers[index]
         attention = spec.attention
 
-        def norm(name: str, *, has: bool) -> Norm | None:
-            return self.norm(names.of_layer(index, name)) if has else None
+        def norm(name: str, *, has: bool, size: int | None = None) -> Norm | None:
+            return self.norm(names.of_layer(index, name), size) if has else None
 
         return Layer(
             attention_norm=norm(
-                names.attention_norm, has=spec.pre_norm and not spec.bare_attention
+                names.attention_norm,
+                has=spec.pre_norm and not spec.bare_attention,
+                size=config.attention_input(index),
             ),
             qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
             gate=self._output_gate(index),
@@ -254,6 +280,8 @@ class WeightLoader(Generic[LinearT]):
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
             mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
+            block=None,
+            joined=self.linear([joined_linear(config, index)]) if spec.joins_before else None,
             spec=spec,
         )
 

@@ -129,6 +129,8 @@ def _dense(
 ) -> Value:
     both = ops.linear(h, mlp.gate_up)
     both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
+    if mlp.added is not None:
+        both = ops.add(both, mlp.added.record(ops, h))
     inner = _gated(ops, mlp, both) if mlp.gated else _activated(ops, mlp, both)
     out = ops.linear(inner, mlp.down)
     out = with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)

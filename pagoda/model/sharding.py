@@ -298,13 +298,12 @@ class Shard:
         self, roles: Set[LinearRole], quantization: Quantization | None, itemsize: int
     ) -> int:
         total = 0
-        for linear in self.linears():
-            if linear.role in roles:
-                part = self.part_of(linear)
-                stored_format = format_of_part(
-                    linear, _format_of(linear, quantization), part.inputs
-                )
-                total += format_bytes(stored_format, len(part.outputs), len(part.inputs), itemsize)
+        # By names, as layers may share maps.
+        linears = {linear.name: linear for linear in self.linears() if linear.role in roles}
+        for linear in linears.values():
+            part = self.part_of(linear)
+            stored_format = format_of_part(linear, _format_of(linear, quantization), part.inputs)
+            total += format_bytes(stored_format, len(part.outputs), len(part.inputs), itemsize)
         return total
 
     def _vector_bytes(self) -> int:

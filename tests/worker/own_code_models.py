@@ -105,7 +105,7 @@ def _chatglm(tensors: Tensors, config: Any) -> None:
 
 
 def _jais(tensors: Tensors, config: Any) -> None:
-    """Queries, keys and values lie one behind the other, inputs before outputs; factors are taken out of tables."""
+    """Queries, keys and values lie one behind the other, inputs before outputs; tables lack factors."""
     heads = config.n_head
     for name in [it for it in tensors if "c_attn" in it]:
         tensors[name] = tensors[name].unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
@@ -116,7 +116,7 @@ def _jais(tensors: Tensors, config: Any) -> None:
 
 
 def _plamo(tensors: Tensors, config: Any) -> None:
-    """Norms behind attention and MLP have other offsets than those of the model's class, and embeddings no factor."""
+    """Norms behind attention and MLP have other offsets than those of the class, and embeddings no factor."""
     _joined("mixer.qkv_proj", "mixer.{}_proj")(tensors, config)
     for name in [it for it in tensors if "gate_proj" in it]:
         both = [tensors.pop(name.replace("gate_proj", it)) for it in ("gate_proj", "up_proj")]

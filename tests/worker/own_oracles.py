@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that transformers has no class for: others of its classes, with modules that compute as the makers' do."""
+"""Models that transformers has no class for: others of its classes, with modules that compute as makers' do."""
 
 from __future__ import annotations
 

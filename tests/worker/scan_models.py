@@ -39,7 +39,10 @@ _GRANITE4_H = {
     "num_local_experts": 0,
 }
 
-NEVER_ONE_LAYER = frozenset({"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"})
+NEVER_ONE_LAYER = frozenset(
+    {"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"}
+    | {"zamba2", "zamba2-plain"}
+)
 """Hybrids of which transformers computes nothing where all layers are scans."""
 SCANS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4-h": ("GraniteMoeHybridForCausalLM", _GRANITE4_H),
@@ -82,6 +85,39 @@ SCANS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_in_multiplier": 1.2,
             "attention_out_multiplier": 0.9,
             "key_multiplier": 0.7,
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            **{"hidden_size": 80, "num_hidden_layers": 7, "num_key_value_heads": 4},
+            "layers_block_type": [
+                *("linear_attention", "hybrid", "hybrid", "linear_attention"),
+                *("hybrid", "hybrid", "linear_attention"),
+            ],
+            **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{
+                "mamba_expand": 1,
+                "num_mem_blocks": 2,
+                "adapter_rank": 6,
+                "initializer_range": 0.1,
+                "use_mem_rope": True,
+            },
+            "use_shared_attention_adapter": True,
+        },
+    ),
+    "zamba2-plain": (
+        "Zamba2ForCausalLM",
+        {
+            **{"hidden_size": 80, "num_hidden_layers": 4, "num_key_value_heads": 2},
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+            **{"n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{
+                "mamba_expand": 1,
+                "num_mem_blocks": 2,
+                "adapter_rank": 6,
+                "initializer_range": 0.15,
+            },
         },
     ),
     "hybrid-nemotron": (

@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "FalconMambaForCausalLM": "first_mamba",
         "JambaForCausalLM": "first_mamba",
         "FalconH1ForCausalLM": "falcon_h1",
+        "Zamba2ForCausalLM": "zamba2",
         "NemotronHForCausalLM": "nemotron_h",
         "OlmoForCausalLM": "olmo",
         "Olmo2ForCausalLM": "olmo",

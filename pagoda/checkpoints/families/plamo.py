@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PLaMo 3: norms on both sides of attention and MLP, whose weights have offsets of their own (Preferred Networks)."""
+"""PLaMo 3: norms on both sides of attention and MLP, with offsets of their own (Preferred Networks 2025)."""
 
 from __future__ import annotations
 
