@@ -12,9 +12,9 @@ from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.rope import (
     TemperatureSpec,
 )
-from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.scan_layers import LightningSpec, Mamba2Spec, MambaSpec
 from pagoda.checkpoints.shared_blocks import SharedSpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
+from pagoda.checkpoints.state_layers import ChannelDeltaSpec, GatedDeltaSpec, ShortConvSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
@@ -197,7 +197,9 @@ class ExpertsSpec:
         return MlpSpec(self.shared_size, activation=activation, gated=self.gated)
 
 
-StateSpec = ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec
+StateSpec = (
+    ShortConvSpec | GatedDeltaSpec | ChannelDeltaSpec | Mamba2Spec | MambaSpec | LightningSpec
+)
 """Kinds of layers that keep a state."""
 LayerKind = LatentSpec | StateSpec
 """Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
@@ -223,6 +225,8 @@ class LayerSpec:
     input_factor: float = 1.0
     """Multiplier of that input, and of what comes of it (Falcon-H1)."""
     output_factor: float = 1.0
+    normed_residuals: tuple[float, float] | None = None
+    """Outputs of attention, and of the MLP, are added to their normed inputs, times these (MiniMax-Text-01)."""
     shared: SharedSpec | None = None
     """The layer is a use of a block; what it gives is for the layer behind alone (Zamba2)."""
     joins_before: bool = False

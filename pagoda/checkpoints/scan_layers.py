@@ -226,3 +226,72 @@ class MambaSpec:
         return [
             (names.of_layer(layer, name), size) for name, size in zip(spelled, sizes, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class LightningSpec:
+    """Lightning attention: keys and values add to a state of each head, which decays at a fixed rate.
+
+    The rates are those of ALiBi's slopes, less in later layers (MiniMax 2025, arXiv 2501.08313, part 2.2).
+    """
+
+    heads: int
+    dim: int
+
+    @property
+    def name(self) -> str:
+        return f"lightning attention of {self.heads} heads of {self.dim}"
+
+    @property
+    def inner(self) -> int:
+        """Inputs of the map back to hidden states."""
+        return self.heads * self.dim
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Outputs of the maps of hidden states to values, keys and queries, whose parts ranks hold."""
+        return self.inner, self.inner, self.inner
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return frozenset({"silu", "columns", "selective_scan", "rms_norm", "sigmoid", "mul"})
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Sizes by the limits of `Capabilities` that they have to keep."""
+        return {"max_scan_state": self.dim}
+
+    def can_share(self, ranks: int) -> bool:
+        """True if so many ranks can each have as many heads."""
+        return self.heads % ranks == 0
+
+    def states(self, sizes: Sequence[int]) -> tuple[StateUnits, ...]:
+        """States of a rank that holds so many outputs of each map."""
+        return (StateUnits(sizes[0] // self.dim, self.dim * self.dim, maps=(0,)),)
+
+    def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
+        """Maps of hidden states to values, keys and queries, and the one back to them."""
+        tensor, shape = names.of_layer(layer, names.state_in), (3 * self.inner, hidden)
+        v, k, q = (
+            LinearSpec(
+                f"{tensor}.{what}",
+                self.inner,
+                hidden,
+                LinearRole.STATE_IN,
+                StoredRows(tensor, shape, place * self.dim, group=3 * self.dim),
+                grain=self.dim,
+            )
+            for what, place in (("v", 2), ("k", 1), ("q", 0))
+        )
+        name = names.of_layer(layer, names.state_out)
+        out = LinearSpec(name, hidden, self.inner, LinearRole.STATE_OUT, grain=self.dim)
+        return AttentionLinears(v, k, q, out)
+
+    def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:
+        """Gate of outputs."""
+        name = names.of_layer(layer, names.state_output_gate)
+        return [LinearSpec(name, self.inner, hidden, LinearRole.STATE_IN, grain=self.dim)]
+
+    def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+        """Names and sizes of its tensors besides maps."""
+        return [(f"{names.of_layer(layer, names.state_norm)}.weight", self.inner)]

@@ -48,6 +48,7 @@ from pagoda.model.recording import (
     added,
     named_weights,
     normed,
+    residual,
     through,
     with_adapters,
     with_own_heads,
@@ -162,8 +163,6 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.caches = caches
         self._states = [
             state_caches(held.cache, held.block_size, self._shard.states(index))
-            if isinstance(held.cache, KVCache)
-            else []
             for index, held in zip(self._shard.layers, caches, strict=True)
         ]
         """Caches of the states of each layer, none of one with attention."""
@@ -439,7 +438,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         adapted: Sequence[AdaptedLayer | None] = [None] * len(self._layers)
         adapters: Value | None = None
         carried: Value | None = None
-        embedded, given = x, None
+        embedded, passed = x, carried
         if self.adapters is not None:
             adapters, adapted = ops.input("adapters"), self.adapters.layers
         for index, layer, maps, cache, states in zip(
@@ -450,8 +449,9 @@ class Decoder(Generic[LinearT, MetadataT]):
             if frame is not None and layer.beside is not None:
                 x = frame.enter(ops, layer.beside, x)
             if not layer.spec.same_input:
-                source = attention_source(ops, layer, x, embedded, given)
+                source = attention_source(ops, layer, x, embedded, passed)
                 mixed = attention_input or normed(ops, source, layer.attention_norm, eps)
+            x = residual(ops, layer, 0, x, mixed)
             if frame is not None and layer.beside is not None:
                 frame.attend(ops, layer.beside, mixed)
             h = scaled(ops, mixed, layer.spec.input_factor)
@@ -475,9 +475,8 @@ class Decoder(Generic[LinearT, MetadataT]):
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
             out = ops.linear(attended, layer.attention_out)
-            out = with_adapters(
-                ops, out, attended, None if maps is None else maps.attention_out, adapters
-            )
+            own = None if maps is None else maps.attention_out
+            out = with_adapters(ops, out, attended, own, adapters)
             if layer.spec.parallel:
                 h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 if self._shard.dp_attention:
@@ -490,7 +489,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             out = scaled(ops, out, layer.spec.output_factor)
             if layer.block is not None:
                 h = normed(ops, out, layer.mlp_norm, eps)
-                given = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+                passed = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
                 beside = None
                 continue
             x = added(ops, config, layer, x, out, layer.attention_post_norm)
@@ -498,6 +497,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer.spec.parallel or layer.mlp is None:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
+            x = residual(ops, layer, 1, x, h)
             before, carried = carried, carried_part(ops, layer, h)
             out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
             x = added(ops, config, layer, x, out, layer.mlp_post_norm)

@@ -34,19 +34,33 @@ from pagoda.checkpoints.layer_spec import (
 )
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
-from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.scan_layers import LightningSpec, Mamba2Spec, MambaSpec
 from pagoda.checkpoints.shared_blocks import joined_linear
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
+from pagoda.checkpoints.state_layers import ChannelDeltaSpec, GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.layer_inputs import LayerBeside, load_layer_beside
 from pagoda.model.quantization import QuantizationOnLoad
-from pagoda.model.scan_layers import Mamba, Mamba2, load_mamba, load_mamba2
+from pagoda.model.scan_layers import (
+    Lightning,
+    Mamba,
+    Mamba2,
+    load_lightning,
+    load_mamba,
+    load_mamba2,
+)
 from pagoda.model.sharding import LinearShard, Shard, take_part
 from pagoda.model.shared_blocks import BlockUse, LowRankMap, load_block_use
-from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
+from pagoda.model.state_layers import (
+    ChannelDelta,
+    DeltaRule,
+    GatedConv,
+    load_channel_delta,
+    load_conv,
+    load_delta_rule,
+)
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
 
@@ -54,8 +68,10 @@ KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
     LatentSpec: load_latent_attention,
     ShortConvSpec: load_conv,
     GatedDeltaSpec: load_delta_rule,
+    ChannelDeltaSpec: load_channel_delta,
     Mamba2Spec: load_mamba2,
     MambaSpec: load_mamba,
+    LightningSpec: load_lightning,
 }
 """Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
@@ -149,8 +165,10 @@ class Layer(Generic[LinearT]):
         LatentAttention[LinearT]
         | GatedConv
         | DeltaRule[LinearT]
+        | ChannelDelta[LinearT]
         | Mamba2[LinearT]
         | Mamba[LinearT]
+        | Lightning[LinearT]
         | None
     )
     """Other weights of a layer that has none of plain attention."""

@@ -35,6 +35,8 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 
 def _of_attention(layer: LayerSpec) -> set[str]:
     found = {"scale"} if (layer.input_factor, layer.output_factor) != (1, 1) else set()
+    if layer.normed_residuals not in (None, (1, 1)):
+        found.add("scale")
     if layer.shared is not None:
         found.add("join_columns")
     if layer.kind is not None:

@@ -37,6 +37,12 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
     return ops.layer_norm(x, norm.weight, norm.bias, eps)
 
 
+def residual(ops: GraphBuilder, layer: Layer[LinearT], place: int, x: Value, h: Value) -> Value:
+    """What attention, at place 0, or the MLP is added to: hidden states x, or h, which are these behind a norm."""
+    factors = layer.spec.normed_residuals
+    return x if factors is None else scaled(ops, h, factors[place])
+
+
 def added(
     ops: GraphBuilder,
     config: ModelSpec,

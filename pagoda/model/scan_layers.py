@@ -18,11 +18,16 @@ from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.relative_attention import columns
 from pagoda.backend.state_layers import Columns, rms_norm_groups, selective_scan, short_conv
-from pagoda.checkpoints.scan_layers import MOST, Mamba2Spec, MambaSpec
+from pagoda.checkpoints.latent_attention import NORM_EPS
+from pagoda.checkpoints.scan_layers import MOST, LightningSpec, Mamba2Spec, MambaSpec
 from pagoda.model.state_layers import load_conv_weights
 
 if TYPE_CHECKING:
     from pagoda.model.loader import WeightLoader
+
+
+_LITTLE = 1e-5
+"""Part of its rate that a last layer of lightning attention decays by."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,8 @@ class Mamba2(Generic[LinearT]):
         if self.norm is None:
             raise TypeError("The layer has no norm.")
         groups = self.spec.norm_groups
-        if groups == 1 and self.ranks > 1:
-            squares = ops.all_reduce(sum_of_squares(ops, x, queries=x.width, keys=0))
-            norms = HeadNorms(self.norm, self.norm[:0], self.eps)
-            return norm_by_squares(
-                ops, x, squares, norms, all_queries=self.ranks * x.width, all_keys=1
-            )
         if groups == 1:
-            return ops.rms_norm(x, self.norm, self.eps)
+            return _normed_together(ops, x, self.norm, self.eps, self.ranks)
         return rms_norm_groups(ops, x, self.norm, groups // self.ranks, self.eps)
 
 
@@ -172,6 +171,59 @@ class Mamba(Generic[LinearT]):
             dt_limit=(0.0, MOST),
         )
         return ops.mul(out, ops.silu(ops.linear(h, self.output_gate)))
+
+
+@dataclass(frozen=True)
+class Lightning(Generic[LinearT]):
+    """Lightning attention of a rank's heads; see `LightningSpec`."""
+
+    decay: Tensor
+    """[heads] float32, factors within the exponent of what a state keeps."""
+    nothing: Tensor
+    """[heads] float32, zeros."""
+    output_gate: LinearT
+    norm: Tensor
+    """[heads dim] float32, of the heads of all ranks together."""
+    ranks: int
+
+    def record(
+        self,
+        ops: GraphBuilder,
+        h: Value,
+        into: Value,
+        metadata: Value,
+        table: RotaryTable | None,  # noqa: ARG002 - of attention
+        caches: Sequence[Any],
+    ) -> Value:
+        """Inputs of the map back to hidden states, of hidden states h, and of values, keys and queries of them."""
+        vkq, heads = ops.silu(into), len(self.decay)
+        width = vkq.width // 3
+        out = selective_scan(
+            ops,
+            vkq,
+            Columns(vkq, width),
+            Columns(vkq, 2 * width),
+            columns(ops, vkq, 0, heads),  # steps are one, whatever they are made of
+            metadata,
+            caches[0],
+            self.decay,
+            self.nothing,
+            self.nothing,
+            groups=heads,
+            head_dim=width // heads,
+            dt_limit=(1.0, 1.0),
+        )
+        out = _normed_together(ops, out, self.norm, NORM_EPS, self.ranks)
+        return ops.mul(out, ops.sigmoid(ops.linear(h, self.output_gate)))
+
+
+def _normed_together(ops: GraphBuilder, x: Value, norm: Tensor, eps: float, ranks: int) -> Value:
+    """x [n, inner] of this rank's heads behind an RMS norm of the heads of all ranks together."""
+    if ranks == 1:
+        return ops.rms_norm(x, norm, eps)
+    squares = ops.all_reduce(sum_of_squares(ops, x, queries=x.width, keys=0))
+    norms = HeadNorms(norm, norm[:0], eps)
+    return norm_by_squares(ops, x, squares, norms, all_queries=ranks * x.width, all_keys=1)
 
 
 def load_mamba2(loader: WeightLoader[LinearT], index: int, spec: Mamba2Spec) -> Mamba2[LinearT]:
@@ -249,5 +301,26 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
         loader.linear([small]),
         loader.linear([steps]),
         norms,
+        shard.attention_ranks[1],
+    )
+
+
+def load_lightning(
+    loader: WeightLoader[LinearT], index: int, spec: LightningSpec
+) -> Lightning[LinearT]:
+    """Weights of a layer besides its maps of values, keys and queries, and rates of this rank's heads."""
+    shard, config = loader.shard, loader.shard.config
+    own = shard.part_of(config.attention_linears(index).into[0]).outputs
+    heads = slice(own.start // spec.dim, own.stop // spec.dim)
+    part = 1 - index / (config.num_layers - 1 + _LITTLE) + _LITTLE
+    rates = 2 ** (-8 / spec.heads * torch.arange(1, spec.heads + 1, dtype=torch.float32)) * part
+    (gate,) = config.gate_linears(index)
+    norm = f"{config.names.of_layer(index, config.names.state_norm)}.weight"
+    decay = -rates[heads].to(loader.backend.device)
+    return Lightning(
+        decay,
+        torch.zeros_like(decay),
+        loader.linear([gate]),
+        loader.vector(norm, spec.inner)[own.start : own.stop].clone(),
         shard.attention_ranks[1],
     )

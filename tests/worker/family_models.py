@@ -382,6 +382,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         {**_DELTA, **_DELTA_EXPERTS},
     ),
+    "kimi-linear-sparse": (
+        "KimiLinearForCausalLM",
+        {
+            **{it: size for it, size in _LATENT.items() if it != "n_routed_experts"},
+            **{"q_lora_rank": None, "num_local_experts": 8, "initializer_range": 0.2},
+            **{"linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["sparse"] * 3},
+            "layer_types": [*["linear_attention"] * 2, "full_attention"],
+        },
+    ),
     "lfm2-moe": (
         "Lfm2MoeForCausalLM",
         {

@@ -318,6 +318,29 @@ OWN_CODE: dict[str, OwnCode] = {
         },
         _plamo,
     ),
+    "kimi-linear": OwnCode(
+        "KimiLinearForCausalLM",
+        "KimiLinearForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 16},
+            **{"qk_rope_head_dim": 16, "v_head_dim": 24, "moe_intermediate_size": 48},
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1},
+            **{"num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+            **{"linear_conv_kernel_dim": 3, "initializer_range": 0.2},
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        },
+        {f"block_sparse_moe.{it}_proj": f"mlp.{it}_proj" for it in ("gate", "up", "down")},
+        {},
+        {
+            **{"layer_types": None, "linear_head_dim": None, "linear_num_heads": None},
+            **{"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "head_dim": 16},
+            "mlp_layer_types": None,
+            "linear_attn_config": {
+                **{"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 8},
+                **{"num_heads": 4, "short_conv_kernel_size": 3},
+            },
+        },
+    ),
     "orion": OwnCode(
         "OrionForCausalLM",
         "StableLmForCausalLM",

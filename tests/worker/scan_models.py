@@ -41,7 +41,7 @@ _GRANITE4_H = {
 
 NEVER_ONE_LAYER = frozenset(
     {"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"}
-    | {"zamba2", "zamba2-plain"}
+    | {"zamba2", "zamba2-plain", "minimax"}
 )
 """Hybrids of which transformers computes nothing where all layers are scans."""
 SCANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +85,22 @@ SCANS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_in_multiplier": 1.2,
             "attention_out_multiplier": 0.9,
             "key_multiplier": 0.7,
+        },
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48},
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            **{"full_attn_alpha_factor": 1.7, "full_attn_beta_factor": 0.8, "block_size": 16},
+            **{"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 1.2},
+            **{
+                "mlp_alpha_factor": 1.5,
+                "mlp_beta_factor": 0.9,
+                "head_dim": 8,
+                "initializer_range": 0.2,
+            },
         },
     ),
     "zamba2": (

@@ -414,7 +414,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             # Layers with a state read places of tokens and blocks alone, and plan nothing by heads: there is one
             # of one element, as csrc/layer_lowering.cpp asks for.
             num_heads = num_kv_heads = head_dim = 1
-            num_blocks, block_size = len(cache.memory.keys), cache.block_size
+            num_blocks, block_size = cache.num_blocks, cache.block_size
         else:
             held = cache.latents if isinstance(cache, LatentCache) else cache.values
             num_blocks, num_kv_heads, block_pairs, head_dim, pair = held.shape
