@@ -9,6 +9,7 @@ from typing import Literal
 from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.rope import (
     TemperatureSpec,
 )
@@ -173,6 +174,8 @@ class ExpertsSpec:
     """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of gated experts without clamped gates, and of the shared MLP."""
+    latent_size: int | None = None
+    """Elements of the vectors that experts are given and give in place of hidden states (Nemotron 3 Super)."""
     gated: bool = True
     """False of experts, and of a shared one, that are plain MLPs of squared ReLU (Nemotron-H)."""
 
@@ -180,6 +183,19 @@ class ExpertsSpec:
     def num_stored(self) -> int:
         """Experts that have weights."""
         return self.routing.num_experts - self.identities
+
+    def latent_linears(self, names: TensorNames, layer: int, hidden: int) -> tuple[LinearSpec, ...]:
+        """Map of hidden states to what experts are given, and the one back; none where that is hidden states."""
+        if self.latent_size is None:
+            return ()
+        sizes = {
+            names.expert_latent: (self.latent_size, hidden),
+            names.expert_latent_back: (hidden, self.latent_size),
+        }
+        return tuple(
+            LinearSpec(names.of_layer(layer, name), *size, LinearRole.WHOLE_MAP)
+            for name, size in sizes.items()
+        )
 
     def vectors(self, names: TensorNames, hidden: int) -> list[tuple[str, int]]:
         """Names within a layer, and sizes, of its vectors besides maps."""

@@ -416,14 +416,19 @@ class ModelSpec:
         if experts.scores_shared:
             name = names.of_layer(layer, names.shared_router)
             shared_router = LinearSpec(name, 1, self.hidden_size, LinearRole.ROUTER)
+        hidden = self.hidden_size
+        own = experts.latent_size or hidden
         return ExpertLinears(
-            LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
+            LinearSpec(router, count, hidden, LinearRole.ROUTER),
             tuple(
-                self._mlp(layer, spelled, inner, roles, expert, count, gated=experts.gated)
+                self._mlp(
+                    layer, spelled, inner, roles, expert, count, gated=experts.gated, hidden=own
+                )
                 for expert in (range(experts.num_stored) if chosen is None else chosen)
             ),
             shared,
             shared_router,
+            experts.latent_linears(names, layer, hidden),
         )
 
     def _mlp(
@@ -436,9 +441,11 @@ class ModelSpec:
         experts: int = 0,
         *,
         gated: bool = True,
+        hidden: int = 0,
     ) -> MlpLinears | PlainMlpLinears:
-        """The MLP of `inner` channels whose linear layers have these names in a layer."""
-        (into, out), hidden = roles, self.hidden_size
+        """The MLP of `inner` channels whose linear layers have these names in a layer; it is given hidden states,
+        or vectors of `hidden` elements."""
+        (into, out), hidden = roles, hidden or self.hidden_size
         if not gated:
             found = (
                 self._linears(layer, (name,), {what: size}, inputs, (role,), expert, experts)
@@ -570,6 +577,7 @@ class ModelSpec:
             yield from self.mlp_linears(layer) if self.layers[layer].mlp is not None else ()
         else:
             yield sparse.router
+            yield from sparse.latent
             if sparse.shared_router is not None:
                 yield sparse.shared_router
             yield from sparse.shared or ()

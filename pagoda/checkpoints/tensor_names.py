@@ -176,6 +176,9 @@ class TensorNames:
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    expert_latent: str = "mlp.fc1_latent_proj"
+    """Map of hidden states to the vectors that experts are given, where these are others, and the map back."""
+    expert_latent_back: str = "mlp.fc2_latent_proj"
     correction: str = "mlp.gate.e_score_correction_bias"
     """Numbers that are added to scores for the choice of experts; the tensor's name in full."""
     correction_rows: bool = False

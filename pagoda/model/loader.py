@@ -129,6 +129,9 @@ class SparseMlp(Generic[LinearT]):
     identity: Tensor | None
     """[num_experts] float32, factors of weights, where some experts give back what they are given."""
     apart: ApartMlp | None
+    latent: LinearT | None
+    """Map of hidden states to what experts are given, and `latent_back`, where that is not hidden states."""
+    latent_back: LinearT | None
     jitter: float | None
     """Reach of sparse mixing, which makes weights of scores; None where experts choose by scores."""
 
@@ -439,7 +442,10 @@ class WeightLoader(Generic[LinearT]):
             identity = torch.full((spec.routing.num_experts,), spec.routing.scaling_factor)
             identity = identity.to(self.backend.device)
         apart = self._apart(index) if spec.apart else None
-        return SparseMlp(router, experts, shared, shared_router, identity, apart, spec.jitter)
+        latent, back = [*(self.linear([it]) for it in sparse.latent), None, None][:2]
+        return SparseMlp(
+            router, experts, shared, shared_router, identity, apart, latent, back, spec.jitter
+        )
 
     def _apart(self, index: int) -> ApartMlp:
         """Norms of experts and of what is beside them; the router's input is over the root of its size."""

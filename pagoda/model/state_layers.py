@@ -15,7 +15,7 @@ from pagoda.backend.family_operations import join_columns, rms_norm_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
-from pagoda.checkpoints.layer_spec import StateSpec
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
 from pagoda.checkpoints.state_layers import (
     ChannelDeltaSpec,
     GatedDeltaSpec,
@@ -199,7 +199,7 @@ def load_channel_delta(
 ) -> ChannelDelta[LinearT]:
     """Weights of a layer besides its maps of queries, keys and values, of this rank's heads."""
     config, names = loader.shard.config, loader.shard.config.names
-    own = loader.shard.part_of(config.attention_linears(index).q).outputs
+    own = loader.shard.part_of(config.attention_linears(index).into[0]).outputs
     heads = range(own.start // spec.dim, own.stop // spec.dim)
     convs = [
         loader.vector(f"{name}.weight", (spec.inner, 1, spec.width))[own.start : own.stop, 0]
@@ -208,9 +208,14 @@ def load_channel_delta(
     decay = loader.vector(names.of_layer(index, names.state_decay), (1, 1, spec.heads, 1))
     bias = loader.vector(names.of_layer(index, names.state_bias), spec.inner)
     norm = loader.vector(f"{names.of_layer(index, names.state_norm)}.weight", spec.dim)
+    out_low, out, b, low, channels = (loader.linear([it]) for it in config.gate_linears(index))
     return ChannelDelta(
         torch.cat(convs).t().contiguous(),
-        *(loader.linear([gate]) for gate in config.gate_linears(index)),
+        out_low,
+        out,
+        b,
+        low,
+        channels,
         -decay.flatten()[heads.start : heads.stop].exp(),
         bias[own.start : own.stop].clone(),
         norm.repeat(len(heads)),
@@ -222,7 +227,7 @@ def load_channel_delta(
 def load_conv_weights(
     loader: WeightLoader[Any],
     index: int,
-    spec: StateSpec,
+    spec: ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec,
     own: Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
     """Weight [width, own] and bias [own] of some channels of a layer's convolution."""

@@ -41,7 +41,7 @@ _GRANITE4_H = {
 
 NEVER_ONE_LAYER = frozenset(
     {"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"}
-    | {"zamba2", "zamba2-plain", "minimax"}
+    | {"zamba2", "zamba2-plain", "minimax", "hybrid-nemotron-latent"}
 )
 """Hybrids of which transformers computes nothing where all layers are scans."""
 SCANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -134,6 +134,16 @@ SCANS: dict[str, tuple[str, dict[str, Any]]] = {
                 "adapter_rank": 6,
                 "initializer_range": 0.15,
             },
+        },
+    ),
+    "hybrid-nemotron-latent": (
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"],
+            **{"num_hidden_layers": None, "num_key_value_heads": 4, "head_dim": 20},
+            **{"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 5},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_latent_size": 40},
+            **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 72},
         },
     ),
     "hybrid-nemotron": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pagoda.checkpoints.families.mamba import MAMBA_NAMES, expanded, mamba2
 from pagoda.checkpoints.families.shared import without_rotation
@@ -78,6 +79,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return without_rotation(spec, [True] * spec.num_layers)
 
 
+_MAMBA: Mapping[str, Any] = {name: f"{{part}}{it}" for name, it in MAMBA_NAMES.items()}
 _GATE_UP = "{part}feed_forward.gate_up_proj"
 ZAMBA2 = Family(
     "Zamba2ForCausalLM",
@@ -94,8 +96,8 @@ ZAMBA2 = Family(
         gate=_GATE_UP,
         up=_GATE_UP,
         down="{part}feed_forward.down_proj",
-        **{name: f"{{part}}{it}" for name, it in MAMBA_NAMES.items()},
         state_skip="{part}mamba.D",
+        **_MAMBA,
     ),
     renamed={
         "n_mamba_heads": "mamba_n_heads",
