@@ -123,7 +123,12 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         return pages
 
     def block_shapes(
-        self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+        self,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        what: str = "head sizes",
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Keys are [head_dim / p, block_size, p], so that vectors hold an element of many keys.
 
@@ -131,7 +136,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         Raises ConfigError: no kernel takes heads of this size."""
         if head_dim % 2 or head_dim > self._native.MAX_HEAD_DIM:
             raise ConfigError(
-                f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
+                f"the cpu backend takes even {what} up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )
         p = self.kernels.key_pair(DTYPES[dtype], KV_DTYPES[kv_dtype])
