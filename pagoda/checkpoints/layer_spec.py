@@ -55,11 +55,12 @@ class AttentionSpec:
     """A token sees itself and `window - 1` tokens before it; None sees all."""
     rotary: str = "default"
     """Name of the rotary table in `ModelSpec.rotary`."""
-    qk_norm: Literal["head", "all", "unit", "layer"] | None = None
+    qk_norm: Literal["head", "each", "all", "unit", "layer"] | None = None
     """Queries and keys are normed before the rotary embedding, every head by itself or all of a token together.
 
-    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4). Those
-    of `layer` are layer norms of every head, others root mean squares."""
+    Norms of `each` are of every head, too, which have weights of their own (PLaMo 2). Norms of `unit` are
+    of every head, and have no weights, so they may as well come behind (Llama 4). Those of `layer` are
+    layer norms of every head, others root mean squares."""
     norms_rotated: bool = False
     """Norms of queries and keys come behind the rotary embedding (Hunyuan)."""
     clip: float | None = None

@@ -506,6 +506,10 @@ class ModelSpec:
                 for name, size in of_heads
                 if name == names.query_norm or spec.attention.kv_layer is None
             ]
+        elif spec.attention.qk_norm == "each":
+            of_heads = (names.query_norm, self.num_heads), (names.key_norm, self.num_kv_heads)
+            sizes = [(names.of_layer(layer, it), count) for it, count in of_heads]
+            found += [(name, count * self.head_dim) for name, count in sizes]
         elif spec.attention.qk_norm == "layer":
             for norm, heads in self.head_layer_norms(layer):
                 found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]

@@ -18,9 +18,6 @@ class Refusal(NamedTuple):
 
 _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
-    "Plamo2ForCausalLM": Refusal(
-        "has Mamba layers whose steps, B and C are normed by heads", "JambaForCausalLM"
-    ),
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),

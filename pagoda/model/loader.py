@@ -284,7 +284,7 @@ class WeightLoader(Generic[LinearT]):
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
-            if attention.qk_norm in (None, "layer")
+            if attention.qk_norm in (None, "layer", "each")
             or spec.kind is not None
             or attention.kv_layer is not None
             else self._head_norms(index),
@@ -556,8 +556,18 @@ class WeightLoader(Generic[LinearT]):
         return HeadNorms(wide[0], wide[1], config.norm.eps / width)
 
     def _part_norm(self, index: int) -> PartNorm | None:
-        """The norm of values, or, of a layer that has none of its own, of queries."""
+        """The norm of values; of queries and keys of which each head has weights; or of queries alone."""
         config, spec, shard = self.shard.config, self.shard.config.layers[index], self.shard
+        if spec.attention.qk_norm == "each" and spec.kind is None:
+            names, head_dim = config.names, config.head_dim
+            parts = [
+                self.vector(names.of_layer(index, name), (count, head_dim))[own.start : own.stop]
+                for name, count, own in (
+                    (names.query_norm, config.num_heads, shard.heads),
+                    (names.key_norm, config.num_kv_heads, shard.kv_heads),
+                )
+            ]
+            return PartNorm(torch.cat(parts).flatten(), 0, config.norm.eps)
         if spec.attention.kv_layer is not None:
             norms = self._head_norms(index)
             return PartNorm(norms.queries.repeat(len(shard.heads)), 0, norms.eps)

@@ -55,7 +55,7 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("layer_norm_heads")
     if attention.norms_rotated or attention.kv_layer is not None:
         found.add("rotate_heads")
-    if attention.value_norm or attention.kv_layer is not None:
+    if attention.value_norm or attention.kv_layer is not None or attention.qk_norm == "each":
         found.add("rms_norm_heads")
     if attention.value_scale != 1:
         found.add("scale")

@@ -114,11 +114,11 @@ class Mamba(Generic[LinearT]):
     conv_bias: Tensor | None
     """[channels] float32."""
     decay: Tensor
-    """[state_dim, channels] float32, factors within the exponent of what a state keeps."""
+    """[state_dim, channels] or [heads] float32, factors within the exponent of what a state keeps."""
     dt_bias: Tensor
-    """[channels] float32."""
+    """[channels] or [heads] float32."""
     skip: Tensor
-    """[channels] float32, of what goes past the state."""
+    """[channels] or [heads] float32, of what goes past the state."""
     output_gate: LinearT
     small: LinearT
     """Map of channels to steps' numbers, B and C, of which each rank has the inputs that are its channels."""
@@ -145,14 +145,15 @@ class Mamba(Generic[LinearT]):
         if self.ranks > 1:
             small = ops.all_reduce(small)
         rank, size = spec.step_rank, spec.state_dim
-        step = columns(ops, small, 0, rank)
-        b, c = Columns(small, rank), Columns(small, rank + size)
+        first, of_b, of_c = spec.small
+        step = columns(ops, small, first, rank)
+        b, c = Columns(small, of_b), Columns(small, of_c)
         if self.norms:
-            eps, (of_step, of_b, of_c) = spec.norm_eps, self.norms
+            eps, (of_step, *of_both) = spec.norm_eps, self.norms
             step = ops.rms_norm(step, of_step, eps)
             b, c = (
                 Columns(ops.rms_norm(columns(ops, small, it.first, size), norm, eps))
-                for it, norm in ((b, of_b), (c, of_c))
+                for it, norm in zip((b, c), of_both, strict=True)
             )
         out = selective_scan(
             ops,
@@ -166,8 +167,8 @@ class Mamba(Generic[LinearT]):
             self.dt_bias,
             self.skip,
             groups=1,
-            head_dim=1,
-            by_element=True,
+            head_dim=spec.head_dim,
+            by_element=spec.heads is None,
             dt_limit=(0.0, MOST),
         )
         return ops.mul(out, ops.silu(ops.linear(h, self.output_gate)))
@@ -272,14 +273,12 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
     own = shard.part_of(config.attention_linears(index).into[0]).outputs
     conv, conv_bias = load_conv_weights(loader, index, spec, [*own])
     gate, small, steps = config.gate_linears(index)
-    decay = loader.vector(names.of_layer(index, names.state_decay), (spec.channels, spec.state_dim))
-    decay = decay[own.start : own.stop].t().contiguous()
+    steps_of = slice(own.start // spec.head_dim, own.stop // spec.head_dim)
+    decay = loader.vector(names.of_layer(index, names.state_decay), spec.rates)[steps_of]
+    decay = decay.t().contiguous() if spec.heads is None else decay.clone()
     dt_bias, skip = (
-        loader.vector(name, spec.channels)[own.start : own.stop].clone()
-        for name in (
-            f"{names.of_layer(index, names.state_step)}.bias",
-            names.of_layer(index, names.state_skip),
-        )
+        loader.vector(name, spec.num_steps)[steps_of].clone()
+        for name in (spec.step_bias(names, index), names.of_layer(index, names.state_skip))
     )
     norms: tuple[Tensor, ...] = ()
     if spec.norms is not None:
@@ -287,7 +286,7 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
         norms = tuple(
             torch.ones(size, device=loader.backend.device)
             if spec.norms == "unit"
-            else loader.vector(f"{name}.weight", size)
+            else loader.vector(name, size)
             for name, size in of_norms
         )
     return Mamba(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
-from own_oracles import Jais
+from own_oracles import Jais, Plamo2
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -140,6 +140,13 @@ _WITH_SHARED = {
 _SHARED_FIELDS = {
     **{"moe_intermediate_size": 48, "norm_topk_prob": True, "attention_multiplier": None},
     "shared_intermediate_size": None,
+}
+
+_PLAMO = {
+    **{"model.layers.": "model.layers.layers.", "self_attn.": "mixer."},
+    **{"input_layernorm": "pre_mixer_norm", "post_attention_layernorm": "post_mixer_norm"},
+    "pre_feedforward_layernorm": "pre_mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
 }
 
 OWN_CODE: dict[str, OwnCode] = {
@@ -296,6 +303,23 @@ OWN_CODE: dict[str, OwnCode] = {
         },
         _jais,
     ),
+    "plamo2": OwnCode(
+        "Plamo2ForCausalLM",
+        Plamo2,
+        {
+            **{"head_dim": 16, "hidden_activation": "silu", "num_hidden_layers": 4},
+            **{"tie_word_embeddings": False, "sliding_window": 512},
+        },
+        {**_PLAMO, **{f"{it}_scale": f"{it}_norm_weight" for it in ("dt", "B", "C")}},
+        {"head_dim": "hidden_size_per_head"},
+        {
+            **{"mamba_num_heads": 4, "mamba_step": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{"attention_window_size": 2048, "full_attention_idx": [], "sliding_window": None},
+            **{"rope_parameters": None, "layer_types": None, "hidden_activation": None},
+            **{"query_pre_attn_scalar": None, "rope_theta": 10000.0},
+        },
+        _plamo,
+    ),
     "plamo3": OwnCode(
         "Plamo3ForCausalLM",
         "Gemma3ForCausalLM",
@@ -304,12 +328,7 @@ OWN_CODE: dict[str, OwnCode] = {
             **{"hidden_activation": "silu", "tie_word_embeddings": False, "num_hidden_layers": 4},
             "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
         },
-        {
-            **{"model.layers.": "model.layers.layers.", "self_attn.": "mixer."},
-            **{"input_layernorm": "pre_mixer_norm", "post_attention_layernorm": "post_mixer_norm"},
-            "pre_feedforward_layernorm": "pre_mlp_norm",
-            "post_feedforward_layernorm": "post_mlp_norm",
-        },
+        _PLAMO,
         {"sliding_window": "window_size"},
         {
             **{"rope_parameters": None, "layer_types": None, "sliding_window_pattern": 3},

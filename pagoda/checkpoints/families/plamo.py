@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PLaMo 3: norms on both sides of attention and MLP, with offsets of their own (Preferred Networks 2025)."""
+"""PLaMo 2 and 3: norms on both sides of attention and MLP, with offsets of their own (Preferred Networks)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.checkpoints.families.mamba import MIXER_NAMES
 from pagoda.checkpoints.families.shared import (
+    conv_width,
     every_nth_full,
     with_attention,
     with_local_rotary,
+    with_state,
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.scan_layers import MambaSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _QKV, _GATE_UP = "mixer.qkv_proj", "mlp.gate_up_proj"
@@ -34,6 +38,69 @@ _NAMES = TensorNames(
     norm_offset=1.0,
     norm_offsets={"post_mixer_norm": 1 / 5, "post_mlp_norm": 5**-1.5},
 )
+
+# ---- PLaMo 2: Mamba with heads in most layers, and norms of queries and keys with weights for each head
+
+
+def _values2(fields: Fields) -> Mapping[str, object]:
+    """The longest sequence, which no layer of attention sees through a window."""
+    longest = fields.positive("max_position_embeddings", 2048)
+    window = fields.positive("attention_window_size", 2048)
+    layers = range(fields.positive("num_hidden_layers", 32))
+    named = fields.values.get("full_attention_idx")
+    whole = fields.integers("full_attention_idx") if named is not None else []
+    attending = [at for at in layers if not _is_mamba(fields, at)]
+    sees_all = set(attending) <= set(whole)
+    return {"max_position_embeddings": longest if sees_all else min(longest, window)}
+
+
+def _is_mamba(fields: Fields, layer: int) -> bool:
+    step, count = fields.positive("mamba_step", 2), fields.positive("num_hidden_layers", 32)
+    if not fields.flag("mamba_enabled", True):
+        return False
+    if count <= step // 2:
+        return layer != count - 1
+    return layer % step != step // 2
+
+
+def _adapt2(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    spec = with_attention(
+        spec.with_layers(lambda _, layer: replace(layer, post_norm=True)), qk_norm="each"
+    )
+    layers = [at for at in range(spec.num_layers) if _is_mamba(fields, at)]
+    heads = fields.positive("mamba_num_heads", 64)
+    state = MambaSpec(
+        heads * spec.head_dim,
+        fields.positive("mamba_d_state", 64),
+        max(64, spec.hidden_size // 16),
+        conv_width(fields, "mamba_d_conv", 4),
+        bias=False,
+        norms="weighed",
+        norm_eps=spec.norm.eps,
+        heads=heads,
+    )
+    return with_state(spec, state, layers, bias=False)
+
+
+PLAMO2 = Family(
+    "Plamo2ForCausalLM",
+    "PLaMo 2 1B and 8B, PLaMo 2.1",
+    _adapt2,
+    names=replace(
+        _NAMES,
+        query_norm="mixer.q_weight",
+        key_norm="mixer.k_weight",
+        state_x="mixer.bcdt_proj",
+        state_step_norm="mixer.dt_norm",
+        state_b_norm="mixer.B_norm",
+        state_c_norm="mixer.C_norm",
+        **{key: it for key, it in MIXER_NAMES.items() if key not in ("state_norm", "state_x")},
+    ),
+    renamed={"hidden_size_per_head": "head_dim"},
+    values=_values2,
+    defaults={"num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True},
+)
+
 
 # ---- PLaMo 3: windows in most layers, with a rotary table of their own
 
