@@ -244,6 +244,8 @@ class LayerSpec:
     output_factor: float = 1.0
     normed_residuals: tuple[float, float] | None = None
     """Outputs of attention, and of the MLP, are added to their normed inputs, times these (MiniMax-Text-01)."""
+    begins_loop: bool = False
+    """Hidden states come from the last layer, behind the norm there, as layers are gone through again (Ouro)."""
     shared: SharedSpec | None = None
     """The layer is a use of a block; what it gives is for the layer behind alone (Zamba2)."""
     joins_before: bool = False

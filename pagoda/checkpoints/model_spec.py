@@ -123,7 +123,8 @@ class ModelSpec:
     @property
     def is_whole(self) -> bool:
         """True of a model whose later layers need what only the first ones have: stages cannot share them."""
-        reads = any(it.attention.kv_layer is not None or it.shared for it in self.layers)
+        again = any(it.shared or it.begins_loop for it in self.layers)
+        reads = again or any(it.attention.kv_layer is not None for it in self.layers)
         return reads or (self.beside is not None and self.beside.spans_layers)
 
     @property
@@ -507,9 +508,8 @@ class ModelSpec:
                 if name == names.query_norm or spec.attention.kv_layer is None
             ]
         elif spec.attention.qk_norm == "each":
-            of_heads = (names.query_norm, self.num_heads), (names.key_norm, self.num_kv_heads)
-            sizes = [(names.of_layer(layer, it), count) for it, count in of_heads]
-            found += [(name, count * self.head_dim) for name, count in sizes]
+            counts = {names.query_norm: self.num_heads, names.key_norm: self.num_kv_heads}
+            found += [(names.of_layer(layer, it), n * self.head_dim) for it, n in counts.items()]
         elif spec.attention.qk_norm == "layer":
             for norm, heads in self.head_layer_norms(layer):
                 found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]

@@ -446,6 +446,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         ):
             if index in self._captured:
                 ops.result(layer_input(index), ops.share_rows(x))
+            if layer.spec.begins_loop:
+                x = normed(ops, x, self._norm, eps)
             if frame is not None and layer.beside is not None:
                 x = frame.enter(ops, layer.beside, x)
             if not layer.spec.same_input:
@@ -456,10 +458,9 @@ class Decoder(Generic[LinearT, MetadataT]):
                 frame.attend(ops, layer.beside, mixed)
             h = scaled(ops, mixed, layer.spec.input_factor)
             table = tables.get(layer.spec.attention.rotary)
-            if layer.block is not None:
-                beside = layer.block.added(ops, h)
+            own_beside = beside if layer.block is None else layer.block.added(ops, h)
             attended = self._attention(
-                ops, layer, maps, (cache, states), table, h, adapters, beside
+                ops, layer, maps, (cache, states), table, h, adapters, own_beside
             )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
@@ -490,7 +491,6 @@ class Decoder(Generic[LinearT, MetadataT]):
             if layer.block is not None:
                 h = normed(ops, out, layer.mlp_norm, eps)
                 passed = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
-                beside = None
                 continue
             x = added(ops, config, layer, x, out, layer.attention_post_norm)
             x = x if frame is None else frame.attended(ops, x)

@@ -241,8 +241,8 @@ class WeightLoader(Generic[LinearT]):
         self.tracer = tracer
         self.source = source
         self._quantization = quantization
-        self._blocks: dict[int, Layer[LinearT]] = {}
-        """Blocks that layers share, by their numbers in files."""
+        self._layers: dict[str, Layer[LinearT]] = {}
+        """Layers that are loaded, by their places in files."""
         self.on_loaded = on_loaded
         experts = shard.config.experts
         self.expert_counts = torch.zeros(
@@ -253,18 +253,18 @@ class WeightLoader(Generic[LinearT]):
         """Tokens that went to each expert, of all layers together."""
 
     def layer(self, index: int) -> Layer[LinearT]:
-        """Weights of a layer; those of a block are loaded once for all layers that share it."""
+        """Weights of a layer; those that several layers have in a file are loaded once for all of them."""
         config = self.shard.config
-        shared = config.layers[index].shared
-        if shared is None:
-            return self._layer(index)
-        number = config.names.number_of(index)
-        if number not in self._blocks:
-            self._blocks[number] = self._layer(index)
-        block, mlp = load_block_use(self, index, shared), self._blocks[number].mlp
+        place, spec = config.names.of_layer(index, "{part}{half}"), config.layers[index]
+        if place not in self._layers:
+            self._layers[place] = self._layer(index)
+        layer = replace(self._layers[place], spec=spec)
+        if spec.shared is None:
+            return layer
+        block, mlp = load_block_use(self, index, spec.shared), layer.mlp
         if isinstance(mlp, DenseMlp):
             mlp = replace(mlp, added=block.gate_up)
-        return replace(self._blocks[number], mlp=mlp, block=block, spec=config.layers[index])
+        return replace(layer, mlp=mlp, block=block)
 
     def _layer(self, index: int) -> Layer[LinearT]:
         config, names = self.shard.config, self.shard.config.names

@@ -577,7 +577,7 @@ def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
     less_one = name.startswith(
-        ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo")
+        ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo", "ouro")
     )  # weights of norms
     less_one &= not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():

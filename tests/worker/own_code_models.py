@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
-from own_oracles import Jais, Plamo2
+from own_oracles import Jais, Ouro, Plamo2
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -113,6 +113,13 @@ def _jais(tensors: Tensors, config: Any) -> None:
         tensors[name] = tensors[name].T
     tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"] / 4
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+
+
+def _ouro(tensors: Tensors, _: Any) -> None:
+    """Weights of norms are whole, and embeddings have no factor."""
+    for name in [it for it in tensors if "norm" in it]:
+        tensors[name] = tensors[name] + 1
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
 
 
 def _plamo(tensors: Tensors, config: Any) -> None:
@@ -302,6 +309,28 @@ OWN_CODE: dict[str, OwnCode] = {
             **{"mup_width_scale": 2.0, "mup_scale_qk_dot_by_d": True},
         },
         _jais,
+    ),
+    "ouro": OwnCode(
+        "OuroForCausalLM",
+        Ouro,
+        {
+            **{"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "head_dim": 16},
+            **{"query_pre_attn_scalar": 16, "hidden_activation": "silu"},
+            **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            **{"tie_word_embeddings": False, "attn_implementation": "eager"},
+        },
+        {
+            **{"post_attention_layernorm": "input_layernorm_2"},
+            **{"pre_feedforward_layernorm": "post_attention_layernorm"},
+            "post_feedforward_layernorm": "post_attention_layernorm_2",
+        },
+        {},
+        {
+            **{"num_hidden_layers": 2, "total_ut_steps": 2, "early_exit_threshold": 1.0},
+            **{"layer_types": None, "hidden_activation": None, "query_pre_attn_scalar": None},
+            "sliding_window": None,
+        },
+        _ouro,
     ),
     "plamo2": OwnCode(
         "Plamo2ForCausalLM",

@@ -102,3 +102,26 @@ class _Attention(nn.Module):
         k, v = (it.repeat_interleave(2, dim=1) for it in (k, v))
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=count > 1)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class Ouro(transformers.Gemma2ForCausalLM):
+    """Gemma 2 whose second half of layers is the first one again, behind the norm of its outputs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.use_cache = self.generation_config.use_cache = False
+        layers = [*self.model.layers][: config.num_hidden_layers // 2]
+        again = [_Again(layer, None if at else self.model.norm) for at, layer in enumerate(layers)]
+        self.model.layers = nn.ModuleList([*layers, *again])
+
+
+class _Again(nn.Module):
+    """A layer that another module owns, and maybe a norm in front of it."""
+
+    def __init__(self, layer: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.__dict__["others"] = layer, norm  # so that their weights are saved once
+
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+        layer, norm = self.__dict__["others"]
+        return layer(hidden_states if norm is None else norm(hidden_states), *rest, **named)

@@ -120,6 +120,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "ChatGLMForConditionalGeneration": "own_code",
         "DeepseekForCausalLM": "own_code",
         "BailingMoeForCausalLM": "own_code",
+        "OuroForCausalLM": "ouro",
         "Plamo2ForCausalLM": "plamo",
         "Plamo3ForCausalLM": "plamo",
         "Ernie4_5ForCausalLM": "ernie",
