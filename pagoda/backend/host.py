@@ -118,7 +118,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
 
 
 _LATENT_SIZES = "sums of kv_lora_rank, qk_rope_head_dim and index_head_dim"
-"""What errors call the numbers that latent attention keeps of a token."""
+"""Name, in errors, of the numbers that latent attention keeps of a token."""
 LEAST_OWN_ROWS = 16
 """Rows of a context-parallel rank from which on it is worth sharing them out."""
 

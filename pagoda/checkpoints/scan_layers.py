@@ -166,7 +166,7 @@ class MambaSpec:
 
     @property
     def small(self) -> tuple[int, int, int]:
-        """Where steps' numbers, B and C begin among what channels make."""
+        """Places at which steps' numbers, B and C begin among what channels make."""
         if self.heads is None:
             return 0, self.step_rank, self.step_rank + self.state_dim
         return 2 * self.state_dim, 0, self.state_dim

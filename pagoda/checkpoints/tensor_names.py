@@ -215,7 +215,7 @@ class TensorNames:
     halves: bool = False
     """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
     parts: tuple[str, ...] = ()
-    """What `{part}` stands for in the names of each layer (Zamba2, where a layer is a part of another one)."""
+    """Meanings of `{part}` in the names of each layer (Zamba2, where a layer is a part of another one)."""
     joined: str = "linear"
     """Map of what the layer in front gives, which is added to the input of a layer."""
     numbers: tuple[int, ...] = ()

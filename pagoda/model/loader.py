@@ -241,8 +241,8 @@ class WeightLoader(Generic[LinearT]):
         self.tracer = tracer
         self.source = source
         self._quantization = quantization
-        self._layers: dict[str, Layer[LinearT]] = {}
-        """Layers that are loaded, by their places in files."""
+        self._layers: dict[tuple[str, object], Layer[LinearT]] = {}
+        """Layers that are loaded, by their places in files and their kinds."""
         self.on_loaded = on_loaded
         experts = shard.config.experts
         self.expert_counts = torch.zeros(
@@ -255,7 +255,8 @@ class WeightLoader(Generic[LinearT]):
     def layer(self, index: int) -> Layer[LinearT]:
         """Weights of a layer; those that several layers have in a file are loaded once for all of them."""
         config = self.shard.config
-        place, spec = config.names.of_layer(index, "{part}{half}"), config.layers[index]
+        spec = config.layers[index]
+        place = config.names.of_layer(index, "{part}{half}"), spec.kind  # Falcon-H1 has two in one
         if place not in self._layers:
             self._layers[place] = self._layer(index)
         layer = replace(self._layers[place], spec=spec)

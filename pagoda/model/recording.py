@@ -38,7 +38,7 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
 
 
 def residual(ops: GraphBuilder, layer: Layer[LinearT], place: int, x: Value, h: Value) -> Value:
-    """What attention, at place 0, or the MLP is added to: hidden states x, or h, which are these behind a norm."""
+    """Sum that attention, at place 0, or the MLP adds to: hidden states x, or h, which are these behind a norm."""
     factors = layer.spec.normed_residuals
     return x if factors is None else scaled(ops, h, factors[place])
 

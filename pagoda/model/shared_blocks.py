@@ -32,7 +32,7 @@ class BlockUse(Generic[LinearT]):
     """Weights of one use of a block, besides those of all its uses."""
 
     qkv: Sequence[LowRankMap[LinearT]]
-    """Of queries, keys and values; empty where these have none."""
+    """Maps of queries, keys and values; empty where these have none."""
     gate_up: LowRankMap[LinearT]
 
     def named(self) -> dict[str, object]:
@@ -45,7 +45,7 @@ class BlockUse(Generic[LinearT]):
         }
 
     def added(self, ops: GraphBuilder, h: Value) -> Value | None:
-        """What is added to queries, keys and values of h [n, 2 hidden]."""
+        """Addition to queries, keys and values of h [n, 2 hidden]."""
         found: Value | None = None
         for each in self.qkv:
             own = each.record(ops, h)
@@ -56,7 +56,7 @@ class BlockUse(Generic[LinearT]):
 def attention_source(
     ops: GraphBuilder, layer: Layer[LinearT], x: Value, embedded: Value, given: Value | None
 ) -> Value:
-    """What is normed in front of attention or a state: of a block, hidden states x beside embeddings [n, hidden].
+    """Input of the norm in front of attention or a state: of a block, hidden states x beside embeddings [n, hidden].
 
     Of a layer behind a block, x with a map of what that has given.
     """
