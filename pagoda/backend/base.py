@@ -425,6 +425,9 @@ class NeededInputs:
         for group in self.groups:
             if group not in step.metadata:
                 raise ValueError(f"A step of this graph needs metadata of group {group}.")
+        if counts[0] < 0 and "positions" in step.tensors:
+            # Where positions are not told, nothing else may be of this rank's own tokens.
+            counts[0] = len(step.tensors["positions"])
         return StepRows(*(max(0, count) for count in counts))
 
 
