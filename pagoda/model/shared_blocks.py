@@ -56,7 +56,7 @@ class BlockUse(Generic[LinearT]):
 def attention_source(
     ops: GraphBuilder, layer: Layer[LinearT], x: Value, embedded: Value, given: Value | None
 ) -> Value:
-    """Input of the norm in front of attention or a state: of a block, hidden states x beside embeddings [n, hidden].
+    """Input of the norm in front of attention or a state: of a block, x [n, hidden] beside embeddings [n, hidden].
 
     Of a layer behind a block, x with a map of what that has given.
     """

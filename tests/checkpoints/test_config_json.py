@@ -99,7 +99,7 @@ _NORMS = {
     **dict.fromkeys(("ApertusForCausalLM", "Dots1ForCausalLM", "ExaoneMoeForCausalLM"), "head"),
     **dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), "head"),
     "Qwen3VLMoeForConditionalGeneration": "head",
-    **{"PersimmonForCausalLM": "layer", "Plamo3ForCausalLM": "head"},
+    **{"PersimmonForCausalLM": "layer", "Plamo3ForCausalLM": "head", "Plamo2ForCausalLM": "each"},
     **dict.fromkeys(("AfmoeForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM"), "head"),
 }
 
@@ -138,7 +138,7 @@ def test_families(name: str) -> None:
         "Gemma3ForCausalLM",
         "Gemma3nForCausalLM",
         "Gemma4ForCausalLM",
-        "Plamo3ForCausalLM",
+        *("OuroForCausalLM", "Plamo2ForCausalLM", "Plamo3ForCausalLM"),
     )
     assert config.layers[0].post_norm is (name in behind)
     assert config.layers[0].pre_norm is (name not in only_behind)
