@@ -381,7 +381,7 @@ struct ExpertRouting {
 // Inputs that a convolution sees.
 constexpr int kMaxConvWidth = 16;
 // Columns of a delta rule's state that are carried on together, the most rows, and what divides their number.
-constexpr int kDeltaStrip = 32, kMaxDeltaKey = 256, kDeltaKeyMultiple = 4;
+constexpr int kDeltaStrip = 32, kMaxDeltaKey = 256, kDeltaKeyMultiple = 4, kKeptChannels = 16;
 // The same of a selective scan, whose rows are filled up with zeros to a multiple of kScanRows.
 constexpr int kScanStrip = 32, kMaxScanState = 256, kScanRows = 4;
 
@@ -521,8 +521,11 @@ struct KernelTable {
     void (*forbid_unset)(float* x, int64_t n, const uint32_t* bits);
     void (*conv_row)(const ConvRow&);
     // One token of the gated delta rule for kDeltaStrip columns of a state [d, kDeltaStrip]; d is a multiple of four.
-    void (*delta_step)(float* state, int64_t d, const float* query, const float* key, const float* value, float decay,
-                       float beta, float scale, float* out);
+    // `kept` is the part that is kept of the state or, by_channel, of each of its rows.
+    void (*delta_step)(float* state, int64_t d, const float* query, const float* key, const float* value,
+                       const float* kept, bool by_channel, float beta, float scale, float* out);
+    // e^(rate softplus(x + bias)) of rows [n]; n is a multiple of kKeptChannels.
+    void (*kept_channels)(const float* x, const float* bias, float rate, int64_t n, float* out);
     void (*scan_step)(const ScanStep&);
     // A key of an indexer, whose d elements lie `step` apart in the cache, as floats kKeyTile apart.
     void (*index_key)(Dtype cache, const void* key, int64_t d, int64_t step, float scale, float* out);

@@ -25,7 +25,7 @@ constexpr pagoda::KernelTable kTable = {
     pagoda::kQuantizedRows, dequantize_row_of,
     argmax_outputs, round_to_int8, round_to_int4, round_to_blocks, add_up, rms_norm, silu_and_mul, kRowKernels, route, gate_and_mul, weighted_sum,
     norm_and_rotate, math_of, to_cache, pack_query, attend, merge, merge_segment, normalize,
-    total_weight, total_product, weigh, block_maxima, count_above, forbid_unset, conv_row, delta_step, scan_step,
+    total_weight, total_product, weigh, block_maxima, count_above, forbid_unset, conv_row, delta_step, kept_channels, scan_step,
     index_key, index_scores,
 };
 

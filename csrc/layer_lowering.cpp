@@ -306,7 +306,8 @@ void gated_delta(Program& program, const Graph& graph, int index) {
     const Value qkv = own.inputs[0], gates = own.inputs.at(1), metadata = own.inputs.at(2), out = own.outputs[0];
     const StateCache& cache = *graph.weight<const StateCache*>(own, 0);
     const auto key_heads = static_cast<int64_t>(own.numbers.at(0)), key_dim = static_cast<int64_t>(own.numbers.at(1));
-    const GatedDelta layer{cache, graph.vector(own, 1), graph.vector(own, 2), key_heads, key_dim, graph.width(out) / cache.units};
+    const GatedDelta layer{cache, graph.vector(own, 1), graph.vector(own, 2), key_heads, key_dim, graph.width(out) / cache.units,
+                           own.numbers.at(2) != 0};
     if (key_dim > kMaxDeltaKey || key_dim % kDeltaKeyMultiple != 0) {
         throw std::invalid_argument("keys of a delta rule have a multiple of " + std::to_string(kDeltaKeyMultiple) +
                                     " elements, at most " + std::to_string(kMaxDeltaKey));
@@ -319,7 +320,7 @@ void gated_delta(Program& program, const Graph& graph, int index) {
                     .check = [=, &p = program](const Step&) {
                          check_metadata(*p.at<const AttentionMetadata>(metadata), shape_of(layer.cache), layer.cache.num_blocks);
                     },
-                    .weight_bytes = 2 * cache.units * size_of(Dtype::f32)});
+                    .weight_bytes = (1 + (layer.by_channel ? key_dim : 1)) * cache.units * size_of(Dtype::f32)});
 }
 
 void selective_scan(Program& program, const Graph& graph, int index) {

@@ -93,7 +93,12 @@ void carry_strip(const KernelTable& table, const AttentionMetadata& metadata, co
     constexpr float kEps = 1e-6f;
     const auto length = static_cast<float>(d);
     std::fill_n(factors, d, 1.0f / std::sqrt(length));
-    const float scale = 1.0f / std::sqrt(length), decay = layer.decay[head], bias = layer.dt_bias[head];
+    const float scale = 1.0f / std::sqrt(length), decay = layer.decay[head];
+    // Parts that are kept, and what they are made of, filled up with zeros.
+    alignas(64) float kept[kMaxDeltaKey], x[kMaxDeltaKey] = {}, bias[kMaxDeltaKey] = {};
+    const int64_t channels = layer.by_channel ? d : 1;
+    const int64_t padded = (channels + kKeptChannels - 1) / kKeptChannels * kKeptChannels;
+    std::copy_n(layer.dt_bias + head * channels, channels, bias);
     carry_on(
         metadata, sequence,
         [&](int32_t block) {
@@ -107,13 +112,19 @@ void carry_strip(const KernelTable& table, const AttentionMetadata& metadata, co
             for (int64_t i = 0; i < d; ++i) std::copy_n(state + i * kDeltaStrip, count, to + i * count);
         },
         [&](int64_t token) {
-            const float *in = qkv + token * row, *gate = gates + token * 2 * heads;
+            const float *in = qkv + token * row, *gate = gates + token * heads * (1 + channels);
             table.rms_norm(in + key_head * d, nullptr, factors, kEps / length, d, nullptr, query);
             table.rms_norm(in + keys + key_head * d, nullptr, factors, kEps / length, d, nullptr, key);
             std::copy_n(in + 2 * keys + head * layer.value_dim + first, count, value);
-            const float beta = 1.0f / (1.0f + std::exp(-gate[head])), x = gate[heads + head] + bias;
-            const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-            table.delta_step(state, d, query, key, value, std::exp(decay * softplus), beta, scale, result);
+            const float beta = 1.0f / (1.0f + std::exp(-gate[head]));
+            if (layer.by_channel) {
+                std::copy_n(gate + heads + head * d, d, x);
+                table.kept_channels(x, bias, decay, padded, kept);
+            } else {
+                const float sum = gate[heads + head] + bias[0];
+                kept[0] = std::exp(decay * (sum > 20.0f ? sum : std::log1p(std::exp(sum))));
+            }
+            table.delta_step(state, d, query, key, value, kept, layer.by_channel, beta, scale, result);
             std::copy_n(result, count, out + (token * heads + head) * layer.value_dim + first);
         });
 }

@@ -41,11 +41,13 @@ void short_conv(const KernelTable& table, const AttentionMetadata& metadata, con
 struct GatedDelta {
     StateCache cache;
     const float* decay;    // [heads], factors within the exponent
-    const float* dt_bias;  // [heads]
+    const float* dt_bias;  // [heads] or, by_channel, [heads, key_dim]
     int64_t key_heads, key_dim, value_dim;
+    bool by_channel;  // rows of a state are kept each in a part of its own
 };
 
-// out [n, heads * value_dim] of qkv [n, 2 key_heads key_dim + heads value_dim] and gates [n, 2 heads].
+// out [n, heads * value_dim] of qkv [n, 2 key_heads key_dim + heads value_dim] and gates [n, 2 heads] or, by_channel,
+// [n, heads + heads key_dim].
 void gated_delta(const KernelTable& table, const AttentionMetadata& metadata, const GatedDelta& layer, const float* qkv,
                  const float* gates, float* out);
 

@@ -41,34 +41,42 @@ struct DeltaSums {
     }
 };
 
-// S = decay S + k (beta (v - decay k S)), out = scale q S; d is a multiple of kDeltaSums.
-void delta_step(float* state, int64_t d, const float* query, const float* key, const float* value, float decay,
-                float beta, float scale, float* out) {
+// S = kept S + k (beta (v - k kept S)), out = scale q S; d is a multiple of kDeltaSums.
+template <bool by_channel>
+PAGODA_INLINE void delta_rows(float* state, int64_t d, const float* query, const float* key, const float* value,
+                              const float* kept, float beta, float scale, float* out) {
     DeltaSums seen, found;
     for (int64_t i = 0; i < d; i += kDeltaSums) {
         for (int s = 0; s < kDeltaSums; ++s) {
-            const vec k = broadcast(key[i + s]);
+            const vec k = broadcast(by_channel ? key[i + s] * kept[i + s] : key[i + s]);
             const float* row = state + (i + s) * pagoda::kDeltaStrip;
             for (int j = 0; j < kDeltaVectors; ++j) seen.parts[s][j] = fma(k, load(row + j * kWidth), seen.parts[s][j]);
         }
     }
-    const vec kept = broadcast(decay), rate = broadcast(beta);
+    const vec rate = broadcast(beta);
     vec delta[kDeltaVectors];
     for (int j = 0; j < kDeltaVectors; ++j) {
-        delta[j] = mul(rate, sub(load(value + j * kWidth), mul(kept, seen.total(j))));
+        const vec own = by_channel ? seen.total(j) : mul(broadcast(kept[0]), seen.total(j));
+        delta[j] = mul(rate, sub(load(value + j * kWidth), own));
     }
     for (int64_t i = 0; i < d; i += kDeltaSums) {
         for (int s = 0; s < kDeltaSums; ++s) {
-            const vec k = broadcast(key[i + s]), q = broadcast(query[i + s]);
+            const vec k = broadcast(key[i + s]), q = broadcast(query[i + s]), part = broadcast(kept[by_channel ? i + s : 0]);
             float* row = state + (i + s) * pagoda::kDeltaStrip;
             for (int j = 0; j < kDeltaVectors; ++j) {
-                const vec next = fma(k, delta[j], mul(kept, load(row + j * kWidth)));
+                const vec next = fma(k, delta[j], mul(part, load(row + j * kWidth)));
                 store(row + j * kWidth, next);
                 found.parts[s][j] = fma(q, next, found.parts[s][j]);
             }
         }
     }
     for (int j = 0; j < kDeltaVectors; ++j) store(out + j * kWidth, mul(broadcast(scale), found.total(j)));
+}
+
+void delta_step(float* state, int64_t d, const float* query, const float* key, const float* value, const float* kept,
+                bool by_channel, float beta, float scale, float* out) {
+    by_channel ? delta_rows<true>(state, d, query, key, value, kept, beta, scale, out)
+               : delta_rows<false>(state, d, query, key, value, kept, beta, scale, out);
 }
 
 // log(1 + e^x) is max(x, 0) + log(1 + u) with u = e^-|x|, and that 2 atanh(s) with s = u / (2 + u), at most 1/3: the first
@@ -78,6 +86,13 @@ PAGODA_INLINE vec softplus(vec x) {
     vec p = broadcast(1.0f / 17);
     for (const float next : {15.0f, 13.0f, 11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) p = fma(p, square, broadcast(1.0f / next));
     return add(max(x, zero()), mul(add(s, s), p));
+}
+
+void kept_channels(const float* x, const float* bias, float rate, int64_t n, float* out) {
+    static_assert(pagoda::kKeptChannels % kWidth == 0);
+    for (int64_t i = 0; i < n; i += kWidth) {
+        store(out + i, exp(mul(broadcast(rate), softplus(add(load(x + i), load(bias + i))))));
+    }
 }
 
 // Some vectors of columns, so many that their sums stay in registers: S = kept S + b (dt x), out = c S + skip x.

@@ -209,11 +209,12 @@ class StateCache:
     """States of one layer, in blocks whose memory would else hold K and V.
 
     A state is `units` alike of `floats` float32 numbers, one behind the other. The first half of the units lies
-    where the keys of a block would, the others where its values would. Ranks of other engines, which hold other
-    units, copy them from there; how the numbers of one unit are laid out is up to the backend.
+    where the keys of a block would, the others where its values would; of latents, in the halves of a block. Ranks
+    of other engines, which hold other units, copy them from there; how the numbers of one unit are laid out is up
+    to the backend.
     """
 
-    memory: KVCache
+    memory: KVCache | LatentCache
     block_size: int
     """Tokens of a block, which holds the state behind its last computed token."""
     units: int
@@ -241,9 +242,17 @@ class StateCache:
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Both halves of all blocks, [num_blocks, floats] float32 each."""
+        if isinstance(self.memory, LatentCache):
+            block = self.memory.latents.flatten(1).view(uint8).view(float32)
+            middle = block.shape[1] // 2
+            return block[:, :middle], block[:, middle : 2 * middle]
         both = (self.memory.keys, self.memory.values)
         first, second = (half.flatten(1).view(uint8).view(float32) for half in both)
         return first, second
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.halves()[0])
 
 
 LayerMemory = KVCache | LatentCache | StateCache
@@ -416,6 +425,9 @@ class NeededInputs:
         for group in self.groups:
             if group not in step.metadata:
                 raise ValueError(f"A step of this graph needs metadata of group {group}.")
+        if counts[0] < 0 and "positions" in step.tensors:
+            # Where positions are not told, nothing else may be of this rank's own tokens.
+            counts[0] = len(step.tensors["positions"])
         return StepRows(*(max(0, count) for count in counts))
 
 

@@ -94,7 +94,8 @@ class HostBackend(Backend[LinearT, MetadataT]):
         index_dim: int = 0,
     ) -> LatentCache:
         kv_dtype, blocks = kv_dtype or dtype, (num_blocks, 1)
-        _, shape = self.block_shapes(block_size, rank + rope_dim + index_dim, dtype, kv_dtype)
+        width = rank + rope_dim + index_dim
+        _, shape = self.block_shapes(block_size, width, dtype, kv_dtype, _LATENT_SIZES)
         latents, scales = new((*blocks, *shape), kv_dtype), None
         self.advise(latents)
         if format_of(kv_dtype).has_scales:
@@ -103,14 +104,21 @@ class HostBackend(Backend[LinearT, MetadataT]):
 
     @abstractmethod
     def block_shapes(
-        self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+        self,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        what: str = "head sizes",
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one head's keys and values in a block; latents lie as values do."""
+        """Shapes of one head's keys and values in a block; latents lie as values do. Errors name `what`."""
 
     def advise(self, *cached: Tensor) -> None:
         """Tells the machine how the memory of K and V will be used; by default nothing."""
 
 
+_LATENT_SIZES = "sums of kv_lora_rank, qk_rope_head_dim and index_head_dim"
+"""Name, in errors, of the numbers that latent attention keeps of a token."""
 LEAST_OWN_ROWS = 16
 """Rows of a context-parallel rank from which on it is worth sharing them out."""
 

@@ -72,7 +72,8 @@ def gated_delta(
     which neighbours have a query and key in common. Gates [n, 2 heads] are b of all heads, then a. Of every head,
     with q and k over their lengths (the root of the sum of squares plus 1e-6), a state S [key_dim, value_dim]
     becomes g S + k beta (v - g k S), where beta is the sigmoid of b and g is exp(decay softplus(a + dt_bias)); the
-    result is q S / sqrt(key_dim). Raises ValueError: shapes do not fit.
+    result is q S / sqrt(key_dim). With gates [n, heads + heads key_dim] and a bias of as many elements, a of every
+    head has one for each row of S (Kimi Team 2025, arXiv 2510.26692). Raises ValueError: shapes do not fit.
     """
     heads = cache.units
     value_dim, rest = divmod(qkv.width - 2 * key_heads * key_dim, heads)
@@ -81,7 +82,10 @@ def gated_delta(
             f"Rows of {qkv.width} are not queries and keys of {key_heads} heads of {key_dim} and values of "
             f"{heads} heads with states of {cache.floats}."
         )
-    if gates.width != 2 * heads or (len(decay), len(dt_bias)) != (heads, heads):
+    by_channel = len(dt_bias) != heads
+    channels = key_dim if by_channel else 1
+    sizes = gates.width, len(decay), len(dt_bias)
+    if sizes != (heads * (1 + channels), heads, heads * channels):
         raise ValueError(
             f"Gates of {gates.width}, decays and biases are not those of {heads} heads."
         )
@@ -89,7 +93,7 @@ def gated_delta(
         "gated_delta",
         [qkv, gates, metadata],
         [cache, decay, dt_bias],
-        {"key_heads": key_heads, "key_dim": key_dim},
+        {"key_heads": key_heads, "key_dim": key_dim, "by_channel": by_channel},
         heads * value_dim,
     )
 

@@ -15,7 +15,7 @@ STATE_OPERATIONS: Mapping[str, OperationSpec] = {
         "state",
         ("qkv", "gates", "metadata"),
         ("cache", "decay", "dt_bias"),
-        ("key_heads", "key_dim"),
+        ("key_heads", "key_dim", "by_channel"),
     ),
     "selective_scan": OperationSpec(
         "state",

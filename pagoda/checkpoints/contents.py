@@ -49,10 +49,11 @@ _PARTS = frozenset(
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
 _FOLLOWING = re.compile(
     r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
-    r"|(attn|attention)\.(masked_)?bias|feed_forward_ve\.w[123]\.weight)$"
+    r"|self_attn\.(slope_rate|(query|key|diagonal)_decay)|(attn|attention)\.(masked_)?bias"
+    r"|feed_forward_ve\.w[123]\.weight)$"
 )
-"""Frequencies that follow from the configuration, scales of KV caches in the files' own format, masks, and MLPs of
-tokens of pictures (Mono-InternVL)."""
+"""Frequencies and rates that follow from the configuration, scales of KV caches in the files' own format, masks,
+and MLPs of tokens of pictures (Mono-InternVL)."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
 """Linear layers that have biases if experts do."""

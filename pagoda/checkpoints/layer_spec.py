@@ -9,11 +9,14 @@ from typing import Literal
 from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentSpec
+from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.rope import (
     TemperatureSpec,
 )
-from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
+from pagoda.checkpoints.scan_layers import LightningSpec, Mamba2Spec, MambaSpec
+from pagoda.checkpoints.shared_blocks import SharedSpec
+from pagoda.checkpoints.state_layers import ChannelDeltaSpec, GatedDeltaSpec, ShortConvSpec
+from pagoda.checkpoints.tensor_names import TensorNames
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
@@ -52,11 +55,12 @@ class AttentionSpec:
     """A token sees itself and `window - 1` tokens before it; None sees all."""
     rotary: str = "default"
     """Name of the rotary table in `ModelSpec.rotary`."""
-    qk_norm: Literal["head", "all", "unit", "layer"] | None = None
+    qk_norm: Literal["head", "each", "all", "unit", "layer"] | None = None
     """Queries and keys are normed before the rotary embedding, every head by itself or all of a token together.
 
-    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4). Those
-    of `layer` are layer norms of every head, others root mean squares."""
+    Norms of `each` are of every head, too, which have weights of their own (PLaMo 2). Norms of `unit` are
+    of every head, and have no weights, so they may as well come behind (Llama 4). Those of `layer` are
+    layer norms of every head, others root mean squares."""
     norms_rotated: bool = False
     """Norms of queries and keys come behind the rotary embedding (Hunyuan)."""
     clip: float | None = None
@@ -130,6 +134,10 @@ class MlpSpec:
     def has_down_bias(self) -> bool:
         return self.bias if self.down_bias is None else self.down_bias
 
+    def vectors(self, names: TensorNames, _: int) -> list[tuple[str, int]]:
+        """Names within a layer, and sizes, of its numbers besides maps."""
+        return [(f"{names.activation}.{name}", 1) for name in XIELU * (self.activation == "xielu")]
+
 
 @dataclass(frozen=True)
 class ClampedGate:
@@ -167,6 +175,8 @@ class ExpertsSpec:
     """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of gated experts without clamped gates, and of the shared MLP."""
+    latent_size: int | None = None
+    """Elements of the vectors that experts are given and give in place of hidden states (Nemotron 3 Super)."""
     gated: bool = True
     """False of experts, and of a shared one, that are plain MLPs of squared ReLU (Nemotron-H)."""
 
@@ -174,6 +184,26 @@ class ExpertsSpec:
     def num_stored(self) -> int:
         """Experts that have weights."""
         return self.routing.num_experts - self.identities
+
+    def latent_linears(self, names: TensorNames, layer: int, hidden: int) -> tuple[LinearSpec, ...]:
+        """Map of hidden states to what experts are given, and the one back; none where that is hidden states."""
+        if self.latent_size is None:
+            return ()
+        sizes = {
+            names.expert_latent: (self.latent_size, hidden),
+            names.expert_latent_back: (hidden, self.latent_size),
+        }
+        return tuple(
+            LinearSpec(names.of_layer(layer, name), *size, LinearRole.WHOLE_MAP)
+            for name, size in sizes.items()
+        )
+
+    def vectors(self, names: TensorNames, hidden: int) -> list[tuple[str, int]]:
+        """Names within a layer, and sizes, of its vectors besides maps."""
+        count, found = self.routing.num_experts, list[tuple[str, int]]()
+        if self.apart:
+            found += [*((name, hidden) for name in APART_NORMS), ("router.per_expert_scale", count)]
+        return [*found, (names.correction, count)] if self.correction else found
 
     @property
     def shared(self) -> MlpSpec | None:
@@ -184,7 +214,9 @@ class ExpertsSpec:
         return MlpSpec(self.shared_size, activation=activation, gated=self.gated)
 
 
-StateSpec = ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec
+StateSpec = (
+    ShortConvSpec | GatedDeltaSpec | ChannelDeltaSpec | Mamba2Spec | MambaSpec | LightningSpec
+)
 """Kinds of layers that keep a state."""
 LayerKind = LatentSpec | StateSpec
 """Kinds of layers besides plain attention; `pagoda.model.loader` has what loads each."""
@@ -210,6 +242,14 @@ class LayerSpec:
     input_factor: float = 1.0
     """Multiplier of that input, and of what comes of it (Falcon-H1)."""
     output_factor: float = 1.0
+    normed_residuals: tuple[float, float] | None = None
+    """Outputs of attention, and of the MLP, are added to their normed inputs, times these (MiniMax-Text-01)."""
+    begins_loop: bool = False
+    """Hidden states come from the last layer, behind the norm there, as layers are gone through again (Ouro)."""
+    shared: SharedSpec | None = None
+    """The layer is a use of a block; what it gives is for the layer behind alone (Zamba2)."""
+    joins_before: bool = False
+    """A map of what the layer in front gives is added to the input of this one."""
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
     parallel_norms: bool = False

@@ -144,3 +144,5 @@ class ExpertLinears(NamedTuple):
     shared: MlpLinears | PlainMlpLinears | None
     """The MLP that every token goes through besides."""
     shared_router: LinearSpec | None
+    latent: tuple[LinearSpec, ...] = ()
+    """Map of hidden states to what experts are given, and the one back, where that is not hidden states."""

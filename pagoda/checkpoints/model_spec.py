@@ -9,21 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
+from pagoda.checkpoints.filled_heads import filled_linears
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import (
-    APART_NORMS,
-    XIELU,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
-    OwnHeads,
 )
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,
-    HeadFill,
     LinearRole,
     LinearSpec,
     MlpLinears,
@@ -46,6 +43,7 @@ from pagoda.checkpoints.rope import (
     RotarySpec,
 )
 from pagoda.checkpoints.scan_layers import ScanLinears
+from pagoda.checkpoints.shared_blocks import joined_linear, shared_linears
 from pagoda.checkpoints.tensor_names import (
     HeadLayerNorm,
     StoredRows,
@@ -118,13 +116,15 @@ class ModelSpec:
     def layer_runs(self) -> list[range]:
         """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other."""
         each = 2 if self.experts is not None and self.experts.carried else 1
-        begins = [at for at in range(0, self.num_layers, each) if not self.layers[at].same_input]
+        follow = [layer.same_input or layer.joins_before for layer in self.layers]
+        begins = [at for at in range(0, self.num_layers, each) if not follow[at]]
         return [*map(range, begins, [*begins[1:], self.num_layers])]
 
     @property
     def is_whole(self) -> bool:
         """True of a model whose later layers need what only the first ones have: stages cannot share them."""
-        reads = any(layer.attention.kv_layer is not None for layer in self.layers)
+        again = any(it.shared or it.begins_loop for it in self.layers)
+        reads = again or any(it.attention.kv_layer is not None for it in self.layers)
         return reads or (self.beside is not None and self.beside.spans_layers)
 
     @property
@@ -241,10 +241,11 @@ class ModelSpec:
     def plain_linears(self, layer: int) -> AttentionLinears:
         """Linear layers of plain attention, with those that another layer has in this one's place."""
         if self.layers[layer].attention.own_heads is not None:
-            return self._filled_linears(layer)
+            return filled_linears(self, layer)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names, hidden = self.names, self.hidden_size
-        inputs = hidden if self.layer_inputs is None else self.layer_inputs.stop
+        own = self.layer_inputs
+        inputs = self.attention_input(layer) if own is None else own.stop
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
         roles = LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE
         q, k, v = self._linears(layer, (names.query, names.key, names.value), sizes, inputs, roles)
@@ -257,28 +258,6 @@ class ModelSpec:
             q, k = replace(q, head_order=order), replace(k, head_order=order)
         back = LinearSpec(out, hidden, q_size, LinearRole.ATTENTION_OUT)
         return AttentionLinears(q, k, v, self._as_stored(back))
-
-    def _filled_linears(self, layer: int) -> AttentionLinears:
-        """Linear layers of heads that are filled with zeros, and repeated, up to the model's sizes."""
-        spec, names, hidden = self.layers[layer].attention, self.names, self.hidden_size
-        own = spec.own_heads or OwnHeads(self.head_dim, self.head_dim, self.num_kv_heads)
-        values = names.key if spec.values_are_keys else names.value
-        found = []
-        for place, name, stored_heads, stored_dim, heads in (
-            ("QUERY", names.query, self.num_heads, own.head_dim, self.num_heads),
-            ("KEY", names.key, own.num_kv_heads, own.head_dim, self.num_kv_heads),
-            ("VALUE", values, own.num_kv_heads, own.value_dim, self.num_kv_heads),
-            ("ATTENTION_OUT", names.attention_out, self.num_heads, own.value_dim, self.num_heads),
-        ):
-            full = names.of_layer(layer, name)
-            sizes, stored = (heads * self.head_dim, hidden), (stored_heads * stored_dim, hidden)
-            if place == "ATTENTION_OUT":
-                sizes, stored = sizes[::-1], stored[::-1]
-            own_name = f"{full}.values" if place == "VALUE" and spec.values_are_keys else full
-            fill = HeadFill(stored_heads, stored_dim, heads, self.head_dim)
-            rows = StoredRows(full, stored, 0)
-            found.append(LinearSpec(own_name, *sizes, LinearRole[place], rows, fill=fill))
-        return AttentionLinears(*found)
 
     def _joined_by_head(self, linears: Iterable[LinearSpec]) -> Iterator[LinearSpec]:
         """Queries, keys and values, of which those of each KV head lie together in tensors that hold several."""
@@ -438,14 +417,19 @@ class ModelSpec:
         if experts.scores_shared:
             name = names.of_layer(layer, names.shared_router)
             shared_router = LinearSpec(name, 1, self.hidden_size, LinearRole.ROUTER)
+        hidden = self.hidden_size
+        own = experts.latent_size or hidden
         return ExpertLinears(
-            LinearSpec(router, count, self.hidden_size, LinearRole.ROUTER),
+            LinearSpec(router, count, hidden, LinearRole.ROUTER),
             tuple(
-                self._mlp(layer, spelled, inner, roles, expert, count, gated=experts.gated)
+                self._mlp(
+                    layer, spelled, inner, roles, expert, count, gated=experts.gated, hidden=own
+                )
                 for expert in (range(experts.num_stored) if chosen is None else chosen)
             ),
             shared,
             shared_router,
+            experts.latent_linears(names, layer, hidden),
         )
 
     def _mlp(
@@ -458,9 +442,11 @@ class ModelSpec:
         experts: int = 0,
         *,
         gated: bool = True,
+        hidden: int = 0,
     ) -> MlpLinears | PlainMlpLinears:
-        """The MLP of `inner` channels whose linear layers have these names in a layer."""
-        (into, out), hidden = roles, self.hidden_size
+        """The MLP of `inner` channels whose linear layers have these names in a layer; it is given hidden states,
+        or vectors of `hidden` elements."""
+        (into, out), hidden = roles, hidden or self.hidden_size
         if not gated:
             found = (
                 self._linears(layer, (name,), {what: size}, inputs, (role,), expert, experts)
@@ -502,10 +488,13 @@ class ModelSpec:
         before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
         before += [names.mlp_norm] * spec.has_mlp_norm
         behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
+        size = self.attention_input(layer)
         found = [
             tensor
             for name in before + behind
-            for tensor in self._norm_tensors(names.of_layer(layer, name))
+            for tensor in self._norm_tensors(
+                names.of_layer(layer, name), size if name == names.attention_norm else None
+            )
         ]
         if spec.kind is not None:
             found += spec.kind.vectors(names, layer)
@@ -518,6 +507,9 @@ class ModelSpec:
                 for name, size in of_heads
                 if name == names.query_norm or spec.attention.kv_layer is None
             ]
+        elif spec.attention.qk_norm == "each":
+            counts = {names.query_norm: self.num_heads, names.key_norm: self.num_kv_heads}
+            found += [(names.of_layer(layer, it), n * self.head_dim) for it, n in counts.items()]
         elif spec.attention.qk_norm == "layer":
             for norm, heads in self.head_layer_norms(layer):
                 found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]
@@ -525,16 +517,14 @@ class ModelSpec:
             found += self.beside.layer_vectors(names, layer, self.hidden_size)
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
-        if isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu":
-            found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
-        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.apart:
-            hidden = self.hidden_size
-            found += [(names.of_layer(layer, name), hidden) for name in APART_NORMS]
-            factors = names.of_layer(layer, "router.per_expert_scale")
-            found.append((factors, spec.mlp.routing.num_experts))
-        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
-            found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
+        if spec.mlp is not None:
+            vectors = spec.mlp.vectors(names, self.hidden_size)
+            found += [(names.of_layer(layer, name), it) for name, it in vectors]
         return found
+
+    def attention_input(self, layer: int) -> int:
+        """Elements of what is normed in front of attention."""
+        return self.hidden_size * (1 if self.layers[layer].shared is None else 2)
 
     @property
     def last_norm_tensors(self) -> list[tuple[str, int]]:
@@ -579,6 +569,11 @@ class ModelSpec:
         """All linear layers of a layer; of its experts, if it has any, those that are named."""
         yield from filter(None, self.attention_linears(layer))
         yield from self.gate_linears(layer)
+        spec = self.layers[layer]
+        if spec.shared is not None:
+            yield from shared_linears(self, layer, spec.shared).all
+        if spec.joins_before:
+            yield joined_linear(self, layer)
         if self.beside is not None:
             yield from self.beside.layer_linears(self.names, layer, self.hidden_size)
         sparse = self.expert_linears(layer, experts)
@@ -586,6 +581,7 @@ class ModelSpec:
             yield from self.mlp_linears(layer) if self.layers[layer].mlp is not None else ()
         else:
             yield sparse.router
+            yield from sparse.latent
             if sparse.shared_router is not None:
                 yield sparse.shared_router
             yield from sparse.shared or ()

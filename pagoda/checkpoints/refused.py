@@ -18,19 +18,6 @@ class Refusal(NamedTuple):
 
 _BETWEEN = "attends to what an encoder gives"
 REFUSED: Mapping[str, Refusal] = {
-    "Plamo2ForCausalLM": Refusal(
-        "has Mamba layers whose steps, B and C are normed by heads", "JambaForCausalLM"
-    ),
-    "Zamba2ForCausalLM": Refusal(
-        "has blocks of attention that several Mamba layers share", "BambaForCausalLM"
-    ),
-    "KimiLinearForCausalLM": Refusal(
-        "has layers of Kimi's delta attention", "Qwen3NextForCausalLM"
-    ),
-    "MiniMaxText01ForCausalLM": Refusal(
-        "has layers of lightning attention", "MiniMaxM2ForCausalLM"
-    ),
-    "MiniMaxM1ForCausalLM": Refusal("has layers of lightning attention", "MiniMaxM2ForCausalLM"),
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),

@@ -208,6 +208,99 @@ class GatedDeltaSpec:
         return [*conv, *of_heads, norm]
 
 
+@dataclass(frozen=True)
+class ChannelDeltaSpec:
+    """Gated delta rule that forgets by channels of keys (Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692).
+
+    Gates of channels, and of outputs, are made of hidden states by two maps, one behind the other.
+    """
+
+    heads: int
+    dim: int
+    """Elements of a head's queries, keys and values, and numbers between the maps of gates."""
+    width: int
+    """Tokens that the convolution sees, itself included."""
+    bias = False
+
+    @property
+    def name(self) -> str:
+        return f"a delta rule of {self.heads} heads of {self.dim} that forgets by channels"
+
+    @property
+    def inner(self) -> int:
+        """Inputs of the map back to hidden states."""
+        return self.heads * self.dim
+
+    @property
+    def channels(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Outputs of the maps to queries, keys and values, whose parts ranks hold."""
+        return self.inner, self.inner, self.inner
+
+    def can_share(self, ranks: int) -> bool:
+        """True if so many ranks can each have a part."""
+        return ranks <= self.heads
+
+    @property
+    def operations(self) -> frozenset[str]:
+        own = {"short_conv", "gated_delta", "rms_norm_heads", "join_columns", "sigmoid", "mul"}
+        return frozenset(own)
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Sizes by the limits of `Capabilities` that they have to keep."""
+        return {"max_conv_width": self.width, "max_delta_key_dim": self.dim}
+
+    def states(self, sizes: Sequence[int]) -> tuple[StateUnits, ...]:
+        """States of a rank that holds so many outputs of each map, one behind the other in a block."""
+        conv = StateUnits(sum(sizes), self.width - 1, maps=(0, 1, 2))
+        return conv, StateUnits(sizes[2] // self.dim, self.dim * self.dim, maps=(2,))
+
+    def linears(self, names: TensorNames, layer: int, hidden: int, *_: int) -> AttentionLinears:
+        """Maps of hidden states to queries, keys and values, and the one back to them."""
+        q, k, v = (
+            self._linear(names.of_layer(layer, name), self.inner, hidden, LinearRole.STATE_IN)
+            for name in (names.query, names.key, names.value)
+        )
+        out = names.of_layer(layer, names.attention_out)
+        return AttentionLinears(
+            q, k, v, self._linear(out, hidden, self.inner, LinearRole.STATE_OUT)
+        )
+
+    def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:
+        """Both maps to gates of outputs, that to b of heads, and both maps to gates of channels."""
+        name = names.of_layer(layer, names.state_gates)
+        (out_low, out), (low, channels) = (
+            (
+                LinearSpec(f"{name}.{gate}_a_proj", self.dim, hidden, LinearRole.WHOLE_MAP),
+                self._linear(f"{name}.{gate}_b_proj", self.inner, self.dim, LinearRole.STATE_GATE),
+            )
+            for gate in "gf"
+        )
+        b = LinearSpec(f"{name}.b_proj", self.heads, hidden, LinearRole.STATE_GATE, grain=0)
+        return [out_low, out, b, low, channels]
+
+    def _linear(self, name: str, outputs: int, inputs: int, role: LinearRole) -> LinearSpec:
+        return LinearSpec(name, outputs, inputs, role, grain=self.dim)
+
+    def conv_names(self, names: TensorNames, layer: int) -> list[str]:
+        """Names, without `.weight`, of the convolutions of queries, keys and values."""
+        name = names.of_layer(layer, names.state_gates)
+        return [f"{name}.{what}_conv1d" for what in "qkv"]
+
+    def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
+        """Names and sizes of its tensors besides maps."""
+        convs = [(f"{it}.weight", self.inner * self.width) for it in self.conv_names(names, layer)]
+        decay, bias, norm = (
+            names.of_layer(layer, it)
+            for it in (names.state_decay, names.state_bias, names.state_norm)
+        )
+        return [*convs, (decay, self.heads), (bias, self.inner), (f"{norm}.weight", self.dim)]
+
+
 def _maps(
     spec: ShortConvSpec | GatedDeltaSpec, names: TensorNames, layer: int, hidden: int
 ) -> AttentionLinears:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 TEXT_PARTS = ("language_model.", "text_model.")
@@ -176,6 +176,9 @@ class TensorNames:
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    expert_latent: str = "mlp.fc1_latent_proj"
+    """Map of hidden states to the vectors that experts are given, where these are others, and the map back."""
+    expert_latent_back: str = "mlp.fc2_latent_proj"
     correction: str = "mlp.gate.e_score_correction_bias"
     """Numbers that are added to scores for the choice of experts; the tensor's name in full."""
     correction_rows: bool = False
@@ -202,6 +205,8 @@ class TensorNames:
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0
     """Number that is added to the weights of RMS norms in the file."""
+    norm_offsets: Mapping[str, float] = field(default_factory=dict)
+    """The same of norms in layers that have another one, by their names (PLaMo 2 and 3)."""
     tiled_values: bool = False
     """Heads of values of a delta rule lie one for each head of keys, then the next for each, and so on."""
     flat_convolutions: bool = False
@@ -209,6 +214,10 @@ class TensorNames:
 
     halves: bool = False
     """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+    parts: tuple[str, ...] = ()
+    """Meanings of `{part}` in the names of each layer (Zamba2, where a layer is a part of another one)."""
+    joined: str = "linear"
+    """Map of what the layer in front gives, which is added to the input of a layer."""
     numbers: tuple[int, ...] = ()
     """Numbers that files give the layers, where these do not count on; names with a plus in front are of the
     number behind (Nemotron-H, whose MLPs have numbers of their own)."""
@@ -219,8 +228,15 @@ class TensorNames:
             return self.numbers[layer]
         return self.first_layer + (layer // 2 if self.halves else layer)
 
+    def offset_of(self, norm: str) -> float:
+        """Number that is added to the weight of a norm, which is named in full."""
+        own = (it for name, it in self.norm_offsets.items() if norm.endswith(f".{name}"))
+        return next(own, self.norm_offset)
+
     def of_layer(self, layer: int, name: str) -> str:
         number = self.number_of(layer) + name.startswith("+")
+        if self.parts:
+            name = name.replace("{part}", self.parts[layer])
         if self.halves:
             name = name.replace("{half}", str(layer % 2))
         return f"{self.layers}.{number}.{name.removeprefix('+')}"

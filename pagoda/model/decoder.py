@@ -44,8 +44,17 @@ from pagoda.model.layer_inputs import load_beside
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, through, with_adapters, with_own_heads
+from pagoda.model.recording import (
+    added,
+    named_weights,
+    normed,
+    residual,
+    through,
+    with_adapters,
+    with_own_heads,
+)
 from pagoda.model.rotary import rotary_frequencies
+from pagoda.model.shared_blocks import attention_source
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
 
@@ -154,8 +163,6 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.caches = caches
         self._states = [
             state_caches(held.cache, held.block_size, self._shard.states(index))
-            if isinstance(held.cache, KVCache)
-            else []
             for index, held in zip(self._shard.layers, caches, strict=True)
         ]
         """Caches of the states of each layer, none of one with attention."""
@@ -393,14 +400,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         for kind, layers in self._vector_layers.items():
             named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
-            of_mlp = {} if layer.mlp is None else vars(layer.mlp)
-            of_shared = {} if of_mlp.get("shared") is None else vars(of_mlp["shared"])
-            own = vars(layer) | of_mlp
-            own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
-            own |= {} if layer.of_kind is None else vars(layer.of_kind)
-            own |= {} if layer.beside is None else layer.beside.named()
-            for name, weight in own.items():
-                named[f"layers.{index}.{name}"] = weight
+            named |= named_weights(index, layer)
         return {
             id(weight.weight if isinstance(weight, Norm) else weight): name
             for name, weight in named.items()
@@ -438,6 +438,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         adapted: Sequence[AdaptedLayer | None] = [None] * len(self._layers)
         adapters: Value | None = None
         carried: Value | None = None
+        embedded, passed = x, carried
         if self.adapters is not None:
             adapters, adapted = ops.input("adapters"), self.adapters.layers
         for index, layer, maps, cache, states in zip(
@@ -445,16 +446,21 @@ class Decoder(Generic[LinearT, MetadataT]):
         ):
             if index in self._captured:
                 ops.result(layer_input(index), ops.share_rows(x))
+            if layer.spec.begins_loop:
+                x = normed(ops, x, self._norm, eps)
             if frame is not None and layer.beside is not None:
                 x = frame.enter(ops, layer.beside, x)
             if not layer.spec.same_input:
-                mixed = attention_input or normed(ops, x, layer.attention_norm, eps)
+                source = attention_source(ops, layer, x, embedded, passed)
+                mixed = attention_input or normed(ops, source, layer.attention_norm, eps)
+            x = residual(ops, layer, 0, x, mixed)
             if frame is not None and layer.beside is not None:
                 frame.attend(ops, layer.beside, mixed)
             h = scaled(ops, mixed, layer.spec.input_factor)
             table = tables.get(layer.spec.attention.rotary)
+            own_beside = beside if layer.block is None else layer.block.added(ops, h)
             attended = self._attention(
-                ops, layer, maps, (cache, states), table, h, adapters, beside
+                ops, layer, maps, (cache, states), table, h, adapters, own_beside
             )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
@@ -470,9 +476,8 @@ class Decoder(Generic[LinearT, MetadataT]):
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
             out = ops.linear(attended, layer.attention_out)
-            out = with_adapters(
-                ops, out, attended, None if maps is None else maps.attention_out, adapters
-            )
+            own = None if maps is None else maps.attention_out
+            out = with_adapters(ops, out, attended, own, adapters)
             if layer.spec.parallel:
                 h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
                 if self._shard.dp_attention:
@@ -483,14 +488,19 @@ class Decoder(Generic[LinearT, MetadataT]):
             if not self._shard.dp_attention:
                 out = ops.all_reduce(out)
             out = scaled(ops, out, layer.spec.output_factor)
-            x = self._added(ops, layer, x, out, layer.attention_post_norm)
+            if layer.block is not None:
+                h = normed(ops, out, layer.mlp_norm, eps)
+                passed = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+                continue
+            x = added(ops, config, layer, x, out, layer.attention_post_norm)
             x = x if frame is None else frame.attended(ops, x)
             if layer.spec.parallel or layer.mlp is None:
                 continue
             h = normed(ops, x, layer.mlp_norm, eps)
+            x = residual(ops, layer, 1, x, h)
             before, carried = carried, carried_part(ops, layer, h)
             out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
-            x = self._added(ops, layer, x, out, layer.mlp_post_norm)
+            x = added(ops, config, layer, x, out, layer.mlp_post_norm)
             x = x if before is None else ops.add(x, before)
             if frame is not None and layer.beside is not None:
                 x = frame.leave(ops, index, layer.beside, x)
@@ -521,16 +531,6 @@ class Decoder(Generic[LinearT, MetadataT]):
         """Name of the result that a head takes as hidden states of its row behind."""
         draft = self._shard.config.draft_head
         return LAST_HIDDEN if draft is None or draft.passes_normed else PASSED_HIDDEN
-
-    def _added(
-        self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None
-    ) -> Value:
-        """x [n, hidden] with what attention or MLP adds; the norm is of that, or of the sum."""
-        config = self._shard.config
-        eps, factor = config.norm.eps, config.multipliers.residual
-        if layer.spec.norms_sums:
-            return normed(ops, ops.add(x, out), norm, eps)
-        return ops.add(x, scaled(ops, normed(ops, out, norm, eps), factor))
 
     def _attention(
         self,

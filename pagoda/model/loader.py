@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -34,17 +34,33 @@ from pagoda.checkpoints.layer_spec import (
 )
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.pooling_spec import VectorActivation, VectorKind, VectorMap
-from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
+from pagoda.checkpoints.scan_layers import LightningSpec, Mamba2Spec, MambaSpec
+from pagoda.checkpoints.shared_blocks import joined_linear
+from pagoda.checkpoints.state_layers import ChannelDeltaSpec, GatedDeltaSpec, ShortConvSpec
 from pagoda.errors import ConfigError
 from pagoda.model.alibi import alibi_slopes
 from pagoda.model.distances import DisentangledMaps, Distances, load_distances
 from pagoda.model.latent_attention import LatentAttention, load_latent_attention
 from pagoda.model.layer_inputs import LayerBeside, load_layer_beside
 from pagoda.model.quantization import QuantizationOnLoad
-from pagoda.model.scan_layers import Mamba, Mamba2, load_mamba, load_mamba2
+from pagoda.model.scan_layers import (
+    Lightning,
+    Mamba,
+    Mamba2,
+    load_lightning,
+    load_mamba,
+    load_mamba2,
+)
 from pagoda.model.sharding import LinearShard, Shard, take_part
-from pagoda.model.state_layers import DeltaRule, GatedConv, load_conv, load_delta_rule
+from pagoda.model.shared_blocks import BlockUse, LowRankMap, load_block_use
+from pagoda.model.state_layers import (
+    ChannelDelta,
+    DeltaRule,
+    GatedConv,
+    load_channel_delta,
+    load_conv,
+    load_delta_rule,
+)
 from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
 
@@ -52,8 +68,10 @@ KINDS: Mapping[type, Callable[[Any, int, Any], Any]] = {
     LatentSpec: load_latent_attention,
     ShortConvSpec: load_conv,
     GatedDeltaSpec: load_delta_rule,
+    ChannelDeltaSpec: load_channel_delta,
     Mamba2Spec: load_mamba2,
     MambaSpec: load_mamba,
+    LightningSpec: load_lightning,
 }
 """Functions of a loader that load weights of a layer of a kind, by its number and its specification."""
 
@@ -77,6 +95,8 @@ class DenseMlp(Generic[LinearT]):
     numbers: Mapping[str, float]
     """Numbers of an activation that has weights."""
     sparse: SparseGate | None = None
+    added: LowRankMap[LinearT] | None = None
+    """Maps whose outputs are added to those of gate and up, in one use of an MLP that layers share."""
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives."""
     down_factor: float = 1.0
@@ -109,6 +129,9 @@ class SparseMlp(Generic[LinearT]):
     identity: Tensor | None
     """[num_experts] float32, factors of weights, where some experts give back what they are given."""
     apart: ApartMlp | None
+    latent: LinearT | None
+    """Map of hidden states to what experts are given, and `latent_back`, where that is not hidden states."""
+    latent_back: LinearT | None
     jitter: float | None
     """Reach of sparse mixing, which makes weights of scores; None where experts choose by scores."""
 
@@ -145,8 +168,10 @@ class Layer(Generic[LinearT]):
         LatentAttention[LinearT]
         | GatedConv
         | DeltaRule[LinearT]
+        | ChannelDelta[LinearT]
         | Mamba2[LinearT]
         | Mamba[LinearT]
+        | Lightning[LinearT]
         | None
     )
     """Other weights of a layer that has none of plain attention."""
@@ -168,6 +193,10 @@ class Layer(Generic[LinearT]):
     mlp_norm: Norm | None
     mlp: DenseMlp[LinearT] | SparseMlp[LinearT] | None
     mlp_post_norm: Norm | None
+    block: BlockUse[LinearT] | None
+    """Weights that a layer has of its own, which shares all others."""
+    joined: LinearT | None
+    """Map of what the layer in front gives."""
     spec: LayerSpec
 
 
@@ -212,6 +241,8 @@ class WeightLoader(Generic[LinearT]):
         self.tracer = tracer
         self.source = source
         self._quantization = quantization
+        self._layers: dict[tuple[str, object], Layer[LinearT]] = {}
+        """Layers that are loaded, by their places in files and their kinds."""
         self.on_loaded = on_loaded
         experts = shard.config.experts
         self.expert_counts = torch.zeros(
@@ -222,22 +253,39 @@ class WeightLoader(Generic[LinearT]):
         """Tokens that went to each expert, of all layers together."""
 
     def layer(self, index: int) -> Layer[LinearT]:
+        """Weights of a layer; those that several layers have in a file are loaded once for all of them."""
+        config = self.shard.config
+        spec = config.layers[index]
+        place = config.names.of_layer(index, "{part}{half}"), spec.kind  # Falcon-H1 has two in one
+        if place not in self._layers:
+            self._layers[place] = self._layer(index)
+        layer = replace(self._layers[place], spec=spec)
+        if spec.shared is None:
+            return layer
+        block, mlp = load_block_use(self, index, spec.shared), layer.mlp
+        if isinstance(mlp, DenseMlp):
+            mlp = replace(mlp, added=block.gate_up)
+        return replace(layer, mlp=mlp, block=block)
+
+    def _layer(self, index: int) -> Layer[LinearT]:
         config, names = self.shard.config, self.shard.config.names
         linears, spec = config.attention_linears(index), config.layers[index]
         attention = spec.attention
 
-        def norm(name: str, *, has: bool) -> Norm | None:
-            return self.norm(names.of_layer(index, name)) if has else None
+        def norm(name: str, *, has: bool, size: int | None = None) -> Norm | None:
+            return self.norm(names.of_layer(index, name), size) if has else None
 
         return Layer(
             attention_norm=norm(
-                names.attention_norm, has=spec.pre_norm and not spec.bare_attention
+                names.attention_norm,
+                has=spec.pre_norm and not spec.bare_attention,
+                size=config.attention_input(index),
             ),
             qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
-            if attention.qk_norm in (None, "layer")
+            if attention.qk_norm in (None, "layer", "each")
             or spec.kind is not None
             or attention.kv_layer is not None
             else self._head_norms(index),
@@ -254,6 +302,8 @@ class WeightLoader(Generic[LinearT]):
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
             mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
+            block=None,
+            joined=self.linear([joined_linear(config, index)]) if spec.joins_before else None,
             spec=spec,
         )
 
@@ -295,7 +345,7 @@ class WeightLoader(Generic[LinearT]):
     def norm_weight(self, name: str, size: int) -> Tensor:
         """Weight [size] float32 of a norm."""
         weight = self._tensor(f"{name}.weight", size, torch.float32)
-        offset = self.shard.config.names.norm_offset
+        offset = self.shard.config.names.offset_of(name)
         return weight + offset if offset else weight
 
     def vector(self, name: str, size: int | tuple[int, ...]) -> Tensor:
@@ -393,7 +443,10 @@ class WeightLoader(Generic[LinearT]):
             identity = torch.full((spec.routing.num_experts,), spec.routing.scaling_factor)
             identity = identity.to(self.backend.device)
         apart = self._apart(index) if spec.apart else None
-        return SparseMlp(router, experts, shared, shared_router, identity, apart, spec.jitter)
+        latent, back = [*(self.linear([it]) for it in sparse.latent), None, None][:2]
+        return SparseMlp(
+            router, experts, shared, shared_router, identity, apart, latent, back, spec.jitter
+        )
 
     def _apart(self, index: int) -> ApartMlp:
         """Norms of experts and of what is beside them; the router's input is over the root of its size."""
@@ -504,8 +557,18 @@ class WeightLoader(Generic[LinearT]):
         return HeadNorms(wide[0], wide[1], config.norm.eps / width)
 
     def _part_norm(self, index: int) -> PartNorm | None:
-        """The norm of values, or, of a layer that has none of its own, of queries."""
+        """The norm of values; of queries and keys of which each head has weights; or of queries alone."""
         config, spec, shard = self.shard.config, self.shard.config.layers[index], self.shard
+        if spec.attention.qk_norm == "each" and spec.kind is None:
+            names, head_dim = config.names, config.head_dim
+            parts = [
+                self.vector(names.of_layer(index, name), (count, head_dim))[own.start : own.stop]
+                for name, count, own in (
+                    (names.query_norm, config.num_heads, shard.heads),
+                    (names.key_norm, config.num_kv_heads, shard.kv_heads),
+                )
+            ]
+            return PartNorm(torch.cat(parts).flatten(), 0, config.norm.eps)
         if spec.attention.kv_layer is not None:
             norms = self._head_norms(index)
             return PartNorm(norms.queries.repeat(len(shard.heads)), 0, norms.eps)

@@ -107,10 +107,12 @@ def own_part(
     scores = ops.linear(h, mlp.router)
     if mlp.jitter is not None:
         scores = sparse_mixing(ops, scores, mlp.jitter)
+    given = h if mlp.latent is None else ops.linear(h, mlp.latent)
     if shard.dispatches:
-        out = dispatched_experts(ops, h, scores, mlp.experts, shard.first_experts)
+        out = dispatched_experts(ops, given, scores, mlp.experts, shard.first_experts)
     else:
-        out = ops.experts(h, scores, mlp.experts)
+        out = ops.experts(given, scores, mlp.experts)
+    out = out if mlp.latent_back is None else ops.linear(out, mlp.latent_back)
     if mlp.shared is None:
         return out
     shared = _dense(ops, mlp.shared, h, None, adapters)
@@ -129,6 +131,8 @@ def _dense(
 ) -> Value:
     both = ops.linear(h, mlp.gate_up)
     both = with_adapters(ops, both, h, None if maps is None else maps.gate_up, adapters)
+    if mlp.added is not None:
+        both = ops.add(both, mlp.added.record(ops, h))
     inner = _gated(ops, mlp, both) if mlp.gated else _activated(ops, mlp, both)
     out = ops.linear(inner, mlp.down)
     out = with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)

@@ -35,6 +35,10 @@ def needed_operations(spec: ModelSpec) -> frozenset[str]:
 
 def _of_attention(layer: LayerSpec) -> set[str]:
     found = {"scale"} if (layer.input_factor, layer.output_factor) != (1, 1) else set()
+    if layer.normed_residuals not in (None, (1, 1)):
+        found.add("scale")
+    if layer.shared is not None:
+        found.add("join_columns")
     if layer.kind is not None:
         return found | layer.kind.operations
     attention = layer.attention
@@ -51,7 +55,7 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("layer_norm_heads")
     if attention.norms_rotated or attention.kv_layer is not None:
         found.add("rotate_heads")
-    if attention.value_norm or attention.kv_layer is not None:
+    if attention.value_norm or attention.kv_layer is not None or attention.qk_norm == "each":
         found.add("rms_norm_heads")
     if attention.value_scale != 1:
         found.add("scale")

@@ -6,13 +6,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagoda.backend.base import LinearT
-from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads
+from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads, scaled
 from pagoda.backend.family_operations import rms_norm_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operations import GraphBuilder
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.model.loader import Layer, Norm, VectorLayer
 from pagoda.model.sharding import Shard
+
+
+def named_weights(index: int, layer: Layer[LinearT]) -> dict[str, object]:
+    """Weights of a layer of number `index` by their names in traces."""
+    of_mlp = {} if layer.mlp is None else vars(layer.mlp)
+    of_shared = {} if of_mlp.get("shared") is None else vars(of_mlp["shared"])
+    own = vars(layer) | of_mlp
+    own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
+    own |= {} if layer.of_kind is None else vars(layer.of_kind)
+    own |= {} if layer.beside is None else layer.beside.named()
+    own |= {} if layer.block is None else layer.block.named()
+    return {f"layers.{index}.{name}": weight for name, weight in own.items()}
 
 
 def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
@@ -22,6 +35,27 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
     if norm.bias is None:
         return ops.rms_norm(x, norm.weight, eps)
     return ops.layer_norm(x, norm.weight, norm.bias, eps)
+
+
+def residual(ops: GraphBuilder, layer: Layer[LinearT], place: int, x: Value, h: Value) -> Value:
+    """Sum that attention, at place 0, or the MLP adds to: hidden states x, or h, which are these behind a norm."""
+    factors = layer.spec.normed_residuals
+    return x if factors is None else scaled(ops, h, factors[place])
+
+
+def added(
+    ops: GraphBuilder,
+    config: ModelSpec,
+    layer: Layer[LinearT],
+    x: Value,
+    out: Value,
+    norm: Norm | None,
+) -> Value:
+    """x [n, hidden] with what attention or MLP adds; the norm is of that, or of the sum."""
+    eps, factor = config.norm.eps, config.multipliers.residual
+    if layer.spec.norms_sums:
+        return normed(ops, ops.add(x, out), norm, eps)
+    return ops.add(x, scaled(ops, normed(ops, out, norm, eps), factor))
 
 
 def through(

@@ -18,11 +18,16 @@ from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.relative_attention import columns
 from pagoda.backend.state_layers import Columns, rms_norm_groups, selective_scan, short_conv
-from pagoda.checkpoints.scan_layers import MOST, Mamba2Spec, MambaSpec
+from pagoda.checkpoints.latent_attention import NORM_EPS
+from pagoda.checkpoints.scan_layers import MOST, LightningSpec, Mamba2Spec, MambaSpec
 from pagoda.model.state_layers import load_conv_weights
 
 if TYPE_CHECKING:
     from pagoda.model.loader import WeightLoader
+
+
+_LITTLE = 1e-5
+"""Part of its rate that a last layer of lightning attention decays by."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,8 @@ class Mamba2(Generic[LinearT]):
         if self.norm is None:
             raise TypeError("The layer has no norm.")
         groups = self.spec.norm_groups
-        if groups == 1 and self.ranks > 1:
-            squares = ops.all_reduce(sum_of_squares(ops, x, queries=x.width, keys=0))
-            norms = HeadNorms(self.norm, self.norm[:0], self.eps)
-            return norm_by_squares(
-                ops, x, squares, norms, all_queries=self.ranks * x.width, all_keys=1
-            )
         if groups == 1:
-            return ops.rms_norm(x, self.norm, self.eps)
+            return _normed_together(ops, x, self.norm, self.eps, self.ranks)
         return rms_norm_groups(ops, x, self.norm, groups // self.ranks, self.eps)
 
 
@@ -115,11 +114,11 @@ class Mamba(Generic[LinearT]):
     conv_bias: Tensor | None
     """[channels] float32."""
     decay: Tensor
-    """[state_dim, channels] float32, factors within the exponent of what a state keeps."""
+    """[state_dim, channels] or [heads] float32, factors within the exponent of what a state keeps."""
     dt_bias: Tensor
-    """[channels] float32."""
+    """[channels] or [heads] float32."""
     skip: Tensor
-    """[channels] float32, of what goes past the state."""
+    """[channels] or [heads] float32, of what goes past the state."""
     output_gate: LinearT
     small: LinearT
     """Map of channels to steps' numbers, B and C, of which each rank has the inputs that are its channels."""
@@ -146,14 +145,15 @@ class Mamba(Generic[LinearT]):
         if self.ranks > 1:
             small = ops.all_reduce(small)
         rank, size = spec.step_rank, spec.state_dim
-        step = columns(ops, small, 0, rank)
-        b, c = Columns(small, rank), Columns(small, rank + size)
+        first, of_b, of_c = spec.small
+        step = columns(ops, small, first, rank)
+        b, c = Columns(small, of_b), Columns(small, of_c)
         if self.norms:
-            eps, (of_step, of_b, of_c) = spec.norm_eps, self.norms
+            eps, (of_step, *of_both) = spec.norm_eps, self.norms
             step = ops.rms_norm(step, of_step, eps)
             b, c = (
                 Columns(ops.rms_norm(columns(ops, small, it.first, size), norm, eps))
-                for it, norm in ((b, of_b), (c, of_c))
+                for it, norm in zip((b, c), of_both, strict=True)
             )
         out = selective_scan(
             ops,
@@ -167,11 +167,64 @@ class Mamba(Generic[LinearT]):
             self.dt_bias,
             self.skip,
             groups=1,
-            head_dim=1,
-            by_element=True,
+            head_dim=spec.head_dim,
+            by_element=spec.heads is None,
             dt_limit=(0.0, MOST),
         )
         return ops.mul(out, ops.silu(ops.linear(h, self.output_gate)))
+
+
+@dataclass(frozen=True)
+class Lightning(Generic[LinearT]):
+    """Lightning attention of a rank's heads; see `LightningSpec`."""
+
+    decay: Tensor
+    """[heads] float32, factors within the exponent of what a state keeps."""
+    nothing: Tensor
+    """[heads] float32, zeros."""
+    output_gate: LinearT
+    norm: Tensor
+    """[heads dim] float32, of the heads of all ranks together."""
+    ranks: int
+
+    def record(
+        self,
+        ops: GraphBuilder,
+        h: Value,
+        into: Value,
+        metadata: Value,
+        table: RotaryTable | None,  # noqa: ARG002 - of attention
+        caches: Sequence[Any],
+    ) -> Value:
+        """Inputs of the map back to hidden states, of hidden states h, and of values, keys and queries of them."""
+        vkq, heads = ops.silu(into), len(self.decay)
+        width = vkq.width // 3
+        out = selective_scan(
+            ops,
+            vkq,
+            Columns(vkq, width),
+            Columns(vkq, 2 * width),
+            columns(ops, vkq, 0, heads),  # steps are one, whatever they are made of
+            metadata,
+            caches[0],
+            self.decay,
+            self.nothing,
+            self.nothing,
+            groups=heads,
+            head_dim=width // heads,
+            dt_limit=(1.0, 1.0),
+        )
+        out = _normed_together(ops, out, self.norm, NORM_EPS, self.ranks)
+        return ops.mul(out, ops.sigmoid(ops.linear(h, self.output_gate)))
+
+
+def _normed_together(ops: GraphBuilder, x: Value, norm: Tensor, eps: float, ranks: int) -> Value:
+    """x [n, inner] of this rank's heads behind an RMS norm of the heads of all ranks together."""
+    if ranks == 1:
+        return ops.rms_norm(x, norm, eps)
+    squares = ops.all_reduce(sum_of_squares(ops, x, queries=x.width, keys=0))
+    norms = HeadNorms(norm, norm[:0], eps)
+    return norm_by_squares(ops, x, squares, norms, all_queries=ranks * x.width, all_keys=1)
 
 
 def load_mamba2(loader: WeightLoader[LinearT], index: int, spec: Mamba2Spec) -> Mamba2[LinearT]:
@@ -220,14 +273,12 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
     own = shard.part_of(config.attention_linears(index).into[0]).outputs
     conv, conv_bias = load_conv_weights(loader, index, spec, [*own])
     gate, small, steps = config.gate_linears(index)
-    decay = loader.vector(names.of_layer(index, names.state_decay), (spec.channels, spec.state_dim))
-    decay = decay[own.start : own.stop].t().contiguous()
+    steps_of = slice(own.start // spec.head_dim, own.stop // spec.head_dim)
+    decay = loader.vector(names.of_layer(index, names.state_decay), spec.rates)[steps_of]
+    decay = decay.t().contiguous() if spec.heads is None else decay.clone()
     dt_bias, skip = (
-        loader.vector(name, spec.channels)[own.start : own.stop].clone()
-        for name in (
-            f"{names.of_layer(index, names.state_step)}.bias",
-            names.of_layer(index, names.state_skip),
-        )
+        loader.vector(name, spec.num_steps)[steps_of].clone()
+        for name in (spec.step_bias(names, index), names.of_layer(index, names.state_skip))
     )
     norms: tuple[Tensor, ...] = ()
     if spec.norms is not None:
@@ -235,7 +286,7 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
         norms = tuple(
             torch.ones(size, device=loader.backend.device)
             if spec.norms == "unit"
-            else loader.vector(f"{name}.weight", size)
+            else loader.vector(name, size)
             for name, size in of_norms
         )
     return Mamba(
@@ -249,5 +300,26 @@ def load_mamba(loader: WeightLoader[LinearT], index: int, spec: MambaSpec) -> Ma
         loader.linear([small]),
         loader.linear([steps]),
         norms,
+        shard.attention_ranks[1],
+    )
+
+
+def load_lightning(
+    loader: WeightLoader[LinearT], index: int, spec: LightningSpec
+) -> Lightning[LinearT]:
+    """Weights of a layer besides its maps of values, keys and queries, and rates of this rank's heads."""
+    shard, config = loader.shard, loader.shard.config
+    own = shard.part_of(config.attention_linears(index).into[0]).outputs
+    heads = slice(own.start // spec.dim, own.stop // spec.dim)
+    part = 1 - index / (config.num_layers - 1 + _LITTLE) + _LITTLE
+    rates = 2 ** (-8 / spec.heads * torch.arange(1, spec.heads + 1, dtype=torch.float32)) * part
+    (gate,) = config.gate_linears(index)
+    norm = f"{config.names.of_layer(index, config.names.state_norm)}.weight"
+    decay = -rates[heads].to(loader.backend.device)
+    return Lightning(
+        decay,
+        torch.zeros_like(decay),
+        loader.linear([gate]),
+        loader.vector(norm, spec.inner)[own.start : own.stop].clone(),
         shard.attention_ranks[1],
     )

@@ -7,6 +7,7 @@ ranks: behind attention and behind the MLP. Embedding and head are split by the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -298,13 +299,12 @@ class Shard:
         self, roles: Set[LinearRole], quantization: Quantization | None, itemsize: int
     ) -> int:
         total = 0
-        for linear in self.linears():
-            if linear.role in roles:
-                part = self.part_of(linear)
-                stored_format = format_of_part(
-                    linear, _format_of(linear, quantization), part.inputs
-                )
-                total += format_bytes(stored_format, len(part.outputs), len(part.inputs), itemsize)
+        # By names, as layers may share maps.
+        linears = {linear.name: linear for linear in self.linears() if linear.role in roles}
+        for linear in linears.values():
+            part = self.part_of(linear)
+            stored_format = format_of_part(linear, _format_of(linear, quantization), part.inputs)
+            total += format_bytes(stored_format, len(part.outputs), len(part.inputs), itemsize)
         return total
 
     def _vector_bytes(self) -> int:
@@ -349,7 +349,7 @@ class Shard:
 
 
 def least_block_size(config: ModelSpec, itemsize: int) -> int:
-    """Tokens of a block whose K, and whose V, take as much memory as half of a layer's state.
+    """Tokens of a block whose K, and whose V, or half of whose latents, take as much as half of a layer's state.
 
     They do so on every rank of any tensor-parallel size, since engines of different sizes hand blocks over.
     `itemsize` is that of K and V.
@@ -361,10 +361,10 @@ def least_block_size(config: ModelSpec, itemsize: int) -> int:
             continue
         for rank in range(size):
             shard = Shard(config, range(config.num_layers), rank, size)
-            token = shard.num_kv_heads * config.head_dim * itemsize
+            token = math.prod(shard.kv_vectors) * itemsize
             for index in kinds.values():
                 half = sum(state.half_bytes for state in shard.states(index))
-                least = max(least, -(-half // token))
+                least = max(least, -(-2 * half // token))
     return least
 
 

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, LinearT, StateCache
+from pagoda.backend.base import KVCache, LatentCache, LinearT, StateCache
+from pagoda.backend.family_operations import join_columns, rms_norm_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
-from pagoda.checkpoints.layer_spec import StateSpec
-from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec, StateUnits
+from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
+from pagoda.checkpoints.state_layers import (
+    ChannelDeltaSpec,
+    GatedDeltaSpec,
+    ShortConvSpec,
+    StateUnits,
+)
 from pagoda.model.weights import in_value_order
 
 if TYPE_CHECKING:
@@ -91,8 +97,50 @@ class DeltaRule(Generic[LinearT]):
         return gated_head_norm(ops, out, ops.linear(h, self.output_gate), self.norm, self.eps)
 
 
+@dataclass(frozen=True)
+class ChannelDelta(Generic[LinearT]):
+    """Delta rule of a rank's heads that forgets by channels; see `ChannelDeltaSpec`."""
+
+    conv: Tensor
+    """[width, channels] float32, of queries, keys and values."""
+    output_low: LinearT
+    output_gate: LinearT
+    b: LinearT
+    low: LinearT
+    channels: LinearT
+    """Map of numbers between to gates of channels."""
+    decay: Tensor
+    """[heads] float32, factors within the exponent of what a state keeps."""
+    dt_bias: Tensor
+    """[heads dim] float32."""
+    norm: Tensor
+    """[heads dim] float32, of every head's result."""
+    eps: float
+    dim: int
+
+    def record(
+        self,
+        ops: GraphBuilder,
+        h: Value,
+        into: Value,
+        metadata: Value,
+        table: RotaryTable | None,  # noqa: ARG002 - of attention
+        caches: Sequence[Any],
+    ) -> Value:
+        """Inputs of the map back to hidden states, of hidden states h and queries, keys and values of them."""
+        of_conv, of_heads = caches
+        qkv = short_conv(ops, into, metadata, of_conv, self.conv, silu=True)
+        gates = ops.linear(ops.linear(h, self.low), self.channels)
+        gates = join_columns(ops, ops.linear(h, self.b), gates)
+        sizes = {"key_heads": len(self.decay), "key_dim": self.dim}
+        out = gated_delta(ops, qkv, gates, metadata, of_heads, self.decay, self.dt_bias, **sizes)
+        out = rms_norm_heads(ops, out, self.norm, first=0, head_dim=self.dim, eps=self.eps)
+        gate = ops.linear(ops.linear(h, self.output_low), self.output_gate)
+        return ops.mul(out, ops.sigmoid(gate))
+
+
 def state_caches(
-    memory: KVCache, block_size: int, states: Sequence[StateUnits]
+    memory: KVCache | LatentCache, block_size: int, states: Sequence[StateUnits]
 ) -> list[StateCache]:
     """Caches of the states of a layer, one behind the other in blocks of `block_size` tokens."""
     caches: list[StateCache] = []
@@ -146,10 +194,40 @@ def load_delta_rule(
     )
 
 
+def load_channel_delta(
+    loader: WeightLoader[LinearT], index: int, spec: ChannelDeltaSpec
+) -> ChannelDelta[LinearT]:
+    """Weights of a layer besides its maps of queries, keys and values, of this rank's heads."""
+    config, names = loader.shard.config, loader.shard.config.names
+    own = loader.shard.part_of(config.attention_linears(index).into[0]).outputs
+    heads = range(own.start // spec.dim, own.stop // spec.dim)
+    convs = [
+        loader.vector(f"{name}.weight", (spec.inner, 1, spec.width))[own.start : own.stop, 0]
+        for name in spec.conv_names(names, index)
+    ]
+    decay = loader.vector(names.of_layer(index, names.state_decay), (1, 1, spec.heads, 1))
+    bias = loader.vector(names.of_layer(index, names.state_bias), spec.inner)
+    norm = loader.vector(f"{names.of_layer(index, names.state_norm)}.weight", spec.dim)
+    out_low, out, b, low, channels = (loader.linear([it]) for it in config.gate_linears(index))
+    return ChannelDelta(
+        torch.cat(convs).t().contiguous(),
+        out_low,
+        out,
+        b,
+        low,
+        channels,
+        -decay.flatten()[heads.start : heads.stop].exp(),
+        bias[own.start : own.stop].clone(),
+        norm.repeat(len(heads)),
+        config.norm.eps,
+        spec.dim,
+    )
+
+
 def load_conv_weights(
     loader: WeightLoader[Any],
     index: int,
-    spec: StateSpec,
+    spec: ShortConvSpec | GatedDeltaSpec | Mamba2Spec | MambaSpec,
     own: Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
     """Weight [width, own] and bias [own] of some channels of a layer's convolution."""

@@ -136,6 +136,8 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         ops.embedding(torch.tensor([8]), weight)
     with pytest.raises(ConfigError, match="even head sizes"):
         ops.allocate_kv_cache(1, 16, 1, 7, torch.float32)
+    with pytest.raises(ConfigError, match=r"sums of kv_lora_rank, .* up to 1024, not 1028;"):
+        ops.allocate_latent_cache(1, 16, 900, 28, torch.float32, index_dim=100)
     cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32)
     plan = ops.attention_metadata(batch_of_spans([(0, 2, [0])]), 1, cache)
     with pytest.raises(ValueError, match="3 tokens do not fit metadata of 2"):

@@ -118,11 +118,15 @@ def _conv(kind: str) -> tuple[dict[str, Tensor], Record, Tensor]:
     return inputs, record, torch.cat(expected).float()
 
 
-def _delta() -> tuple[dict[str, Tensor], Record, Tensor]:
+def _delta(channels: int = 1) -> tuple[dict[str, Tensor], Record, Tensor]:
+    """A delta rule that forgets by heads or, with as many channels as keys have, by rows of its states."""
     width = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     n = sum(LENGTHS)
-    inputs = {"x": random_tensor(n, width, seed=4), "y": random_tensor(n, 2 * HEADS, seed=5)}
-    decay, dt_bias = -random_tensor(HEADS, seed=6).abs(), random_tensor(HEADS, seed=7)
+    inputs = {
+        "x": random_tensor(n, width, seed=4),
+        "y": random_tensor(n, HEADS * (1 + channels), seed=5),
+    }
+    decay, dt_bias = -random_tensor(HEADS, seed=6).abs(), random_tensor(HEADS * channels, seed=7)
 
     def record(
         builder: GraphBuilder, values: dict[str, Value], metadata: Value, cache: StateCache
@@ -155,8 +159,8 @@ def _delta() -> tuple[dict[str, Tensor], Record, Tensor]:
                 vectors = vectors / (vectors.square().sum(1, keepdim=True) + 1e-6).sqrt()
                 heads.append(vectors.repeat_interleave(HEADS // KEY_HEADS, dim=0))
             b, a = gates[t, :HEADS], gates[t, HEADS:]
-            g = torch.exp(decay * torch.nn.functional.softplus(a + dt_bias))
-            state = state * g[:, None, None]
+            soft = torch.nn.functional.softplus(a + dt_bias).view(HEADS, channels)
+            state = state * torch.exp(decay[:, None] * soft)[:, :, None]
             seen = torch.einsum("hkv,hk->hv", state, heads[1])
             change = (v[t].view(HEADS, VALUE_DIM) - seen) * torch.sigmoid(b)[:, None]
             state = state + heads[1][:, :, None] * change[:, None]
@@ -164,6 +168,7 @@ def _delta() -> tuple[dict[str, Tensor], Record, Tensor]:
     return inputs, record, torch.stack(expected).flatten(1).float()
 
 
+DELTAS = ("delta", "delta by channels")
 SCANS = {"heads": (6, 40, 10, 2), "channels": (71, 1, 6, 1)}
 """Heads, columns and rows of their states, and groups, of selective scans."""
 LIMIT = (0.3, 1.5)
@@ -227,12 +232,13 @@ def _cases() -> dict[str, tuple[tuple[int, int, int], tuple[dict[str, Tensor], R
     conv = (CHANNELS, WIDTH - 1, 0)
     return {kind: (conv, _conv(kind)) for kind in CONVS} | {
         "delta": ((HEADS, KEY_DIM * VALUE_DIM, 12), _delta()),
+        "delta by channels": ((HEADS, KEY_DIM * VALUE_DIM, 12), _delta(KEY_DIM)),
         "heads": ((6, 40 * 10, 12), _scan("heads")),
         "channels": ((71, 6, 12), _scan("channels")),
     }
 
 
-@pytest.mark.parametrize("kind", [*CONVS, "delta", *SCANS])
+@pytest.mark.parametrize("kind", [*CONVS, *DELTAS, *SCANS])
 def test_layers_with_a_state(kind: str, ops: Any) -> None:
     sizes, (inputs, record, expected) = _cases()[kind]
     whole = _whole(ops, _states(*sizes), inputs, record)
@@ -240,7 +246,7 @@ def test_layers_with_a_state(kind: str, ops: Any) -> None:
     assert torch.equal(_in_pieces(ops, _states(*sizes), inputs, record), whole)
 
 
-@pytest.mark.parametrize("kind", [*CONVS, "delta", *SCANS])
+@pytest.mark.parametrize("kind", [*CONVS, *DELTAS, *SCANS])
 @pytest.mark.parametrize("num_known", [1, 2, 16])
 def test_drafts_leave_states_as_they_were(kind: str, num_known: int, ops: Any) -> None:
     """Every other step has drafts that are right, whose rows have the bits of rows in turn; the others have wrong
@@ -259,7 +265,7 @@ def test_drafts_leave_states_as_they_were(kind: str, num_known: int, ops: Any) -
         assert torch.equal(rows[: end - done], whole[done:end])
 
 
-@pytest.mark.parametrize("kind", ["gated", "delta", *SCANS])
+@pytest.mark.parametrize("kind", ["gated", *DELTAS, *SCANS])
 def test_full_blocks_are_snapshots(kind: str, ops: Any) -> None:
     """Another sequence goes on behind a full block of the first one, whose later blocks it does not see."""
     sizes, (inputs, record, _) = _cases()[kind]

@@ -86,7 +86,7 @@ _SPARSE = (
     *("MiniMaxM2ForCausalLM", "Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM"),
     *("Qwen3VLMoeForConditionalGeneration", "DeepseekForCausalLM", "BailingMoeForCausalLM"),
     *("AfmoeForCausalLM", "MiMoV2FlashForCausalLM", "LongcatFlashForCausalLM"),
-    *("PhimoeForCausalLM", "DbrxForCausalLM"),
+    *("PhimoeForCausalLM", "DbrxForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"),
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),
@@ -99,12 +99,13 @@ _NORMS = {
     **dict.fromkeys(("ApertusForCausalLM", "Dots1ForCausalLM", "ExaoneMoeForCausalLM"), "head"),
     **dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), "head"),
     "Qwen3VLMoeForConditionalGeneration": "head",
-    "PersimmonForCausalLM": "layer",
+    **{"PersimmonForCausalLM": "layer", "Plamo3ForCausalLM": "head", "Plamo2ForCausalLM": "each"},
     **dict.fromkeys(("AfmoeForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM"), "head"),
 }
 
 
 _SCANS = {f"{it}ForCausalLM" for it in ("Mamba2", "FalconMamba", "Jamba", "FalconH1", "NemotronH")}
+_SCANS |= {"Zamba2ForCausalLM"}
 """Families whose layers mostly keep states of scans (`test_scan_layers.py`)."""
 
 
@@ -137,6 +138,7 @@ def test_families(name: str) -> None:
         "Gemma3ForCausalLM",
         "Gemma3nForCausalLM",
         "Gemma4ForCausalLM",
+        *("OuroForCausalLM", "Plamo2ForCausalLM", "Plamo3ForCausalLM"),
     )
     assert config.layers[0].post_norm is (name in behind)
     assert config.layers[0].pre_norm is (name not in only_behind)
@@ -334,7 +336,7 @@ def test_sliding_windows() -> None:
         (
             {"architectures": ["GPT9LMHeadModel"]},
             ": architecture 'GPT9LMHeadModel' is not supported; the nearest that are supported are "
-            "GPT2LMHeadModel, QWenLMHeadModel and GPTNeoXForCausalLM.",
+            "GPT2LMHeadModel, QWenLMHeadModel and JAISLMHeadModel.",
         ),
         (
             {"architectures": ...},

@@ -84,6 +84,8 @@ WITHOUT_USE = {
     **{it: {"attn_logit_softcapping"} for it in ("Gemma3ForCausalLM", "Gemma3TextModel")},
     "MptForCausalLM": {"learned_pos_emb", "logit_scale", "norm_type"},
     "Mamba2ForCausalLM": {"time_step_rank"},
+    "MiniMaxForCausalLM": {"block_size"},
+    "Zamba2ForCausalLM": {"use_conv_bias", "use_mem_eff_path"},
     "NemotronHForCausalLM": {
         *("attention_bias", "expand", "mtp_layers_block_type", "num_nextn_predict_layers"),
     },
@@ -165,7 +167,9 @@ def _base(name: str) -> dict[str, Any]:
         base["attn_layer_indices"] = [2]
     if name.startswith("Jamba"):
         base |= {"attn_layer_period": 2, "attn_layer_offset": 1}
-    if name.startswith("Falcon"):
+    if name.startswith("Zamba2"):
+        base |= {"layers_block_type": ["linear_attention", *["hybrid"] * 3], "rms_norm_eps": 1e-5}
+    if name.startswith(("Falcon", "Zamba2")):
         del base["head_dim"]  # its class computes it
     return base
 
@@ -196,7 +200,9 @@ def test_absent_sizes_are_those_of_transformers(name: str) -> None:
     base = _base(name) | {"hidden_size": 8192, "num_attention_heads": 128}
     refused: dict[str, set[str]] = {}
     for absent in ({key} for key in BASE):
-        if name.startswith(("GraniteMoeHybrid", "Gemma4")) and absent == {"num_hidden_layers"}:
+        if name.startswith(("GraniteMoeHybrid", "Gemma4", "Zamba2")) and absent == {
+            "num_hidden_layers"
+        }:
             continue  # there must be a kind for each
         for others in ({"head_dim", "num_key_value_heads"}, set[str]()):
             values = {key: size for key, size in base.items() if key not in absent | others}

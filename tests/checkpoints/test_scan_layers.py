@@ -54,7 +54,7 @@ def test_an_mlp_has_the_number_behind_that_of_its_mixer() -> None:
         ("-M", {}, "mamba or attention layer in front of each mlp"),
         ("ME-", {}, "mamba or attention layer in front of each mlp"),
         ("MX", {}, "must name mamba"),
-        ("ME", {"moe_latent_size": 8}, "moe_latent_size is not supported"),
+        ("ME", {"moe_latent_size": 0}, "moe_latent_size must be a positive integer"),
     ],
 )
 def test_patterns_that_are_refused(pattern: str, fields: dict[str, Any], message: str) -> None:

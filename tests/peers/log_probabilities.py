@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -43,9 +44,18 @@ class Found(NamedTuple):
 def differences(model: PreTrainedModel, directory: Path, backend: str) -> Found:
     """Differences of a model in a directory, and of transformers in float32."""
     runner = driver.load(directory, max_model_len=128, backend=backend)
-    exact = driver.in_float64(model)
+    exact = with_logit_scale(driver.in_float64(model))
     ours = driver.answer_differences(runner, exact).max().item()
-    return Found(ours, driver.rounding(model, exact))
+    return Found(ours, driver.rounding(with_logit_scale(model), exact))
+
+
+def with_logit_scale(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that sees, whose class leaves out the factor of logits that its text part has by itself (Cohere)."""
+    factor = getattr(getattr(model.config, "text_config", None), "logit_scale", 1.0)
+    if factor != 1:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(factor)
+    return model
 
 
 def save(name: str, directory: Path, **sizes: Any) -> PreTrainedModel:

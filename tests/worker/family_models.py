@@ -382,6 +382,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         {**_DELTA, **_DELTA_EXPERTS},
     ),
+    "kimi-linear-sparse": (
+        "KimiLinearForCausalLM",
+        {
+            **{it: size for it, size in _LATENT.items() if it != "n_routed_experts"},
+            **{"q_lora_rank": None, "num_local_experts": 8, "initializer_range": 0.2},
+            **{"linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["sparse"] * 3},
+            "layer_types": [*["linear_attention"] * 2, "full_attention"],
+        },
+    ),
     "lfm2-moe": (
         "Lfm2MoeForCausalLM",
         {
@@ -547,9 +556,11 @@ def of_one_layer(name: str) -> dict[str, Any]:
     return {**dict.fromkeys(own, 1), **lists, **zeros}
 
 
-def make_random(name: str, kind: str, values: Mapping[str, Any]) -> transformers.PreTrainedModel:
+def make_random(
+    name: str, kind: str | type, values: Mapping[str, Any]
+) -> transformers.PreTrainedModel:
     """A model of a class of transformers whose configuration has these values, the same for each name."""
-    cls = getattr(transformers, kind)
+    cls: Any = getattr(transformers, kind) if isinstance(kind, str) else kind
     return _randomize(name, cls, cls.config_class(**{**_SHAPE, **values}))
 
 
@@ -565,7 +576,9 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(("gemma", "qwen3-next", "qwen3.5", "nemotron"))  # weights of norms
+    less_one = name.startswith(
+        ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo", "ouro")
+    )  # weights of norms
     less_one &= not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
+from own_oracles import Jais, Ouro, Plamo2
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,8 +26,8 @@ class OwnCode(NamedTuple):
     """A family by a class of transformers that computes the same."""
 
     architecture: str
-    like: str
-    """Name of the class."""
+    like: str | type[transformers.PreTrainedModel]
+    """The class, or its name."""
     values: Mapping[str, Any]
     """Values of its configuration."""
     renamed: Mapping[str, str] = {}
@@ -103,6 +104,36 @@ def _chatglm(tensors: Tensors, config: Any) -> None:
     _joined("self_attention.query_key_value", "self_attention.{}_proj")(tensors, config)
 
 
+def _jais(tensors: Tensors, config: Any) -> None:
+    """Queries, keys and values lie one behind the other, inputs before outputs; tables lack factors."""
+    heads = config.n_head
+    for name in [it for it in tensors if "c_attn" in it]:
+        tensors[name] = tensors[name].unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    for name in [it for it in tensors if it.endswith(".weight") and ".c_" in it]:
+        tensors[name] = tensors[name].T
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"] / 4
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+
+
+def _ouro(tensors: Tensors, _: Any) -> None:
+    """Weights of norms are whole, and embeddings have no factor."""
+    for name in [it for it in tensors if "norm" in it]:
+        tensors[name] = tensors[name] + 1
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
+
+
+def _plamo(tensors: Tensors, config: Any) -> None:
+    """Norms behind attention and MLP have other offsets than those of the class, and embeddings no factor."""
+    _joined("mixer.qkv_proj", "mixer.{}_proj")(tensors, config)
+    for name in [it for it in tensors if "gate_proj" in it]:
+        both = [tensors.pop(name.replace("gate_proj", it)) for it in ("gate_proj", "up_proj")]
+        tensors[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both)
+    for place, offset in (("post_mixer_norm", 1 / 5), ("post_mlp_norm", 5**-1.5)):
+        for name in [it for it in tensors if place in it]:
+            tensors[name] = tensors[name] + (1 - offset)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
+
+
 _GPT = {"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"}
 _GPT |= {"model.layers": "transformer.h", "input_layernorm": "ln_1"}
 _GPT |= {"post_attention_layernorm": "ln_2", "mlp.down_proj": "mlp.c_proj"}
@@ -116,6 +147,13 @@ _WITH_SHARED = {
 _SHARED_FIELDS = {
     **{"moe_intermediate_size": 48, "norm_topk_prob": True, "attention_multiplier": None},
     "shared_intermediate_size": None,
+}
+
+_PLAMO = {
+    **{"model.layers.": "model.layers.layers.", "self_attn.": "mixer."},
+    **{"input_layernorm": "pre_mixer_norm", "post_attention_layernorm": "post_mixer_norm"},
+    "pre_feedforward_layernorm": "pre_mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
 }
 
 OWN_CODE: dict[str, OwnCode] = {
@@ -254,6 +292,102 @@ OWN_CODE: dict[str, OwnCode] = {
         },
         {"multi_query_attention": True, "rmsnorm": True, "rope_parameters": None},
         _chatglm,
+    ),
+    "jais": OwnCode(
+        "JAISLMHeadModel",
+        Jais,
+        {"n_layer": 3, "n_head": 4, "tie_word_embeddings": False},
+        {
+            **{"word_embeddings.": "wte.", "input_layernorm": "ln_1"},
+            **{"post_attention_layernorm": "ln_2", "self_attention.query_key_value": "attn.c_attn"},
+            "self_attention.dense": "attn.c_proj",
+        },
+        {"hidden_size": "n_embd"},
+        {
+            **{"activation_function": "swiglu", "position_embedding_type": "alibi", "n_inner": 96},
+            **{"n_positions": 512, "mup_embeddings_scale": 4.0, "mup_output_alpha": 0.25},
+            **{"mup_width_scale": 2.0, "mup_scale_qk_dot_by_d": True},
+        },
+        _jais,
+    ),
+    "ouro": OwnCode(
+        "OuroForCausalLM",
+        Ouro,
+        {
+            **{"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "head_dim": 16},
+            **{"query_pre_attn_scalar": 16, "hidden_activation": "silu"},
+            **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            **{"tie_word_embeddings": False, "attn_implementation": "eager"},
+        },
+        {
+            **{"post_attention_layernorm": "input_layernorm_2"},
+            **{"pre_feedforward_layernorm": "post_attention_layernorm"},
+            "post_feedforward_layernorm": "post_attention_layernorm_2",
+        },
+        {},
+        {
+            **{"num_hidden_layers": 2, "total_ut_steps": 2, "early_exit_threshold": 1.0},
+            **{"layer_types": None, "hidden_activation": None, "query_pre_attn_scalar": None},
+            "sliding_window": None,
+        },
+        _ouro,
+    ),
+    "plamo2": OwnCode(
+        "Plamo2ForCausalLM",
+        Plamo2,
+        {
+            **{"head_dim": 16, "hidden_activation": "silu", "num_hidden_layers": 4},
+            **{"tie_word_embeddings": False, "sliding_window": 512},
+        },
+        {**_PLAMO, **{f"{it}_scale": f"{it}_norm_weight" for it in ("dt", "B", "C")}},
+        {"head_dim": "hidden_size_per_head"},
+        {
+            **{"mamba_num_heads": 4, "mamba_step": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{"attention_window_size": 2048, "full_attention_idx": [], "sliding_window": None},
+            **{"rope_parameters": None, "layer_types": None, "hidden_activation": None},
+            **{"query_pre_attn_scalar": None, "rope_theta": 10000.0},
+        },
+        _plamo,
+    ),
+    "plamo3": OwnCode(
+        "Plamo3ForCausalLM",
+        "Gemma3ForCausalLM",
+        {
+            **{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+            **{"hidden_activation": "silu", "tie_word_embeddings": False, "num_hidden_layers": 4},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        },
+        _PLAMO,
+        {"sliding_window": "window_size"},
+        {
+            **{"rope_parameters": None, "layer_types": None, "sliding_window_pattern": 3},
+            **{"hidden_activation": None, "query_pre_attn_scalar": None},
+            **{"rope_theta": 1e6, "rope_local_theta": 1e4},
+        },
+        _plamo,
+    ),
+    "kimi-linear": OwnCode(
+        "KimiLinearForCausalLM",
+        "KimiLinearForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 16},
+            **{"qk_rope_head_dim": 16, "v_head_dim": 24, "moe_intermediate_size": 48},
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1},
+            **{"num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+            **{"linear_conv_kernel_dim": 3, "initializer_range": 0.2},
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        },
+        {f"block_sparse_moe.{it}_proj": f"mlp.{it}_proj" for it in ("gate", "up", "down")},
+        {},
+        {
+            **{"layer_types": None, "linear_head_dim": None, "linear_num_heads": None},
+            **{"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "head_dim": 16},
+            "mlp_layer_types": None,
+            "linear_attn_config": {
+                **{"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 8},
+                **{"num_heads": 4, "short_conv_kernel_size": 3},
+            },
+        },
     ),
     "orion": OwnCode(
         "OrionForCausalLM",

@@ -39,7 +39,10 @@ _GRANITE4_H = {
     "num_local_experts": 0,
 }
 
-NEVER_ONE_LAYER = frozenset({"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"})
+NEVER_ONE_LAYER = frozenset(
+    {"granite4-h", "granite4-h-moe", "bamba", "jamba", "hybrid-nemotron"}
+    | {"zamba2", "zamba2-plain", "minimax", "hybrid-nemotron-latent"}
+)
 """Hybrids of which transformers computes nothing where all layers are scans."""
 SCANS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4-h": ("GraniteMoeHybridForCausalLM", _GRANITE4_H),
@@ -82,6 +85,65 @@ SCANS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_in_multiplier": 1.2,
             "attention_out_multiplier": 0.9,
             "key_multiplier": 0.7,
+        },
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48},
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            **{"full_attn_alpha_factor": 1.7, "full_attn_beta_factor": 0.8, "block_size": 16},
+            **{"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 1.2},
+            **{
+                "mlp_alpha_factor": 1.5,
+                "mlp_beta_factor": 0.9,
+                "head_dim": 8,
+                "initializer_range": 0.2,
+            },
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            **{"hidden_size": 80, "num_hidden_layers": 7, "num_key_value_heads": 4},
+            "layers_block_type": [
+                *("linear_attention", "hybrid", "hybrid", "linear_attention"),
+                *("hybrid", "hybrid", "linear_attention"),
+            ],
+            **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{
+                "mamba_expand": 1,
+                "num_mem_blocks": 2,
+                "adapter_rank": 6,
+                "initializer_range": 0.1,
+                "use_mem_rope": True,
+            },
+            "use_shared_attention_adapter": True,
+        },
+    ),
+    "zamba2-plain": (
+        "Zamba2ForCausalLM",
+        {
+            **{"hidden_size": 80, "num_hidden_layers": 4, "num_key_value_heads": 2},
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+            **{"n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{
+                "mamba_expand": 1,
+                "num_mem_blocks": 2,
+                "adapter_rank": 6,
+                "initializer_range": 0.15,
+            },
+        },
+    ),
+    "hybrid-nemotron-latent": (
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"],
+            **{"num_hidden_layers": None, "num_key_value_heads": 4, "head_dim": 20},
+            **{"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 5},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_latent_size": 40},
+            **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 72},
         },
     ),
     "hybrid-nemotron": (

@@ -29,6 +29,7 @@ MODELS = {
     "qwen3-moe": tiny_models,
     "deepseek-v2": family_models,
     "deepseek-v3": family_models,
+    "granite4-nope": family_models,
 }
 
 

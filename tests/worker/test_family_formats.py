@@ -47,7 +47,7 @@ ALLOWED = {"none": 1.0, "int8": 4.0, "int4": 40.0}
 """Mean differences of log-probabilities from float32, in units of those that transformers has in bfloat16."""
 
 
-_OF_FIXED_SIZES = SCANS.keys() - {"mamba", "falcon-mamba", "jamba"}
+_OF_FIXED_SIZES = SCANS.keys() - {"mamba", "falcon-mamba", "jamba", "minimax"}
 """Hybrids whose sizes follow from each other."""
 
 

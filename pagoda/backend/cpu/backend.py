@@ -123,7 +123,12 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         return pages
 
     def block_shapes(
-        self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+        self,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        what: str = "head sizes",
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Keys are [head_dim / p, block_size, p], so that vectors hold an element of many keys.
 
@@ -131,7 +136,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
         Raises ConfigError: no kernel takes heads of this size."""
         if head_dim % 2 or head_dim > self._native.MAX_HEAD_DIM:
             raise ConfigError(
-                f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
+                f"the cpu backend takes even {what} up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )
         p = self.kernels.key_pair(DTYPES[dtype], KV_DTYPES[kv_dtype])
@@ -414,7 +419,7 @@ class CpuBackend(HostBackend[PackedLinear, NativeAttentionMetadata]):
             # Layers with a state read places of tokens and blocks alone, and plan nothing by heads: there is one
             # of one element, as csrc/layer_lowering.cpp asks for.
             num_heads = num_kv_heads = head_dim = 1
-            num_blocks, block_size = len(cache.memory.keys), cache.block_size
+            num_blocks, block_size = cache.num_blocks, cache.block_size
         else:
             held = cache.latents if isinstance(cache, LatentCache) else cache.values
             num_blocks, num_kv_heads, block_pairs, head_dim, pair = held.shape

@@ -92,6 +92,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
         head_dim: int,
         dtype: torch.dtype,  # noqa: ARG002
         kv_dtype: torch.dtype,  # noqa: ARG002
+        what: str = "",  # noqa: ARG002
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (block_size, head_dim), (block_size, head_dim)
 

@@ -139,6 +139,7 @@ def gated_delta(
     *,
     key_heads: int,
     key_dim: int,
+    by_channel: float,
 ) -> Tensor:
     heads, keys = cache.units, key_heads * key_dim
     q, k, v = torch.split(qkv, [keys, keys, qkv.shape[1] - 2 * keys], dim=1)
@@ -149,15 +150,17 @@ def gated_delta(
         for part in (q, k)
     )
     v = v.view(len(qkv), heads, -1)
-    b, a = gates.view(len(qkv), 2, heads).unbind(1)
-    beta, kept = sigmoid(b), torch.exp(decay * _softplus(a + dt_bias))
+    channels = key_dim if by_channel else 1
+    b, a = torch.split(gates, [heads, heads * channels], dim=1)
+    kept = torch.exp(decay[:, None] * _softplus(a + dt_bias).view(len(qkv), heads, channels))
+    beta = sigmoid(b)
     out = torch.empty_like(v)
     for sequence in metadata.sequences:
         states = _States(cache, sequence, metadata.block_size)
         state = states.before().view(heads, key_dim, -1)
         places = set(states.kept())
         for place, row in enumerate(range(sequence.rows.start, sequence.rows.stop)):
-            state = state * kept[row, :, None, None]
+            state = state * kept[row, :, :, None]
             seen = (state * k[row, :, :, None]).sum(1)
             delta = (v[row] - seen) * beta[row, :, None]
             state = state + k[row, :, :, None] * delta[:, None, :]

@@ -10,6 +10,8 @@ from functools import partial
 from pagoda.checkpoints.families.shared import (
     following_sizes,
     own_heads,
+    with_alibi,
+    with_attention_of,
     with_biases,
     with_layer_norm,
     with_position_table,
@@ -18,6 +20,7 @@ from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import Activation
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _RENAMED = {
@@ -88,6 +91,43 @@ GPT_BIGCODE = replace(
     models="StarCoder, SantaCoder, Granite Code 20B",
     names=replace(_NAMES, joins_by_head=True),
     values=_bigcode_values,
+)
+
+
+# ---- JAIS: GPT-2 with gated MLPs, scores by distance and factors of muP (Sengupta et al. 2023)
+
+
+def _jais_values(fields: Fields) -> Mapping[str, object]:
+    fields.require("activation_function", "swiglu")
+    fields.require("position_embedding_type", "alibi")
+    return {**following_sizes(fields, "n_inner"), "hidden_act": "silu"}
+
+
+def _adapt_jais(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    for name in ("add_cross_attention", "reorder_and_upcast_attn"):
+        fields.require(name, False)
+    fields.require("alibi_scaling", None)
+    by_size = fields.flag("scale_qk_dot_by_d", fields.flag("mup_scale_qk_dot_by_d", False))
+    spec = with_attention_of(with_alibi(spec), scale=spec.head_dim ** -(1.0 if by_size else 0.5))
+    spec = with_layer_norm(with_biases(spec), fields, bias=True)
+    logits = fields.number("mup_output_alpha", 1.0) * fields.number("mup_width_scale", 1.0)
+    factors = Multipliers(
+        embedding=fields.number("embeddings_scale", fields.number("mup_embeddings_scale", 1.0)),
+        logits=fields.number("width_scale", logits),
+    )
+    return replace(spec, multipliers=factors)
+
+
+JAIS = replace(
+    GPT2,
+    architecture="JAISLMHeadModel",
+    models="JAIS 13B and 30B, JAIS family 590M to 70B",
+    adapt=_adapt_jais,
+    names=replace(_NAMES, gate="mlp.c_fc2", transposes=True),
+    values=_jais_values,
+    activation="silu",
+    other_activations=frozenset(),
+    gated=True,
 )
 
 

@@ -60,7 +60,6 @@ def _values(fields: Fields) -> Mapping[str, object]:
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     kinds = _kinds(fields)
     fields.require("mamba_hidden_act", "silu")
-    fields.require("moe_latent_size", None)
     numbers = [number for number, kind in enumerate(kinds) if kind in ("mamba", "attention")]
     behind = [kinds[number + 1] if number + 1 < len(kinds) else "" for number in numbers]
     mlp = replace(dense_mlp(spec.layers[0]), bias=fields.flag("mlp_bias", False))
@@ -88,12 +87,14 @@ def _experts(fields: Fields) -> ExpertsSpec:
     fields.require("mlp_bias", False)
     experts = sigmoid_experts(fields, _EXPERTS, scale=1.0)
     size = fields.positive("moe_shared_expert_intermediate_size", 7688)
-    return replace(experts, shared_size=size, gated=False)
+    given = "moe_latent_size"
+    latent = None if fields.values.get(given) is None else fields.positive(given)
+    return replace(experts, shared_size=size, gated=False, latent_size=latent)
 
 
 NEMOTRON_H = Family(
     "NemotronHForCausalLM",
-    "Nemotron-H 4B to 56B, Nemotron Nano 2, Nemotron 3 Nano",
+    "Nemotron-H 4B to 56B, Nemotron Nano 2, Nemotron 3 Nano and Super",
     _adapt,
     names=TensorNames(
         embedding="backbone.embeddings",
@@ -111,6 +112,8 @@ NEMOTRON_H = Family(
         correction="+mixer.gate.e_score_correction_bias",
         expert_up="+mixer.experts.{expert}.up_proj",
         expert_down="+mixer.experts.{expert}.down_proj",
+        expert_latent="+mixer.fc1_latent_proj",
+        expert_latent_back="+mixer.fc2_latent_proj",
         shared_up="+mixer.shared_experts.up_proj",
         shared_down="+mixer.shared_experts.down_proj",
         **MIXER_NAMES,

@@ -65,7 +65,12 @@ def _attention_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tu
 
 def _state_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[int, KVPart]]:
     """Units of states lie in the halves of a block, as `pagoda.backend.base.StateCache` says."""
-    regions = {tensor.kind: region for region, tensor in tensors}
+    kept = {tensor.kind: (region, tensor) for region, tensor in tensors}
+    if "latents" in kept:
+        region, tensor = kept["latents"]
+        halves = {"keys": (region, 0), "values": (region, tensor.block_bytes // 8 * 4)}
+    else:
+        halves = {kind: (region, 0) for kind, (region, _) in kept.items()}
     states, offset = shard.states(layer), 0
     for number, (state, units) in enumerate(zip(states, shard.state_units(layer), strict=True)):
         numbers = list(chain.from_iterable(units))
@@ -73,14 +78,14 @@ def _state_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[
         for kind, held in (("keys", numbers[:middle]), ("values", numbers[middle:])):
             for index, run in _runs_of(held):
                 yield (
-                    regions[kind],
+                    halves[kind][0],
                     KVPart(
                         layer,
                         f"state {number}",
                         run.start,
                         len(run),
                         4 * state.floats,
-                        offset=offset + 4 * state.floats * index,
+                        offset=halves[kind][1] + offset + 4 * state.floats * index,
                     ),
                 )
         offset += state.half_bytes

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zamba2: Mamba-2 layers, in front of some of which lie blocks that they share (Glorioso et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pagoda.checkpoints.families.mamba import MAMBA_NAMES, expanded, mamba2
+from pagoda.checkpoints.families.shared import without_rotation
+from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.layer_spec import LayerSpec
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.shared_blocks import SharedSpec
+from pagoda.checkpoints.tensor_names import TensorNames
+
+_KINDS = {"mamba": False, "linear_attention": False, "hybrid": True}
+"""Kinds of layers, as older and newer files call them, and whether a block lies in front of each."""
+_BLOCK, _BEHIND = "shared_transformer.", "mamba_decoder."
+"""Parts of a layer with a block in front of it."""
+
+
+def _hybrids(fields: Fields) -> list[bool]:
+    """True of each layer of the file that has a block in front of it."""
+    kinds = fields.texts("layers_block_type")
+    count = fields.positive("num_hidden_layers", len(kinds))
+    if len(kinds) != count or not {*kinds} <= {*_KINDS}:
+        fields.refuse("layers_block_type", f"must be a list of {count} of {', '.join(_KINDS)}")
+    return [_KINDS[kind] for kind in kinds]
+
+
+def _values(fields: Fields) -> Mapping[str, object]:
+    """Layers, blocks included, and heads, which share twice the channels of hidden states."""
+    hybrids, hidden = _hybrids(fields), fields.positive("hidden_size")
+    values: dict[str, object] = {
+        "num_hidden_layers": len(hybrids) + sum(hybrids),
+        "head_dim": 2 * hidden // fields.positive("num_attention_heads", 32),
+        "intermediate_size": fields.positive("intermediate_size", 4 * hidden),
+        "layer_types": None,
+    }
+    if fields.flag("use_long_context", False):
+        values["max_position_embeddings"] = 16_384
+    return values
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("add_bias_linear", False)
+    fields.require("rms_norm_eps", 1e-5)
+    blocks = fields.positive("num_mem_blocks", 1)
+    least = fields.number("time_step_min", 0.001)
+    state = replace(mamba2(fields, expanded(fields)), bias=True)
+    state = replace(state, dt_limit=(least, state.dt_limit[1]))
+    rank = fields.positive("adapter_rank", 128)
+    adapts = fields.flag("use_shared_attention_adapter", False)
+    layers: list[LayerSpec] = []
+    numbers, parts, firsts = [], [], list[int]()
+    plain = spec.layers[0]
+    scale = (spec.head_dim / 2) ** -0.5
+    attention = replace(plain.attention, scale=scale)
+    uses = 0
+    for number, has_block in enumerate(_hybrids(fields.updated({"num_hidden_layers": None}))):
+        if has_block:
+            firsts += [number] * (uses < blocks)
+            shared = SharedSpec(uses, rank, adapts)
+            layers.append(replace(plain, attention=attention, shared=shared))
+            numbers.append(firsts[uses % blocks])
+            uses += 1
+        layers.append(
+            replace(plain, attention=attention, mlp=None, state=state, joins_before=has_block)
+        )
+        numbers.append(number)
+        parts += [_BLOCK, _BEHIND] if has_block else [""]
+    names = replace(spec.names, numbers=tuple(numbers), parts=tuple(parts))
+    spec = replace(spec, layers=tuple(layers), names=names)
+    if fields.flag("use_mem_rope", False):
+        return spec
+    return without_rotation(spec, [True] * spec.num_layers)
+
+
+_MAMBA: Mapping[str, Any] = {name: f"{{part}}{it}" for name, it in MAMBA_NAMES.items()}
+_GATE_UP = "{part}feed_forward.gate_up_proj"
+ZAMBA2 = Family(
+    "Zamba2ForCausalLM",
+    "Zamba2 1.2B, 2.7B and 7B",
+    _adapt,
+    names=TensorNames(
+        norm="model.final_layernorm",
+        attention_norm="{part}input_layernorm",
+        query="{part}self_attn.q_proj",
+        key="{part}self_attn.k_proj",
+        value="{part}self_attn.v_proj",
+        attention_out="{part}self_attn.o_proj",
+        mlp_norm="{part}pre_ff_layernorm",
+        gate=_GATE_UP,
+        up=_GATE_UP,
+        down="{part}feed_forward.down_proj",
+        state_skip="{part}mamba.D",
+        **_MAMBA,
+    ),
+    renamed={
+        "n_mamba_heads": "mamba_n_heads",
+        "mamba_ngroups": "mamba_n_groups",
+        "mamba_headdim": "mamba_d_head",
+    },
+    values=_values,
+    defaults={
+        "max_position_embeddings": 4096,
+        "mamba_d_state": 64,
+        "mamba_n_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "num_attention_heads": 32,
+    },
+    activation="gelu",
+)

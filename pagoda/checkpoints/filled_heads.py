@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps of heads that are narrower, or whose keys have fewer, than a model's (Gemma 4, MiMo-V2); no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagoda.checkpoints.layer_spec import OwnHeads
+from pagoda.checkpoints.linears import AttentionLinears, HeadFill, LinearRole, LinearSpec
+from pagoda.checkpoints.tensor_names import StoredRows
+
+if TYPE_CHECKING:
+    from pagoda.checkpoints.model_spec import ModelSpec
+
+
+def filled_linears(config: ModelSpec, layer: int) -> AttentionLinears:
+    """Linear layers of heads that are filled with zeros, and repeated, up to the model's sizes."""
+    spec, names, hidden = config.layers[layer].attention, config.names, config.hidden_size
+    own = spec.own_heads or OwnHeads(config.head_dim, config.head_dim, config.num_kv_heads)
+    values = names.key if spec.values_are_keys else names.value
+    found = []
+    for place, name, stored_heads, stored_dim, heads in (
+        ("QUERY", names.query, config.num_heads, own.head_dim, config.num_heads),
+        ("KEY", names.key, own.num_kv_heads, own.head_dim, config.num_kv_heads),
+        ("VALUE", values, own.num_kv_heads, own.value_dim, config.num_kv_heads),
+        ("ATTENTION_OUT", names.attention_out, config.num_heads, own.value_dim, config.num_heads),
+    ):
+        full = names.of_layer(layer, name)
+        sizes, stored = (heads * config.head_dim, hidden), (stored_heads * stored_dim, hidden)
+        if place == "ATTENTION_OUT":
+            sizes, stored = sizes[::-1], stored[::-1]
+        own_name = f"{full}.values" if place == "VALUE" and spec.values_are_keys else full
+        fill = HeadFill(stored_heads, stored_dim, heads, config.head_dim)
+        rows = StoredRows(full, stored, 0)
+        found.append(LinearSpec(own_name, *sizes, LinearRole[place], rows, fill=fill))
+    return AttentionLinears(*found)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that transformers has no class for: others of its classes, with modules that compute as makers' do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+
+class Jais(transformers.BloomForCausalLM):
+    """BLOOM with gated MLPs, scores over the size of heads, and no norm of embeddings."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.transformer.word_embeddings_layernorm = nn.Identity()
+        for block in self.transformer.h:
+            block.mlp = _GatedMlp(config.hidden_size, 96)
+            block.self_attention.inv_norm_factor = 1 / block.self_attention.head_dim
+
+
+class _GatedMlp(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.c_fc, self.c_fc2 = nn.Linear(hidden, inner), nn.Linear(hidden, inner)
+        self.c_proj = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.c_proj(self.c_fc(x) * torch.nn.functional.silu(self.c_fc2(x)))
+
+
+class Plamo2(transformers.Gemma3ForCausalLM):
+    """Gemma 3 with Mamba of heads, or attention whose heads have weights of norms, in place of its attention."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.use_cache = self.generation_config.use_cache = False
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = _Attention() if index % 2 else _Scan()
+
+
+def _varied(*shape: int) -> nn.Parameter:
+    return nn.Parameter(1 + 0.2 * torch.randn(*shape))
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+class _Scan(nn.Module):
+    """Mamba of 4 heads of 16 channels with states of 5, token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = (nn.Linear(64, size, bias=False) for size in (128, 64))
+        self.conv1d = nn.Conv1d(64, 64, 3, groups=64, padding=2, bias=False)
+        self.bcdt_proj = nn.Linear(64, 2 * 5 + 64, bias=False)
+        self.dt_proj = nn.Linear(64, 4, bias=False)
+        self.dt_bias, self.A_log, self.D = _varied(4), nn.Parameter(torch.randn(4)), _varied(4)
+        self.dt_scale, self.B_scale, self.C_scale = _varied(64), _varied(5), _varied(5)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        batch, count, _hidden = hidden_states.shape
+        z, x = self.in_proj(hidden_states).view(batch, count, 4, 32).split(16, dim=-1)
+        x = self.conv1d(x.flatten(2).transpose(1, 2))[..., :count].transpose(1, 2)
+        x = nn.functional.silu(x)
+        b, c, dt = self.bcdt_proj(x).split([5, 5, 64], dim=-1)
+        b, c = _normed(b, self.B_scale), _normed(c, self.C_scale)
+        step = nn.functional.softplus(self.dt_proj(_normed(dt, self.dt_scale)) + self.dt_bias)
+        kept, x = torch.exp(-step * self.A_log.exp()), x.view(batch, count, 4, 16)
+        state, out = x.new_zeros(batch, 4, 16, 5), []
+        for t in range(count):
+            added = (step[:, t, :, None] * x[:, t])[..., None] * b[:, t, None, None]
+            state = state * kept[:, t, :, None, None] + added
+            out.append((state * c[:, t, None, None]).sum(-1) + self.D[:, None] * x[:, t])
+        gated = torch.stack(out, 1) * nn.functional.silu(z)
+        return self.out_proj(gated.flatten(2)), None
+
+
+class _Attention(nn.Module):
+    """Attention of 4 heads of 16, of which two have keys and values in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = (nn.Linear(64, size, bias=False) for size in (128, 64))
+        self.q_weight, self.k_weight = _varied(4, 16), _varied(2, 16)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        batch, count, _hidden = hidden_states.shape
+        heads = self.qkv_proj(hidden_states).view(batch, count, 8, 16)
+        q, k, v = heads.split([4, 2, 2], dim=2)
+        places = torch.arange(count, dtype=q.dtype)
+        angles = places[:, None] * 10_000.0 ** (-torch.arange(8, dtype=q.dtype) / 8)
+        turned = []
+        for part, weight in ((q, self.q_weight), (k, self.k_weight)):
+            first, second = _normed(part, weight).chunk(2, dim=-1)
+            cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+            turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin], -1))
+        q, k, v = (it.transpose(1, 2) for it in (*turned, v))
+        k, v = (it.repeat_interleave(2, dim=1) for it in (k, v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=count > 1)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class Ouro(transformers.Gemma2ForCausalLM):
+    """Gemma 2 whose second half of layers is the first one again, behind the norm of its outputs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.use_cache = self.generation_config.use_cache = False
+        layers = [*self.model.layers][: config.num_hidden_layers // 2]
+        again = [_Again(layer, None if at else self.model.norm) for at, layer in enumerate(layers)]
+        self.model.layers = nn.ModuleList([*layers, *again])
+
+
+class _Again(nn.Module):
+    """A layer that another module owns, and maybe a norm in front of it."""
+
+    def __init__(self, layer: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.__dict__["others"] = layer, norm  # so that their weights are saved once
+
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+        layer, norm = self.__dict__["others"]
+        return layer(hidden_states if norm is None else norm(hidden_states), *rest, **named)
