@@ -125,6 +125,8 @@ class MlpSpec:
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives (Falcon-H1)."""
     down_factor: float = 1.0
+    numbers: tuple[float, ...] = ()
+    """Numbers of xIELU, in the order of `XIELU`, where they are not tensors."""
 
     @property
     def has_down_bias(self) -> bool:

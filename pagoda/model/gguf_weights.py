@@ -33,7 +33,7 @@ class GgufWeights:
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._file.tensor(name)
         # llama.cpp makes matrices of vectors of Mamba-2: of one column, or of a row for each group.
-        if out.dim() > 1 or math.prod(tensor.shape) != len(out):
+        if out.dim() > 1 or math.prod(tensor.shape) != out.numel():
             checked_tensor(self._file, name, tuple(out.shape))
         values = floats(self._rows(tensor), tensor.type).view(out.shape)
         out.copy_(values)

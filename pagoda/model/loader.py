@@ -412,7 +412,7 @@ class WeightLoader(Generic[LinearT]):
             down=self.linear([linears.down], bias=spec.has_down_bias),
             activation=spec.activation,
             gated=spec.gated,
-            numbers=self._xielu(index) if spec.activation == "xielu" else {},
+            numbers=self._xielu(index, spec.numbers) if spec.activation == "xielu" else {},
             sparse=None
             if spec.deviations is None
             else SparseGate(
@@ -424,11 +424,11 @@ class WeightLoader(Generic[LinearT]):
             down_factor=spec.down_factor,
         )
 
-    def _xielu(self, index: int) -> Mapping[str, float]:
+    def _xielu(self, index: int, told: Sequence[float]) -> Mapping[str, float]:
         """Numbers of xIELU: files have those in front of squares and of exponentials before a softplus."""
         names = self.shard.config.names
         stem = names.of_layer(index, names.activation)
-        positive, negative, beta, eps = (
+        positive, negative, beta, eps = [torch.tensor(it) for it in told] or (
             self._tensor(f"{stem}.{name}", shape, torch.float32)
             for name, shape in zip(XIELU, ((1,), (1,), (), ()), strict=True)
         )

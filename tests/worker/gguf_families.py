@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files of families whose weights or metadata llama.cpp's converter changes in a way of their own.
+
+A row has what the converter says of a family's config.json, and what it does to tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from gguf_files import add_values, finish
+from gguf_models import Choose, frequency_factors, published, quantized
+from torch import Tensor
+
+Config = Mapping[str, Any]
+Named = tuple[str, Tensor]
+_COMMON = {
+    "block_count": ("n_layers", "num_hidden_layers", "n_layer", "num_layers"),
+    "context_length": ("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len"),
+    "embedding_length": ("hidden_size", "n_embd", "d_model"),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "attention.head_count": ("num_attention_heads", "n_head", "n_heads"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+}
+"""Keys that the converter writes of most families, with the fields that it takes them of."""
+
+
+def common(config: Config) -> dict[str, Any]:
+    """Values of the keys that most families have."""
+    found = {
+        key: next((config[it] for it in names if config.get(it) is not None), None)
+        for key, names in _COMMON.items()
+    }
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    local = rope.get("sliding_attention", {})
+    found["rope.freq_base"] = full.get("rope_theta")
+    found["rope.freq_base_swa"] = local.get("rope_theta")
+    found["rope.scaling.type"] = "none" if full.get("rope_type") == "default" else None
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def head_dim(config: Config) -> int:
+    values = common(config)
+    size: int = config.get("head_dim") or (
+        values["embedding_length"] // values["attention.head_count"]
+    )
+    return size
+
+
+def rotated(config: Config) -> int:
+    """Dimensions of a head that turn."""
+    return int(head_dim(config) * config["rope_parameters"].get("partial_rotary_factor", 1))
+
+
+def neighbours(values: Tensor, heads: int) -> Tensor:
+    """Rows of a head in the order that ggml rotates: `i` beside `i + d/2`."""
+    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
+
+
+def _as_they_are(name: str, values: Tensor, _: Config) -> Iterator[Named]:
+    yield name, values
+
+
+class Row(NamedTuple):
+    architecture: str
+    values: Callable[[Config], Mapping[str, Any]] = lambda _: {}
+    """Metadata besides the usual, by the names behind the architecture; None takes one away."""
+    change: Callable[[str, Tensor, Config], Iterator[Named]] = _as_they_are
+    """What becomes of a tensor, by names that the package `gguf` knows, or in files if they begin with `blk.`."""
+
+
+# ---- what is done to tensors
+
+
+def permuted(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Queries and keys of heads that are rotated by neighbours."""
+    usual = common(config)
+    heads = usual["attention.head_count"]
+    if "q_proj" in name:
+        values = neighbours(values, heads)
+    if "k_proj" in name:
+        values = neighbours(values, usual.get("attention.head_count_kv", heads))
+    yield name, values
+
+
+def by_kind(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Queries, keys and values one behind the other, where they took turns by heads of keys."""
+    if config["model_type"] == "bloom":
+        name = name.removeprefix("transformer.")
+    if "query_key_value" in name:
+        heads = common(config)["attention.head_count"]
+        groups = values.unflatten(0, (-1, head_dim(config)))
+        kv_heads = (len(groups) - heads) // 2
+        groups = groups.unflatten(0, (kv_heads, -1))
+        parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+        values = torch.cat([it.flatten(0, 2) for it in parts])
+    yield name, values
+
+
+def turned(name: str, values: Tensor, _: Config) -> Iterator[Named]:
+    """Outputs before inputs."""
+    yield name, values.t() if name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")) else values
+
+
+def corrected(name: str, values: Tensor, _: Config) -> Iterator[Named]:
+    """Numbers that are added to scores of experts have a name like a bias."""
+    for end in ("e_score_correction_bias", "expert_bias"):
+        if name.endswith(end):
+            name = f"{name.removesuffix('_bias')}.bias" if "score" in end else f"{name}.bias"
+    yield name, values
+
+
+def one_by_one(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Experts of DBRX in a dimension of their own, with inputs behind."""
+    if "experts.mlp" in name:
+        values = values.unflatten(0, (config["ffn_config"]["moe_num_experts"], -1))
+        values = values.transpose(1, 2) if name.endswith("w2") else values
+        name += ".weight"
+    yield name, values
+
+
+def scanned(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Decays as factors, and vectors of Mamba-2 as matrices."""
+    of_heads = config["model_type"] not in ("mamba", "falcon_mamba", "jamba")
+    if name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith(".A_log"):
+        values = -values.exp()
+    if of_heads and name.endswith((".A_log", ".D")):
+        values = values[:, None]
+    if of_heads and name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        groups = config.get("n_groups") or config["mamba_n_groups"]
+        values = values.unflatten(0, (groups, -1))
+    if config["model_type"] == "jamba":
+        name = name.replace("layers.", "model.layers.").replace("model.model", "model")
+        name = name.replace("feed_forward.experts", "mlp.experts")
+    if "mixer.experts." in name:
+        name = name.replace("backbone", "model").replace("mixer.experts", "mlp.experts")
+    yield from corrected(name, values, config)
+
+
+def multiplied(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Falcon-H1's multipliers, which become part of weights."""
+    factors = {
+        "down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * config["attention_in_multiplier"],
+        "q_proj": config["attention_in_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "mamba.out_proj": config["ssm_out_multiplier"],
+        "mamba.in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    values = values * next((it for part, it in factors.items() if part in name), 1.0)
+    if "mamba.in_proj" in name:
+        inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        parts = values.split([inner, inner, keys, keys, config["mamba_n_heads"]])
+        values = torch.cat([p * it for p, it in zip(parts, config["ssm_multipliers"], strict=True)])
+    yield from scanned(name, values, config)
+
+
+# ---- what is said of a family
+
+
+def _gpt2(config: Config) -> Mapping[str, Any]:
+    return {"feed_forward_length": 4 * config["n_embd"]}
+
+
+def _neox(config: Config) -> Mapping[str, Any]:
+    parallel = config["use_parallel_residual"]
+    return {"rope.dimension_count": rotated(config), "use_parallel_residual": parallel}
+
+
+def _wide(config: Config) -> Mapping[str, Any]:
+    size = config["hidden_size"]
+    kv_heads = config.get("num_kv_heads", config.get("n_head"))
+    if config.get("multi_query") and not config["new_decoder_architecture"]:
+        kv_heads = 1
+    return {"feed_forward_length": config.get("ffn_hidden_size") or 4 * size} | {
+        "attention.head_count_kv": kv_heads,
+        "context_length": 512,
+    }
+
+
+def _mpt(config: Config) -> Mapping[str, Any]:
+    return {
+        "feed_forward_length": 4 * config["d_model"],
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.clamp_kqv": config["attn_config"]["clip_qkv"],
+        "attention.max_alibi_bias": float(config["attn_config"]["alibi_bias_max"]),
+    }
+
+
+def _dbrx(config: Config) -> Mapping[str, Any]:
+    attention, experts = config["attn_config"], config["ffn_config"]
+    return {
+        "feed_forward_length": experts["ffn_hidden_size"],
+        "attention.head_count_kv": attention["kv_n_heads"],
+        "rope.freq_base": attention["rope_theta"],
+        "attention.clamp_kqv": attention["clip_qkv"],
+        "expert_count": experts["moe_num_experts"],
+        "expert_used_count": experts["moe_top_k"],
+        "attention.layer_norm_epsilon": 1e-5,
+    }
+
+
+def _phimoe(config: Config) -> Mapping[str, Any]:
+    rope = config["rope_parameters"]
+    length = rope["original_max_position_embeddings"]
+    return {
+        "rope.dimension_count": rotated(config),
+        "rope.scaling.original_context_length": length,
+        "rope.scaling.attn_factor": rope["long_mscale"],
+        "attention.sliding_window": config["sliding_window"] or 0,
+    }
+
+
+def _ernie(config: Config) -> Mapping[str, Any]:
+    return {
+        "expert_count": config["moe_num_experts"],
+        "expert_used_count": config["moe_k"],
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["moe_num_shared_experts"],
+        "expert_shared_feed_forward_length": config["intermediate_size"] // 2,
+    }
+
+
+def _hunyuan(config: Config) -> Mapping[str, Any]:
+    return {
+        "expert_shared_feed_forward_length": config["intermediate_size"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_used_count": config["moe_topk"],
+        "expert_shared_count": 1,
+    }
+
+
+def _rotated(config: Config) -> Mapping[str, Any]:
+    return {"rope.dimension_count": rotated(config), "vocab_size": config["vocab_size"]}
+
+
+def _sigmoids(config: Config) -> Mapping[str, Any]:
+    """Experts scored by sigmoids, as several families have them."""
+    inner, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 1
+    return {
+        **_rotated(config),
+        "expert_count": config.get("num_experts") or config["n_routed_experts"],
+        "expert_feed_forward_length": inner,
+        "expert_shared_count": config.get("num_shared_experts") or shared,
+        "expert_shared_feed_forward_length": inner,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.get("routed_scaling_factor") or config["route_scale"],
+        "expert_gating_func": 2,
+        "leading_dense_block_count": config.get("num_dense_layers")
+        or config.get("first_k_dense_replace", 1),
+    }
+
+
+def _solar(config: Config) -> Mapping[str, Any]:
+    return {**_sigmoids(config), "leading_dense_block_count": 0}
+
+
+def _windowed(config: Config) -> Mapping[str, Any]:
+    kinds = [kind[0] == "s" for kind in config["layer_types"]]
+    return {
+        **_sigmoids(config),
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": kinds,
+        "nextn_predict_layers": 0,
+    }
+
+
+def _minimax(config: Config) -> Mapping[str, Any]:
+    return {
+        "rope.dimension_count": rotated(config),
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": 2,
+    }
+
+
+def _minicpm3(config: Config) -> Mapping[str, Any]:
+    return {
+        "attention.kv_lora_rank": config["kv_lora_rank"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.key_length": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "attention.value_length": None,
+        "rope.dimension_count": config["qk_rope_head_dim"],
+    }
+
+
+def _mamba(config: Config) -> Mapping[str, Any]:
+    zeros = ("feed_forward_length", "attention.head_count")
+    inner = config.get("intermediate_size") or 2 * config["hidden_size"]
+    if config["model_type"] == "mamba2":
+        inner = config["num_heads"] * config["head_dim"]
+    return {
+        **dict.fromkeys(zeros, 0),
+        **dict.fromkeys(("attention.head_count_kv", "attention.key_length"), None),
+        "attention.value_length": None,
+        "attention.layer_norm_epsilon": None,
+        "context_length": 2**20,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.inner_size": inner,
+        "ssm.state_size": config["state_size"],
+        "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
+        **({"ssm.group_count": config["n_groups"]} if "n_groups" in config else {}),
+        **({"ssm.dt_b_c_rms": True} if config["model_type"] == "falcon_mamba" else {}),
+    }
+
+
+def _hybrid(config: Config) -> dict[str, Any]:
+    """Mamba layers beside others, by fields that begin with `mamba_`."""
+    inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+    rank = config.get("mamba_dt_rank") or config["mamba_n_heads"]
+    found = {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.inner_size": inner,
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.time_step_rank": rank,
+    }
+    if "mamba_n_groups" in config:
+        found["ssm.group_count"] = config["mamba_n_groups"]
+    return found
+
+
+def _jamba(config: Config) -> Mapping[str, Any]:
+    first, every = config["attn_layer_offset"], config["attn_layer_period"]
+    heads = config["num_key_value_heads"]
+    attending = range(first, config["num_hidden_layers"], every)
+    counts = [heads * (layer in attending) for layer in range(config["num_hidden_layers"])]
+    return {**_hybrid(config), "attention.head_count_kv": counts}
+
+
+def _nemotron(config: Config) -> Mapping[str, Any]:
+    short = {"linear_attention": "mamba", "full_attention": "attention"}
+    kinds = [short.get(kind, kind) for kind in config["layers_block_type"]]
+    is_sparse = "moe" in kinds
+    sizes = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+    heads, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
+    found = {
+        "block_count": len(kinds),
+        "attention.head_count_kv": [
+            config["num_key_value_heads"] * (kind == "attention") for kind in kinds
+        ],
+        "feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": None,
+        "attention.key_length": config["head_dim"],
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.inner_size": inner,
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.time_step_rank": heads,
+        "ssm.group_count": config["n_groups"],
+    }
+    if not is_sparse:
+        gone = ("expert_count", "expert_used_count", "expert_group_count")
+        return found | dict.fromkeys((*gone, "expert_group_used_count"))
+    return found | {
+        "expert_count": config["n_routed_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+    }
+
+
+ROWS: dict[str, Row] = {
+    "gpt2-new": Row("gpt2", _gpt2, turned),
+    "gpt-bigcode": Row("starcoder", lambda c: {**_gpt2(c), "attention.head_count_kv": 1}),
+    "gpt-neox": Row("gptneox", _neox, by_kind),
+    "gpt-neox-sequential": Row("gptneox", _neox, by_kind),
+    "bloom": Row("bloom", _wide, by_kind),
+    "falcon": Row("falcon", _wide, by_kind),
+    "falcon-groups": Row("falcon", _wide, by_kind),
+    "falcon-one-norm": Row("falcon", _wide, by_kind),
+    "mpt": Row("mpt", _mpt),
+    "dbrx": Row("dbrx", _dbrx, one_by_one),
+    "phimoe": Row("phimoe", _phimoe),
+    "ernie4.5-moe": Row("ernie4_5-moe", _ernie, corrected),
+    "hunyuan-moe": Row("hunyuan-moe", _hunyuan),
+    "jais2": Row("jais2", _rotated),
+    "apertus": Row("apertus", _rotated),
+    "exaone-moe": Row("exaone-moe", _windowed, corrected),
+    "afmoe": Row("afmoe", _windowed, corrected),
+    "minimax-m2": Row("minimax-m2", _minimax, corrected),
+    "solar-open": Row("glm4moe", _solar, corrected),
+    "minicpm3": Row("minicpm3", _minicpm3),
+    "mamba": Row("mamba", _mamba, scanned),
+    "falcon-mamba": Row("mamba", _mamba, scanned),
+    "mamba2": Row("mamba2", _mamba, scanned),
+    "jamba": Row("jamba", _jamba, scanned),
+    "falcon-h1": Row("falcon-h1", _hybrid, multiplied),
+    "hybrid-nemotron": Row("nemotron_h_moe", _nemotron, scanned),
+    "hybrid-nemotron-dense": Row("nemotron_h", _nemotron, scanned),
+}
+"""Families by names of `family_models`."""
+
+
+def save_family(
+    model: transformers.PreTrainedModel,
+    path: Path,
+    row: Row,
+    choose: Choose = lambda _: Kind.F32,
+) -> None:
+    """Writes a file as the converter does, with matrices of the types that `choose` gives."""
+    config = model.config.to_dict()
+    writer = GGUFWriter(path, row.architecture)
+    values = {**common(config), **row.values(config)}
+    told = {key: value for key, value in values.items() if value is not None}
+    add_values(writer, {f"{row.architecture}.{key}": value for key, value in told.items()})
+    arch = next(it for it, name in gguf.MODEL_ARCH_NAMES.items() if name == row.architecture)
+    names = gguf.get_tensor_name_map(arch, 99)
+    numbers: dict[str, list[float]] = {}
+    for name, tensor in published(model, path.parent, {}, joins_latents=True).items():
+        if ".act_fn." in name:  # numbers of xIELU
+            numbers.setdefault(name.rpartition(".")[2], []).append(tensor.item())
+            continue
+        for changed, own in row.change(name, tensor, config):
+            short = changed
+            if not changed.startswith("blk."):
+                short = names.get_name(changed, try_suffixes=(".weight", ".bias"))
+            assert short is not None, changed
+            matrix = own if own.shape[-1:] == (1,) else own.squeeze()
+            kind = choose(short) if matrix.dim() > 1 else Kind.F32
+            data = quantized(matrix.contiguous().numpy(), kind)
+            writer.add_tensor(short, data, raw_dtype=kind)
+    add_values(writer, {f"xielu.{name}": its for name, its in numbers.items()})
+    _add_factors(writer, config)
+    if config.get("rope_parameters") and (its := frequency_factors(model.config)) is not None:
+        writer.add_tensor("rope_freqs.weight", its)
+    finish(writer)
+
+
+def _add_factors(writer: GGUFWriter, config: Config) -> None:
+    """Factors of frequencies for short and for long contexts."""
+    rope = config.get("rope_parameters") or {}
+    for kind in ("long", "short"):
+        if f"{kind}_factor" in rope:
+            factors = torch.tensor(rope[f"{kind}_factor"]).numpy()
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
