@@ -19,13 +19,6 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
 
 
-APART_NORMS = (
-    "router.scale",
-    "pre_feedforward_layernorm_2.weight",
-    "post_feedforward_layernorm_1.weight",
-    "post_feedforward_layernorm_2.weight",
-)
-"""Norms of the router's input, of that of experts, and of what the shared MLP and experts give."""
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 """Names of the numbers of xIELU (Huang and Schlag 2024)."""
 

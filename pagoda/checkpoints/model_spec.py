@@ -12,7 +12,6 @@ from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import (
-    APART_NORMS,
     XIELU,
     ExpertsSpec,
     LayerSpec,
@@ -525,12 +524,16 @@ class ModelSpec:
             found += self.beside.layer_vectors(names, layer, self.hidden_size)
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
-        if isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu" and not spec.mlp.numbers:
+        if (
+            isinstance(spec.mlp, MlpSpec)
+            and spec.mlp.activation == "xielu"
+            and not spec.mlp.numbers
+        ):
             found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.apart:
             hidden = self.hidden_size
-            found += [(names.of_layer(layer, name), hidden) for name in APART_NORMS]
-            factors = names.of_layer(layer, "router.per_expert_scale")
+            found += [(names.of_layer(layer, name), hidden) for name in names.apart_norms]
+            factors = names.of_layer(layer, names.expert_factors)
             found.append((factors, spec.mlp.routing.num_experts))
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
             found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))

@@ -185,6 +185,15 @@ class TensorNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_router: str = "mlp.shared_expert_gate"
     """Score of the shared expert."""
+    apart_norms: tuple[str, str, str, str] = (
+        "router.scale",
+        "pre_feedforward_layernorm_2.weight",
+        "post_feedforward_layernorm_1.weight",
+        "post_feedforward_layernorm_2.weight",
+    )
+    """Norms of the router's input, of that of experts, and of what the shared MLP and experts give (Gemma 4); names
+    in full, as that of the factors of experts' weights."""
+    expert_factors: str = "router.per_expert_scale"
     expert_layout: ExpertLayout = "linear"
     """Order in tensors of all experts, where one is not as in other linear layers."""
     sinks: str = "self_attn.sinks"

@@ -26,7 +26,6 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import (
-    APART_NORMS,
     XIELU,
     Activation,
     LayerSpec,
@@ -398,10 +397,11 @@ class WeightLoader(Generic[LinearT]):
     def _apart(self, index: int) -> ApartMlp:
         """Norms of experts and of what is beside them; the router's input is over the root of its size."""
         config = self.shard.config
-        hidden, of_layer = config.hidden_size, config.names.of_layer
-        found = [self.vector(of_layer(index, name), hidden) for name in APART_NORMS]
+        hidden, names = config.hidden_size, config.names
+        of_layer = names.of_layer
+        found = [self.vector(of_layer(index, name), hidden) for name in names.apart_norms]
         count = len(self.expert_counts)
-        factors = self.vector(of_layer(index, "router.per_expert_scale"), count)
+        factors = self.vector(of_layer(index, names.expert_factors), count)
         return ApartMlp(found[0] * hidden**-0.5, found[1], found[2], found[3], factors)
 
     def _dense(

@@ -6,6 +6,7 @@ A row has what the converter says of a family's config.json, and what it does to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,8 @@ class Row(NamedTuple):
     """Metadata besides the usual, by the names behind the architecture; None takes one away."""
     change: Callable[[str, Tensor, Config], Iterator[Named]] = _as_they_are
     """What becomes of a tensor, by names that the package `gguf` knows, or in files if they begin with `blk.`."""
+    joins: bool = False
+    """Queries, keys and values become one tensor."""
 
 
 # ---- what is done to tensors
@@ -115,7 +118,12 @@ def by_kind(name: str, values: Tensor, config: Config) -> Iterator[Named]:
 
 def turned(name: str, values: Tensor, _: Config) -> Iterator[Named]:
     """Outputs before inputs."""
-    yield name, values.t() if name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")) else values
+    yield (
+        name,
+        values.t()
+        if name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight"))
+        else values,
+    )
 
 
 def corrected(name: str, values: Tensor, _: Config) -> Iterator[Named]:
@@ -175,6 +183,20 @@ def multiplied(name: str, values: Tensor, config: Config) -> Iterator[Named]:
         parts = values.split([inner, inner, keys, keys, config["mamba_n_heads"]])
         values = torch.cat([p * it for p, it in zip(parts, config["ssm_multipliers"], strict=True)])
     yield from scanned(name, values, config)
+
+
+def weighed(name: str, values: Tensor, _: Config) -> Iterator[Named]:
+    """Factors have names like weights; those of experts have the names of what they count for."""
+    if name.endswith(("output_scale", "layer_scalar")):
+        name += ".weight"
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    if name.endswith("router.scale"):
+        name = f"{layer}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        name = f"{layer}.ffn_down_exps.scale"
+    if ".experts." in name:
+        name += ".weight"
+    yield name, values
 
 
 # ---- what is said of a family
@@ -267,7 +289,7 @@ def _sigmoids(config: Config) -> Mapping[str, Any]:
         "expert_feed_forward_length": inner,
         "expert_shared_count": config.get("num_shared_experts") or shared,
         "expert_shared_feed_forward_length": inner,
-        "expert_weights_norm": True,
+        "expert_weights_norm": config.get("norm_topk_prob", True),
         "expert_weights_scale": config.get("routed_scaling_factor") or config["route_scale"],
         "expert_gating_func": 2,
         "leading_dense_block_count": config.get("num_dense_layers")
@@ -387,6 +409,109 @@ def _nemotron(config: Config) -> Mapping[str, Any]:
     }
 
 
+def _minicpm(config: Config) -> Mapping[str, Any]:
+    return {
+        **_rotated(config),
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
+
+
+def _qwen(config: Config) -> Mapping[str, Any]:
+    return {"feed_forward_length": 2 * config["intermediate_size"]}
+
+
+def _shared(config: Config) -> Mapping[str, Any]:
+    return {
+        **_rotated(config),
+        "rope.scaling.type": None,
+        "leading_dense_block_count": 0,
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_weights_scale": 1.0,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+    }
+
+
+def _predicting(config: Config) -> Mapping[str, Any]:
+    return {**_sigmoids(config), "nextn_predict_layers": 0}
+
+
+def _of_pictures(config: Config) -> Mapping[str, Any]:
+    inner = config.get("moe_intermediate_size")
+    return {
+        "rope.dimension_sections": [2, 3, 3, 0],
+        **({"n_deepstack_layers": 3} if config["model_type"] != "qwen2" else {}),
+        **({"expert_feed_forward_length": inner} if inner else {}),
+    }
+
+
+def _with_index(config: Config) -> Mapping[str, Any]:
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        **_sigmoids({**config, "head_dim": rotary}),
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.key_length": rank + rotary,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.indexer.head_count": config["index_n_heads"],
+        "attention.indexer.key_length": config["index_head_dim"],
+        "attention.indexer.top_k": config["index_topk"],
+    }
+
+
+def _layered(config: Config) -> dict[str, Any]:
+    """Windows, and embeddings of layers, of Gemma 3n and 4."""
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind[0] == "s" for kind in config["layer_types"]],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+
+
+def _gemma3n(config: Config) -> Mapping[str, Any]:
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    return {
+        **_layered(config),
+        "altup.active_idx": 0,
+        "altup.num_inputs": config["altup_num_inputs"],
+        "activation_sparsity_scale": torch.distributions.Normal(0, 1).icdf(shares).tolist(),
+    }
+
+
+def _gemma4(config: Config) -> Mapping[str, Any]:
+    layers, inner = config["num_hidden_layers"], config["intermediate_size"]
+    own = config["per_layer_config"] or {}
+    full = next(iter(own.values()), {})
+    first = layers - config["num_kv_shared_layers"]
+    wide, narrow = full.get("head_dim", config["head_dim"]), config["head_dim"]
+    found = {
+        **_layered(config),
+        "attention.key_length": wide,
+        "attention.value_length": wide,
+        "attention.key_length_swa": narrow,
+        "attention.value_length_swa": narrow,
+        "rope.dimension_count": wide,
+        "rope.dimension_count_swa": narrow,
+        "rope.scaling.type": None,
+    }
+    if config["use_double_wide_mlp"]:
+        found["feed_forward_length"] = [inner * (1 + (at >= first)) for at in range(layers)]
+    if (few := full.get("num_key_value_heads")) is not None:
+        kinds = config["layer_types"]
+        heads = config["num_key_value_heads"]
+        found["attention.head_count_kv"] = [heads if kind[0] == "s" else few for kind in kinds]
+    if config["enable_moe_block"]:
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return found
+
+
 ROWS: dict[str, Row] = {
     "gpt2-new": Row("gpt2", _gpt2, turned),
     "gpt-bigcode": Row("starcoder", lambda c: {**_gpt2(c), "attention.head_count_kv": 1}),
@@ -414,9 +539,32 @@ ROWS: dict[str, Row] = {
     "jamba": Row("jamba", _jamba, scanned),
     "falcon-h1": Row("falcon-h1", _hybrid, multiplied),
     "hybrid-nemotron": Row("nemotron_h_moe", _nemotron, scanned),
+    "glm4-moe-groups": Row("glm4moe", _sigmoids, corrected),
+    "glm-5": Row("glm-dsa", _with_index, corrected),
+    "gemma3n": Row("gemma3n", _gemma3n, weighed),
+    "gemma4": Row("gemma4", _gemma4, weighed),
+    "gemma4-plain": Row("gemma4", _gemma4, weighed),
+    "gemma4-moe": Row("gemma4", _gemma4, weighed),
     "hybrid-nemotron-dense": Row("nemotron_h", _nemotron, scanned),
 }
 """Families by names of `family_models`."""
+OF_MAKERS = {
+    "internlm": Row("pangu-embedded", _rotated),
+    "internlm3": Row("llama", _rotated, permuted),
+    "minicpm": Row("minicpm", _minicpm, permuted),
+    "qwen": Row("qwen", _qwen, joins=True),
+    "baichuan": Row("baichuan", _rotated, permuted),
+    "deepseek": Row("deepseek", _shared, permuted),
+    "ling": Row("bailingmoe", _shared, permuted),
+    "ling2": Row("bailingmoe2", _predicting, corrected, joins=True),
+}
+"""Families by names of `own_code_models`."""
+SEEING = {
+    "qwen2": Row("qwen2vl", _of_pictures),
+    "qwen3": Row("qwen3vl", _of_pictures),
+    "qwen3-moe": Row("qwen3vlmoe", _of_pictures),
+}
+"""Text parts of models that see, by names of `tiny_models`."""
 
 
 def save_family(
@@ -434,7 +582,10 @@ def save_family(
     arch = next(it for it, name in gguf.MODEL_ARCH_NAMES.items() if name == row.architecture)
     names = gguf.get_tensor_name_map(arch, 99)
     numbers: dict[str, list[float]] = {}
-    for name, tensor in published(model, path.parent, {}, joins_latents=True).items():
+    tensors = published(model, path.parent, {}, joins_latents=row.architecture != "glm-dsa")
+    if row.architecture == "gemma3n":
+        tensors = _stacked(tensors)
+    for name, tensor in (_joined(tensors) if row.joins else tensors).items():
         if ".act_fn." in name:  # numbers of xIELU
             numbers.setdefault(name.rpartition(".")[2], []).append(tensor.item())
             continue
@@ -454,9 +605,33 @@ def save_family(
     finish(writer)
 
 
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which one has all maps to streams, and one all maps back."""
+    names = ("model.altup_projections", "model.altup_unembed_projections")
+    maps = {name: [it for at, it in tensors.items() if at.startswith(f"{name}.")] for name in names}
+    found = {at: it for at, it in tensors.items() if not at.startswith(names)}
+    return found | {f"{name}.weight": torch.stack(its) for name, its in maps.items()}
+
+
+def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which one has queries, keys and values."""
+    found = {name: it for name, it in tensors.items() if not re.search("[kv]_proj", name)}
+    for name in [it for it in found if ".q_proj." in it]:
+        three = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+        del found[name]
+        found[name.replace("q_proj", "qkv_proj")] = torch.cat(three)
+    return found
+
+
 def _add_factors(writer: GGUFWriter, config: Config) -> None:
     """Factors of frequencies for short and for long contexts."""
     rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", {})
+    if full.get("rope_type") == "proportional":
+        pairs = _gemma4(config)["attention.key_length"] // 2
+        own = int(2 * pairs * full["partial_rotary_factor"] / 2)
+        factors = torch.tensor([1.0] * own + [1e30] * (pairs - own))
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
     for kind in ("long", "short"):
         if f"{kind}_factor" in rope:
             factors = torch.tensor(rope[f"{kind}_factor"]).numpy()

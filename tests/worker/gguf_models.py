@@ -249,7 +249,7 @@ _JOINED = {
 
 
 def _split(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    if re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", name):
+    if re.search(r"(mlp|feed_forward)\.experts\.(gate_up|down)_proj(_bias)?$", name):
         return _experts_apart(name, values)
     for joined, apart in _JOINED.items():
         if joined in name:

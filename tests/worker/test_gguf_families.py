@@ -11,8 +11,10 @@ import pytest
 import transformers
 from driver import Driver, answer_differences, in_float64, load, rounding
 from family_models import FAMILIES, make_model
-from gguf_families import ROWS, save_family
+from gguf_families import OF_MAKERS, ROWS, SEEING, save_family
+from own_code_models import make_like
 from tiny_models import continuation
+from tiny_models import make_model as make_tiny
 
 from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
@@ -21,6 +23,8 @@ from pagoda.model.sharding import least_block_size
 PROMPT = [random.Random(0).randrange(320) for _ in range(100)]
 _PHIMOE = FAMILIES["phimoe"][1]
 SIZES: dict[str, dict[str, Any]] = {
+    "glm4-moe-groups": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "gemma3n": {"vocab_size_per_layer_input": 320},
     "gpt2-new": {"n_inner": None},
     "gpt-neox-sequential": {"hidden_act": "gelu"},
     "phimoe": {
@@ -47,13 +51,17 @@ SIZES |= {
 
 def make(name: str) -> transformers.PreTrainedModel:
     """The model of a row."""
+    if name in SEEING:
+        return make_tiny(name)
+    if name in OF_MAKERS:
+        return make_like(name)
     return make_model(name.removesuffix("-dense"), **SIZES.get(name, {}))
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*ROWS, *OF_MAKERS, *SEEING])
 def test_files_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = make(name)
-    save_family(model, tmp_path / "m.gguf", ROWS[name])
+    save_family(model, tmp_path / "m.gguf", {**ROWS, **OF_MAKERS, **SEEING}[name])
     size = least_block_size(gguf_model_config(read_gguf(tmp_path / "m.gguf")), 4)
     options = {"max_model_len": 224, "block_size": max(16, 1 << (size - 1).bit_length())}
     runner = load(tmp_path / "m.gguf", dtype="float32", **options)

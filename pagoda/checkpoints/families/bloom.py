@@ -111,9 +111,7 @@ FALCON = Family(
         "falcon",
         keys=_GGUF_NORM,
         values=_gguf_falcon,
-        shown=lambda names: {
-            "num_ln_in_parallel_attn": 1 + ("blk.0.attn_norm_2.weight" in names)
-        },
+        shown=lambda names: {"num_ln_in_parallel_attn": 1 + ("blk.0.attn_norm_2.weight" in names)},
     ),
     renamed={**_RENAMED, "activation": "hidden_act"},
     values=_falcon_values,

@@ -147,9 +147,7 @@ def _shown_jamba(names: Collection[str]) -> Mapping[str, object]:
     return {"expert_layers": [int(it) for it in routers if it.isdecimal()]}
 
 
-def _every(
-    fields: Fields, name: str, usual: tuple[int, int], num_layers: int
-) -> range | list[int]:
+def _every(fields: Fields, name: str, usual: tuple[int, int], num_layers: int) -> range | list[int]:
     """Layers by a period and the first of them, or those that GGUF files tell one by one."""
     if f"{name}s" in fields:
         return fields.integers(f"{name}s")

@@ -47,7 +47,6 @@ _NAMES = TensorNames(
 )
 
 
-
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
     return {"n_inner": fields.positive("feed_forward_length")}
 

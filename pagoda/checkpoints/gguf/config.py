@@ -18,6 +18,7 @@ from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.lattices import Lattice
+from pagoda.checkpoints.layer_inputs import GGUF_BESIDE
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -91,7 +92,12 @@ _DENSE_MAPS = ("dense_2", "dense_3")
 """Layers behind pooling, of EmbeddingGemma."""
 SCORE = "cls.output"
 """Layer that gives the score of a text; behind `cls`."""
-_COUNTED = {"type_vocab_size": "token_types.weight", "num_labels": f"{SCORE}.weight"}
+_COUNTED = {
+    "type_vocab_size": "token_types.weight",
+    "num_labels": f"{SCORE}.weight",
+    "vocab_size_per_layer_input": f"{GGUF_BESIDE.table}.weight",
+    "laurel_rank": f"blk.0.{GGUF_BESIDE.laurel_in}.weight",
+}
 """Keys of config.json that only tensors say, by their rows."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -163,6 +169,7 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
         config.with_layers(with_biases),
         vector_maps={**config.vector_maps, **({"vectors": dense} if dense else {})},
         names=names,
+        beside=None if config.beside is None else replace(config.beside, names=GGUF_BESIDE),
         next_token=head,
         classifier=None if classifier is None else replace(classifier, out=SCORE, dense="cls"),
         rotary={**config.rotary, "default": replace(rotary, scaling=scaling)},
@@ -250,7 +257,7 @@ class GgufQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Raises ConfigError if the file has no such linear layer."""
-        if linear.role is LinearRole.LATENT_HEADS:
+        if linear.role is LinearRole.LATENT_HEADS or linear.unit_rows:
             return DenseFormat()
         stored = self.file.tensor(f"{linear.stored.tensor}.weight")
         held = stored_format(stored.type)
