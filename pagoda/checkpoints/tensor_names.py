@@ -191,8 +191,8 @@ class TensorNames:
         "post_feedforward_layernorm_1.weight",
         "post_feedforward_layernorm_2.weight",
     )
-    """Norms of the router's input, of that of experts, and of what the shared MLP and experts give (Gemma 4); names
-    in full, as that of the factors of experts' weights."""
+    """Norms of the router's input, of that of experts, and of what the shared MLP and experts give (Gemma 4), by
+    names in full, as that of the factors of experts' weights."""
     expert_factors: str = "router.per_expert_scale"
     expert_layout: ExpertLayout = "linear"
     """Order in tensors of all experts, where one is not as in other linear layers."""

@@ -573,7 +573,7 @@ def save_family(
     row: Row,
     choose: Choose = lambda _: Kind.F32,
 ) -> None:
-    """Writes a file as the converter does, with matrices of the types that `choose` gives."""
+    """Writes a file as the converter does, with matrices of the types that `choose` gives, if blocks of 32 fit."""
     config = model.config.to_dict()
     writer = GGUFWriter(path, row.architecture)
     values = {**common(config), **row.values(config)}
@@ -595,7 +595,8 @@ def save_family(
                 short = names.get_name(changed, try_suffixes=(".weight", ".bias"))
             assert short is not None, changed
             matrix = own if own.shape[-1:] == (1,) else own.squeeze()
-            kind = choose(short) if matrix.dim() > 1 else Kind.F32
+            fits = matrix.dim() > 1 and matrix.shape[-1] % 32 == 0
+            kind = choose(short) if fits else Kind.F32
             data = quantized(matrix.contiguous().numpy(), kind)
             writer.add_tensor(short, data, raw_dtype=kind)
     add_values(writer, {f"xielu.{name}": its for name, its in numbers.items()})
