@@ -122,6 +122,10 @@ class MlpSpec:
     """Numbers of xIELU, in the order of `XIELU`, where they are not tensors."""
 
     @property
+    def has_number_tensors(self) -> bool:
+        return self.activation == "xielu" and not self.numbers
+
+    @property
     def has_down_bias(self) -> bool:
         return self.bias if self.down_bias is None else self.down_bias
 

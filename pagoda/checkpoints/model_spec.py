@@ -524,11 +524,7 @@ class ModelSpec:
             found += self.beside.layer_vectors(names, layer, self.hidden_size)
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
-        if (
-            isinstance(spec.mlp, MlpSpec)
-            and spec.mlp.activation == "xielu"
-            and not spec.mlp.numbers
-        ):
+        if isinstance(spec.mlp, MlpSpec) and spec.mlp.has_number_tensors:
             found += [(names.of_layer(layer, f"{names.activation}.{name}"), 1) for name in XIELU]
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.apart:
             hidden = self.hidden_size
