@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
@@ -88,8 +88,8 @@ class ModelSpec:
     norms_embedding: bool = False
     """A decoder's embeddings are normed (Bloom)."""
     head_bias: bool = False
-    norms_head: bool = False
-    """Rows of the head are brought to length one as they are loaded (Baichuan 2)."""
+    norms_head: Literal["rows", "columns"] | None = None
+    """What of the head is brought to length one as it is loaded: rows (Baichuan 2) or columns (Ling)."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
     vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class ModelSpec:
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
         name, hidden = self.names.head, self.hidden_size
-        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit_rows=self.norms_head)
+        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit=self.norms_head)
 
     @property
     def head_of_next_token(self) -> ModelSpec | None:

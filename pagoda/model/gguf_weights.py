@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.gguf.config import checked_tensor
@@ -20,7 +20,7 @@ from pagoda.checkpoints.linears import HeadFill, LinearRole, LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.ggml_blocks import floats, linear_weight
 from pagoda.model.sharding import LinearShard, take_part
-from pagoda.model.weights import own_rows
+from pagoda.model.weights import of_unit_length, own_rows
 
 
 class GgufWeights:
@@ -50,9 +50,9 @@ class GgufWeights:
         else:
             rows = own_rows(rows, linear)
         weight = linear_weight(rows, tensor.type, dtype)
-        if linear.unit_rows:
+        if linear.unit is not None:
             values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
-            return DenseWeight(normalize(values.float()).to(dtype))
+            return DenseWeight(of_unit_length(values, linear).to(dtype))
         if linear.role is LinearRole.STATE_OUT and linear.value_order is not None:
             weight = _in_value_order(weight, linear, linear.value_order, dtype)
         if isinstance(weight, BlockWeight):

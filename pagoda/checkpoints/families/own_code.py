@@ -316,7 +316,7 @@ QWEN = Family(
 
 
 def _adapt_baichuan(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    spec = replace(spec, norms_head=spec.vocab_size == 125_696)
+    spec = replace(spec, norms_head="rows" if spec.vocab_size == 125_696 else None)
     return with_alibi(spec) if fields.flag("alibi", False) else spec
 
 
@@ -434,7 +434,7 @@ DEEPSEEK = Family(
 def _adapt_bailing(spec: ModelSpec, fields: Fields) -> ModelSpec:
     bias, qk_norm = fields.flag("use_bias", False), fields.flag("use_qk_norm", False)
     spec = with_attention(
-        replace(spec, norms_head=fields.flag("norm_head", False)),
+        replace(spec, norms_head="columns" if fields.flag("norm_head", False) else None),
         qkv_bias=fields.flag("use_qkv_bias", False) or bias,
         output_bias=bias,
         qk_norm="head" if qk_norm else None,

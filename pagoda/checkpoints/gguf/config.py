@@ -257,7 +257,7 @@ class GgufQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Raises ConfigError if the file has no such linear layer."""
-        if linear.role is LinearRole.LATENT_HEADS or linear.unit_rows:
+        if linear.role is LinearRole.LATENT_HEADS or linear.unit is not None:
             return DenseFormat()
         stored = self.file.tensor(f"{linear.stored.tensor}.weight")
         held = stored_format(stored.type)
