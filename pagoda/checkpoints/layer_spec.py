@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.distances import Disentangled, DistanceBuckets
 from pagoda.checkpoints.expert_routing import ExpertRouting
@@ -14,6 +14,9 @@ from pagoda.checkpoints.rope import (
 )
 from pagoda.checkpoints.scan_layers import Mamba2Spec, MambaSpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, ShortConvSpec
+
+if TYPE_CHECKING:
+    from pagoda.checkpoints.tensor_names import TensorNames
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
@@ -81,6 +84,8 @@ class AttentionSpec:
     """Values are keys before their norm and rotation (Gemma 4)."""
     value_scale: float = 1.0
     """Factor of values (MiMo-V2)."""
+    output_norm: bool = False
+    """What tokens attended to is normed in front of the map back, all heads together (BitNet)."""
     kv_layer: int | None = None
     """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
     distances: DistanceBuckets | Disentangled | None = None
@@ -118,6 +123,8 @@ class MlpSpec:
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives (Falcon-H1)."""
     down_factor: float = 1.0
+    inner_norm: bool = False
+    """Inner channels are normed in front of the map back (BitNet)."""
     numbers: tuple[float, ...] = ()
     """Numbers of xIELU, in the order of `XIELU`, where they are not tensors."""
 
@@ -219,6 +226,13 @@ class LayerSpec:
         """True if there is a norm in front of the MLP alone."""
         beside = self.parallel and not self.parallel_norms
         return self.mlp is not None and self.pre_norm and not beside
+
+    def inner_norms(self, names: TensorNames, layer: int, heads: int) -> list[tuple[str, int]]:
+        """Names and sizes of norms in front of maps back, of elements of all `heads` and of an MLP."""
+        found = [(names.output_norm, heads)] if self.attention.output_norm else []
+        if isinstance(self.mlp, MlpSpec) and self.mlp.inner_norm:
+            found.append((names.inner_norm, self.mlp.intermediate_size))
+        return [(f"{names.of_layer(layer, name)}.weight", size) for name, size in found]
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:

@@ -522,6 +522,7 @@ class ModelSpec:
                 found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]
         if self.beside is not None:
             found += self.beside.layer_vectors(names, layer, self.hidden_size)
+        found += spec.inner_norms(names, layer, self.num_heads * self.head_dim)
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if isinstance(spec.mlp, MlpSpec) and spec.mlp.has_number_tensors:

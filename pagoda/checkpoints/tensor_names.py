@@ -185,6 +185,9 @@ class TensorNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_router: str = "mlp.shared_expert_gate"
     """Score of the shared expert."""
+    output_norm: str = "self_attn.attn_sub_norm"
+    inner_norm: str = "mlp.ffn_sub_norm"
+    """Norms in front of the maps back of attention and of an MLP."""
     apart_norms: tuple[str, str, str, str] = (
         "router.scale",
         "pre_feedforward_layernorm_2.weight",
@@ -307,6 +310,8 @@ GGUF_NAMES = TensorNames(
     attention_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     mlp_post_norm="post_ffw_norm",
+    output_norm="attn_sub_norm",
+    inner_norm="ffn_sub_norm",
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",

@@ -44,7 +44,7 @@ from pagoda.model.layer_inputs import load_beside
 from pagoda.model.loader import Layer, Norm, WeightLoader
 from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
-from pagoda.model.recording import normed, through, with_adapters, with_own_heads
+from pagoda.model.recording import inner_normed, normed, through, with_adapters, with_own_heads
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.state_layers import state_caches
 from pagoda.parallel.collectives import Collectives
@@ -596,5 +596,5 @@ class Decoder(Generic[LinearT, MetadataT]):
         if is_own:
             out = ops.own_rows(out)
         if layer.gate is None:
-            return out
+            return inner_normed(ops, out, layer.output_norm)
         return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))

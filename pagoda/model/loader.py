@@ -66,6 +66,16 @@ class SparseGate(NamedTuple):
     num_gates: int
 
 
+class InnerNorm(NamedTuple):
+    """RMS norm of the inputs of a map back, of which every rank has some."""
+
+    weight: Tensor
+    """[inputs] float32, of this rank's ones."""
+    all_inputs: int
+    """Inputs of all ranks."""
+    eps: float
+
+
 @dataclass(frozen=True)
 class DenseMlp(Generic[LinearT]):
     gate_up: LinearT
@@ -79,6 +89,7 @@ class DenseMlp(Generic[LinearT]):
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives."""
     down_factor: float = 1.0
+    inner_norm: InnerNorm | None = None
 
 
 class ApartMlp(NamedTuple):
@@ -162,6 +173,8 @@ class Layer(Generic[LinearT]):
     """[heads] float32."""
     distances: Distances | DisentangledMaps[LinearT] | None
     """Weights of what distances of tokens add to scores."""
+    output_norm: InnerNorm | None
+    """Norm of what tokens attended to."""
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -248,6 +261,9 @@ class WeightLoader(Generic[LinearT]):
             slopes=self._slopes() if attention.alibi else None,
             sinks=self._sinks(index) if attention.sinks else None,
             distances=load_distances(self, index, attention.distances),
+            output_norm=self._inner_norm(index, names.output_norm, linears.out)
+            if attention.output_norm
+            else None,
             attention_out=self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
@@ -422,7 +438,16 @@ class WeightLoader(Generic[LinearT]):
             ),
             gate_factor=spec.gate_factor,
             down_factor=spec.down_factor,
+            inner_norm=self._inner_norm(index, self.shard.config.names.inner_norm, linears.down)
+            if spec.inner_norm
+            else None,
         )
+
+    def _inner_norm(self, index: int, name: str, back: LinearSpec) -> InnerNorm:
+        """This rank's part of the norm in front of a layer's map `back`."""
+        config, part = self.shard.config, self.shard.part_of(back).inputs
+        weight = self.norm_weight(config.names.of_layer(index, name), back.inputs)
+        return InnerNorm(weight[part.start : part.stop].clone(), back.inputs, config.norm.eps)
 
     def _xielu(self, index: int, told: Sequence[float]) -> Mapping[str, float]:
         """Numbers of xIELU: files have those in front of squares and of exponentials before a softplus."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagoda.backend.base import LinearT
+from pagoda.backend.base import HeadNorms, LinearT
 from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads
 from pagoda.backend.family_operations import rms_norm_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
-from pagoda.model.loader import Layer, Norm, VectorLayer
+from pagoda.model.loader import InnerNorm, Layer, Norm, VectorLayer
 from pagoda.model.sharding import Shard
 
 
@@ -22,6 +23,17 @@ def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
     if norm.bias is None:
         return ops.rms_norm(x, norm.weight, eps)
     return ops.layer_norm(x, norm.weight, norm.bias, eps)
+
+
+def inner_normed(ops: GraphBuilder, x: Value, norm: InnerNorm | None) -> Value:
+    """x [n, d], this rank's inputs of a map back, behind the norm of those of all ranks, if there is one."""
+    if norm is None:
+        return x
+    if norm.all_inputs == x.width:
+        return ops.rms_norm(x, norm.weight, norm.eps)
+    squares = ops.all_reduce(sum_of_squares(ops, x, queries=x.width, keys=0))
+    norms = HeadNorms(norm.weight, norm.weight[:0], norm.eps)
+    return norm_by_squares(ops, x, squares, norms, all_queries=norm.all_inputs, all_keys=1)
 
 
 def through(

@@ -126,6 +126,16 @@ def _hunyuan(config: Config) -> Mapping[str, Any]:
     }
 
 
+def _unscaled(_: Config) -> Mapping[str, Any]:
+    return {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
+
+
+def _first_names(name: str, values: Tensor, _: Config) -> Iterator[Named]:
+    """Norms of BitNet by the names that its first models have, for which the architecture was made."""
+    changed = name.replace("attn_sub_norm", "inner_attn_ln")
+    yield changed.replace("ffn_sub_norm", "ffn_layernorm"), values
+
+
 def _rotated(config: Config) -> Mapping[str, Any]:
     return {"rope.dimension_count": rotated(config), "vocab_size": config["vocab_size"]}
 
@@ -377,6 +387,7 @@ ROWS: dict[str, Row] = {
     "ernie4.5-moe": Row("ernie4_5-moe", _ernie, corrected),
     "hunyuan-moe": Row("hunyuan-moe", _hunyuan),
     "jais2": Row("jais2", _rotated),
+    "bitnet": Row("bitnet", _unscaled, _first_names),
     "apertus": Row("apertus", _rotated),
     "exaone-moe": Row("exaone-moe", _windowed, corrected),
     "afmoe": Row("afmoe", _windowed, corrected),

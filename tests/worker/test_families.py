@@ -48,6 +48,7 @@ IN_GGUF = [
             "-ntk",
             "-12b",
             "-plus",
+            "-relu2",
         )
     )
 ]

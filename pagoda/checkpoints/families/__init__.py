@@ -92,6 +92,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "NemotronForCausalLM": "plain_mlps",
         "ArceeForCausalLM": "plain_mlps",
         "Jais2ForCausalLM": "plain_mlps",
+        "BitNetForCausalLM": "bitnet",
         "PersimmonForCausalLM": "plain_mlps",
         "ApertusForCausalLM": "plain_mlps",
         "Dots1ForCausalLM": "sigmoid_experts",
