@@ -85,7 +85,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     """Factor of values (MiMo-V2)."""
     output_norm: bool = False
-    """What tokens attended to is normed in front of the map back, all heads together (BitNet)."""
+    """Outputs of all heads together are normed in front of the map back (BitNet)."""
     kv_layer: int | None = None
     """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
     distances: DistanceBuckets | Disentangled | None = None

@@ -89,7 +89,7 @@ class ModelSpec:
     """A decoder's embeddings are normed (Bloom)."""
     head_bias: bool = False
     norms_head: Literal["rows", "columns"] | None = None
-    """What of the head is brought to length one as it is loaded: rows (Baichuan 2) or columns (Ling)."""
+    """Rows (Baichuan 2) or columns (Ling) of the head are brought to length one as it is loaded."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
     vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
