@@ -155,7 +155,7 @@ def steps(
                     found[kind, count].append(await benches[count].measure(kind))
                     advance()
             medians = [sorted(it, key=lambda it: it.time_s) for it in found.values()]
-            return sorted((it[rounds // 2] for it in medians), key=lambda it: it.replicas)
+            return sorted((it[(rounds - 1) // 2] for it in medians), key=lambda it: it.replicas)
 
     samples = event_loop.run(measure())
     write_file(output_file, b"".join(msgspec.json.encode(it) + b"\n" for it in samples), "--output")

@@ -34,9 +34,10 @@ def fit_steps(
         output_file: Write the step times to this file.
     """
     read = _read(samples)
-    if len(read) < MIN_SAMPLES:
+    num_alone = sum(it.replicas == 1 for it in read)
+    if num_alone < MIN_SAMPLES:
         raise ConfigError(
-            f"SAMPLES: {samples} has {len(read)} steps; a fit takes {MIN_SAMPLES} or more."
+            f"SAMPLES: {samples} has {num_alone} steps of one replica; a fit takes {MIN_SAMPLES} or more."
         )
     fitted = fit(read, samples.name)
     rows = [

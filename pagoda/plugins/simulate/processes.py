@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -57,14 +58,16 @@ class ReplicaProcesses:
         """The slowdown now, or once `more_threads` of workers compute."""
         return self.times.slowdown(self.machine.cores.load(more_threads))
 
-    def draw(self) -> float:
-        """A step's time as a share of what its costs say."""
-        spread = self.times.spread
+    def varied(self, seconds: float) -> float:
+        """Time of one step of which `seconds` are the mean."""
+        spread, usual_s = self.times.spread, self.times.spread_s
         if not spread:
-            return 1.0
+            return seconds
         place = self._rng.random() * (len(spread) - 1)
         index = int(place)
-        return spread[index] + (place - index) * (spread[index + 1] - spread[index])
+        share = spread[index] + (place - index) * (spread[index + 1] - spread[index])
+        more = (share - 1) * min(1.0, math.sqrt(usual_s / seconds) if usual_s else 1.0)
+        return seconds * (1 + more)
 
 
 class WorkerExecutor:
@@ -111,7 +114,8 @@ class WorkerExecutor:
 
     def _begin(self, plan: StepPlan) -> None:
         processes = self._processes
-        seconds = step_time_s(self._config, plan, self._inner.worker.slots) * processes.draw()
+        seconds = step_time_s(self._config, plan, self._inner.worker.slots)
+        seconds = processes.varied(seconds)
         threads = processes.times.threads
         seconds = processes.slowdown(threads).worker.of(seconds)
         self._began = self._clock.now()

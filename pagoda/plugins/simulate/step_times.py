@@ -150,6 +150,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     frontend: ProcessCosts = ProcessCosts()
     spread: tuple[Positive, ...] = ()
     """Times of single steps as shares of what the costs say, at even quantiles; empty: all take just that."""
+    spread_s: NotNegative = 0.0
+    """Mean seconds of the steps that `spread` was measured with. What delays steps comes by chance over time, so
+    that a step which takes n times as long varies by 1/√n as much."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Those of more than one replica on a machine, by their loads; the first is that of one, which is none."""
     num_blocks: Blocks = 0
@@ -327,6 +330,7 @@ def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
         engine=_process_costs(samples, [it.engine_s for it in samples]),
         frontend=_process_costs(samples, [it.frontend_s for it in samples]),
         spread=_spread(samples),
+        spread_s=mean([gap for it in samples for gap in it.gaps_s] or [0.0]),
         slowdowns=_slowdowns(samples, together),
     )
 

@@ -62,6 +62,7 @@ def test_a_fit_tells_what_engine_and_frontend_take_and_how_steps_vary() -> None:
     assert fitted.spread[0] == pytest.approx(0.8, rel=0.02)
     assert fitted.spread[-1] == pytest.approx(1.2, rel=0.02)
     assert sum(fitted.spread) / len(fitted.spread) == pytest.approx(1.0, rel=0.01)
+    assert fitted.spread_s == pytest.approx(0.01)
     assert fitted.threads == 2
     late = [msgspec.structs.replace(it, gaps_s=(0.01, 0.013, 0.007, 0.01)) for it in samples]
     assert set(fit(late, "late messages").spread) == {1.0}
