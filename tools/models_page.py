@@ -17,12 +17,12 @@ _SERVED, _REFUSED = "|---|---|---|---|---|", "|---|---|---|"
 def _row(family: Family) -> str:
     others = [family.architecture, *sorted(family.aliases)]
     kinds = ", ".join(f"`{kind}`" for kind in sorted(family.model_types))
-    gguf = "–" if family.gguf is None else f"`{family.gguf.architecture}`"
+    forms = dict.fromkeys(f"`{form.architecture}`" for form in family.gguf_formats)
     names = ", ".join(f"`{name}`" for name in others)
     title = family.architecture.removesuffix("ForCausalLM").removesuffix("Model")
     title = title.removesuffix("LMHead").removesuffix("ForConditionalGeneration")
     title = title.replace("ForSequenceClassification", ", with a score")
-    return f"| {title} | {family.models} | {names} | {kinds or '–'} | {gguf} |"
+    return f"| {title} | {family.models} | {names} | {kinds or '–'} | {', '.join(forms) or '–'} |"
 
 
 def _refused_rows() -> list[str]:

@@ -17,6 +17,7 @@ from pagoda.checkpoints.weight_formats import (
     MXFP4,
     NF4,
     NVFP4,
+    TERNARY,
     BlockFormat,
     DenseFormat,
     Fp8Format,
@@ -52,13 +53,17 @@ Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
 """Int8: a scale for each output, and one for each row of inputs, worked out anew."""
 _BLOCKS = {
     **{MXFP4: "mxfp4 weights", NVFP4: "nvfp4 weights (groups of 16)"},
-    **{NF4: "nf4 weights", FP4: "fp4 weights"},
+    **{NF4: "nf4 weights", FP4: "fp4 weights", TERNARY: "ternary weights"},
 }
 _DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
 _DOT = re.compile(r"\.")
 _Words = Literal["awq", "awq_gemv", "gptq", "gptq_v2", "marlin"]
-Layout = _Words | Literal["compressed-tensors", "modelopt", "fp8", "bitsandbytes", "mxfp4"]
-"""`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are, `marlin` none."""
+_Ternary = Literal["bitnet", "bitnet_inverse", "bitnet_online"]
+Layout = (
+    _Words | _Ternary | Literal["compressed-tensors", "modelopt", "fp8", "bitsandbytes", "mxfp4"]
+)
+"""`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are, `marlin` none. `bitnet`
+has a factor of ternary weights, `bitnet_inverse` a divisor, `bitnet_online` weights that are yet to be rounded."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class CheckpointQuantization:
         if self.layout == "mxfp4":
             return "mxfp4 weights of experts"
         kinds = " and ".join(dict.fromkeys(self._summary(scheme) for _, scheme in self.targets))
-        layout = self.layout.removesuffix("_v2").removesuffix("_gemv")
+        layout = self.layout.partition("_")[0]
         return kinds if self.layout == "fp8" else f"{layout} {kinds}"
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:

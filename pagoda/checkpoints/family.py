@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from pagoda.checkpoints.fields import Fields
@@ -24,8 +24,12 @@ class GgufFormat:
     """Metadata that other families must not have, with the keys of config.json that say the same."""
     values: Callable[[Fields], Mapping[str, object]] = lambda _: {}
     """Keys of config.json that metadata tell in another way, or not at all."""
+    shown: Callable[[Collection[str]], Mapping[str, object]] = lambda _: {}
+    """Keys of config.json that follow from the names of the file's tensors alone."""
+    usual: Mapping[str, object] = field(default_factory=dict)
+    """Metadata where files are silent, or say 0."""
     read: frozenset[str] = frozenset()
-    """Metadata that other families must not have, and that `values` reads."""
+    """Metadata that other families must not have, and that `values` reads, or that say nothing."""
     scales_yarn: bool = False
     """`values` take `rope.scaling.yarn_log_multiplier` into account."""
     required: frozenset[str] = frozenset()
@@ -46,6 +50,8 @@ class Family:
     """Sets what the family does its own way in a spec that has all that families share."""
     names: TensorNames = HF_NAMES
     gguf: GgufFormat | None = None
+    other_gguf: tuple[GgufFormat, ...] = ()
+    """The family in GGUF files of other architectures."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that go before those by which other families call the same."""
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -74,3 +80,8 @@ class Family:
     modelling."""
     own_keys: frozenset[str] = frozenset()
     """Keys of config.json that `adapt` handles although other families must not have them."""
+
+    @property
+    def gguf_formats(self) -> tuple[GgufFormat, ...]:
+        """The forms of GGUF files that the family is read from."""
+        return () if self.gguf is None else (self.gguf, *self.other_gguf)

@@ -11,6 +11,55 @@ from pagoda.checkpoints.tensor_names import StoredRows, TensorNames
 
 
 @dataclass(frozen=True)
+class BesideNames:
+    """Names of tensors of layer inputs; by default those of Hugging Face checkpoints."""
+
+    table: str = "model.embed_tokens_per_layer"
+    model_projection: str = "model.per_layer_model_projection"
+    model_norm: str = "model.per_layer_projection_norm"
+    openings: str = "model.altup_projections"
+    closings: str = "model.altup_unembed_projections"
+    stacked: bool = False
+    """Openings are one tensor [maps, hidden, hidden], and closings another one."""
+    gate: str = "per_layer_input_gate"
+    projection: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+    router: str = "altup.modality_router"
+    router_norm: str = "altup.router_norm"
+    predictions: str = "altup.prediction_coefs"
+    corrections: str = "altup.correction_coefs"
+    output_scale: str = "altup.correct_output_scale"
+    """Name in full, as that of the factor."""
+    laurel_in: str = "laurel.linear_left"
+    laurel_out: str = "laurel.linear_right"
+    laurel_norm: str = "laurel.post_laurel_norm"
+    factor: str = "layer_scalar"
+
+
+GGUF_BESIDE = BesideNames(
+    table="per_layer_token_embd",
+    model_projection="per_layer_model_proj",
+    model_norm="per_layer_proj_norm",
+    openings="altup_proj",
+    closings="altup_unembd_proj",
+    stacked=True,
+    gate="inp_gate",
+    projection="proj",
+    norm="post_norm",
+    router="altup_router",
+    router_norm="altup_router_norm",
+    predictions="altup_predict_coef",
+    corrections="altup_correct_coef",
+    output_scale="altup_correct_scale.weight",
+    laurel_in="laurel_l",
+    laurel_out="laurel_r",
+    laurel_norm="laurel_post_norm",
+    factor="layer_output_scale.weight",
+)
+"""Names in GGUF files (gguf-py/gguf/constants.py of llama.cpp)."""
+
+
+@dataclass(frozen=True)
 class StreamsSpec:
     """Several hidden states of a token, of which a layer computes one and predicts others (Baykal et al. 2023).
 
@@ -36,11 +85,12 @@ class LayerInputs:
     streams: StreamsSpec | None = None
     scaled: bool = False
     """The output of a layer is times a number (Gemma 4)."""
+    names: BesideNames = BesideNames()
 
     @property
     def table(self) -> LinearSpec:
         """Embeddings of tokens for all layers, side by side."""
-        name, width = "model.embed_tokens_per_layer", self.num_layers * self.size
+        name, width = self.names.table, self.num_layers * self.size
         rows = StoredRows(name, (self.rows, width), 0)
         return LinearSpec(name, self.vocab_size, width, LinearRole.EMBEDDING, rows)
 
@@ -73,41 +123,50 @@ class LayerInputs:
     def outer_linears(self, hidden: int) -> Iterator[LinearSpec]:
         """Maps and tables that belong to no layer."""
         if self.size:
-            name, width = "model.per_layer_model_projection", self.num_layers * self.size
+            width = self.num_layers * self.size
             yield self.table
-            yield LinearSpec(name, width, hidden, LinearRole.WHOLE)
+            yield LinearSpec(self.names.model_projection, width, hidden, LinearRole.WHOLE)
         yield from self.openings(hidden)
         yield from self.closings(hidden)
 
     def openings(self, hidden: int) -> list[LinearSpec]:
         """Maps of embeddings to streams behind the first."""
-        return self._maps("model.altup_projections", hidden)
+        return self._maps(self.names.openings, hidden)
 
     def closings(self, hidden: int) -> list[LinearSpec]:
         """Maps back of streams behind the first."""
-        return self._maps("model.altup_unembed_projections", hidden)
+        return self._maps(self.names.closings, hidden)
 
     def _maps(self, name: str, hidden: int) -> list[LinearSpec]:
         behind = 0 if self.streams is None else self.streams.count - 1
-        return [LinearSpec(f"{name}.{i}", hidden, hidden, LinearRole.WHOLE) for i in range(behind)]
+        shape = behind, hidden, hidden
+        return [
+            LinearSpec(
+                f"{name}.{i}",
+                hidden,
+                hidden,
+                LinearRole.WHOLE,
+                StoredRows(name, shape, i * hidden) if self.names.stacked else None,
+            )
+            for i in range(behind)
+        ]
 
     @property
     def outer_vectors(self) -> list[tuple[str, int]]:
         """Names and sizes of vectors that belong to no layer."""
-        return [("model.per_layer_projection_norm.weight", self.size)] if self.size else []
+        return [(f"{self.names.model_norm}.weight", self.size)] if self.size else []
 
     def layer_linears(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:
         """Maps of a layer: gate and projection of its embedding, then those of streams."""
         sizes: list[tuple[str, int, int]] = []
+        own = self.names
         if self.size:
-            sizes += [("per_layer_input_gate", self.size, hidden)]
-            sizes += [("per_layer_projection", hidden, self.size)]
+            sizes += [(own.gate, self.size, hidden), (own.projection, hidden, self.size)]
         if self.streams is not None:
             count, rank = self.streams.count, self.streams.laurel_rank
-            sizes += [("altup.modality_router", count, hidden)]
-            sizes += [("altup.prediction_coefs", count * count, count)]
-            sizes += [("altup.correction_coefs", count, count)]
-            sizes += [("laurel.linear_left", rank, hidden), ("laurel.linear_right", hidden, rank)]
+            sizes += [(own.router, count, hidden), (own.predictions, count * count, count)]
+            sizes += [(own.corrections, count, count)]
+            sizes += [(own.laurel_in, rank, hidden), (own.laurel_out, hidden, rank)]
         return [
             LinearSpec(names.of_layer(layer, name), outputs, inputs, LinearRole.WHOLE)
             for name, outputs, inputs in sizes
@@ -115,12 +174,10 @@ class LayerInputs:
 
     def layer_vectors(self, names: TensorNames, layer: int, hidden: int) -> list[tuple[str, int]]:
         """Names and sizes of a layer's vectors: norms, the scale of corrected states, and of its output."""
-        found = [("post_per_layer_input_norm.weight", hidden)] * (self.size > 0)
+        own = self.names
+        found = [(f"{own.norm}.weight", hidden)] * (self.size > 0)
         if self.streams is not None:
-            found += [
-                ("altup.router_norm.weight", hidden),
-                ("laurel.post_laurel_norm.weight", hidden),
-            ]
-            found += [("altup.correct_output_scale", hidden)] * self.streams.scales_corrected
-        found += [("layer_scalar", 1)] * self.scaled
+            found += [(f"{it}.weight", hidden) for it in (own.router_norm, own.laurel_norm)]
+            found += [(own.output_scale, hidden)] * self.streams.scales_corrected
+        found += [(own.factor, 1)] * self.scaled
         return [(names.of_layer(layer, name), size) for name, size in found]

@@ -22,13 +22,6 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Activations of MLPs: GELU by tanh or by erf, ReLU, its square, and xIELU, whose numbers are weights."""
 
 
-APART_NORMS = (
-    "router.scale",
-    "pre_feedforward_layernorm_2.weight",
-    "post_feedforward_layernorm_1.weight",
-    "post_feedforward_layernorm_2.weight",
-)
-"""Norms of the router's input, of that of experts, and of what the shared MLP and experts give."""
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 """Names of the numbers of xIELU (Huang and Schlag 2024)."""
 
@@ -92,6 +85,8 @@ class AttentionSpec:
     """Values are keys before their norm and rotation (Gemma 4)."""
     value_scale: float = 1.0
     """Factor of values (MiMo-V2)."""
+    output_norm: bool = False
+    """Outputs of all heads together are normed in front of the map back (BitNet)."""
     kv_layer: int | None = None
     """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
     distances: DistanceBuckets | Disentangled | None = None
@@ -129,6 +124,14 @@ class MlpSpec:
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives (Falcon-H1)."""
     down_factor: float = 1.0
+    inner_norm: bool = False
+    """Inner channels are normed in front of the map back (BitNet)."""
+    numbers: tuple[float, ...] = ()
+    """Numbers of xIELU, in the order of `XIELU`, where they are not tensors."""
+
+    @property
+    def has_number_tensors(self) -> bool:
+        return self.activation == "xielu" and not self.numbers
 
     @property
     def has_down_bias(self) -> bool:
@@ -136,7 +139,7 @@ class MlpSpec:
 
     def vectors(self, names: TensorNames, _: int) -> list[tuple[str, int]]:
         """Names within a layer, and sizes, of its numbers besides maps."""
-        return [(f"{names.activation}.{name}", 1) for name in XIELU * (self.activation == "xielu")]
+        return [(f"{names.activation}.{name}", 1) for name in XIELU * self.has_number_tensors]
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,8 @@ class ExpertsSpec:
         """Names within a layer, and sizes, of its vectors besides maps."""
         count, found = self.routing.num_experts, list[tuple[str, int]]()
         if self.apart:
-            found += [*((name, hidden) for name in APART_NORMS), ("router.per_expert_scale", count)]
+            norms = ((name, hidden) for name in names.apart_norms)
+            found += [*norms, (names.expert_factors, count)]
         return [*found, (names.correction, count)] if self.correction else found
 
     @property
@@ -260,6 +264,13 @@ class LayerSpec:
         """True if there is a norm in front of the MLP alone."""
         beside = self.parallel and not self.parallel_norms
         return self.mlp is not None and self.pre_norm and not beside
+
+    def inner_norms(self, names: TensorNames, layer: int, heads: int) -> list[tuple[str, int]]:
+        """Names and sizes of norms in front of maps back, of elements of all `heads` and of an MLP."""
+        found = [(names.output_norm, heads)] if self.attention.output_norm else []
+        if isinstance(self.mlp, MlpSpec) and self.mlp.inner_norm:
+            found.append((names.inner_norm, self.mlp.intermediate_size))
+        return [(f"{names.of_layer(layer, name)}.weight", size) for name, size in found]
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pagoda.checkpoints.tensor_names import StoredRows
 
@@ -74,8 +74,8 @@ class LinearSpec:
     value_order: tuple[int, ...] | None = None
     """Stored heads of values of a delta rule in the order in which they are computed; None if that is their own.
     They are the outputs of its maps, and the inputs of the one back to hidden states."""
-    unit_rows: bool = False
-    """Stored rows are brought to length one."""
+    unit: Literal["rows", "columns"] | None = None
+    """Stored rows, or columns, are brought to length one."""
     fill: HeadFill | None = None
     """Heads of the outputs, or of the inputs of a map back to hidden states, that are not as they are stored."""
     grain: int = 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.filled_heads import filled_linears
@@ -87,8 +87,8 @@ class ModelSpec:
     norms_embedding: bool = False
     """A decoder's embeddings are normed (Bloom)."""
     head_bias: bool = False
-    norms_head: bool = False
-    """Rows of the head are brought to length one as they are loaded (Baichuan 2)."""
+    norms_head: Literal["rows", "columns"] | None = None
+    """Rows (Baichuan 2) or columns (Ling) of the head are brought to length one as it is loaded."""
     classifier: ClassifierSpec | None = None
     """Head that scores texts in place of one that gives logits."""
     vector_maps: Mapping[VectorKind, tuple[VectorMap, ...]] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class ModelSpec:
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
         name, hidden = self.names.head, self.hidden_size
-        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit_rows=self.norms_head)
+        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit=self.norms_head)
 
     @property
     def head_of_next_token(self) -> ModelSpec | None:
@@ -515,6 +515,7 @@ class ModelSpec:
                 found += [(name, math.prod(shape)) for name, shape in norm.tensors(heads)]
         if self.beside is not None:
             found += self.beside.layer_vectors(names, layer, self.hidden_size)
+        found += spec.inner_norms(names, layer, self.num_heads * self.head_dim)
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if spec.mlp is not None:

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
-from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
+from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, Layout
 from pagoda.checkpoints.compressed_tensors_config import compressed_tensors
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import fp8_scheme
 from pagoda.checkpoints.linears import LinearRole
 from pagoda.checkpoints.modelopt_config import modelopt
 from pagoda.checkpoints.packed_config import auto_round, awq, gptq
-from pagoda.checkpoints.weight_formats import FP4, MXFP4, NF4, Int8Format
+from pagoda.checkpoints.weight_formats import FP4, MXFP4, NF4, TERNARY, Int8Format
 
 _SUPPORTED = (
     "compressed-tensors (fp8, int8 weights and inputs, packed int4 and int8 weights, nvfp4, mxfp4), modelopt (FP8 "
     "and NVFP4), fp8, bitsandbytes (nf4, fp4 and int8), awq (4 bits), gptq (2, 3, 4 and 8 bits), auto-round (as "
-    "these two) and mxfp4"
+    "these two), bitnet and mxfp4"
 )
 _READERS = {
     "compressed-tensors": compressed_tensors,
@@ -47,6 +48,8 @@ def parse_quantization(config: Fields) -> CheckpointQuantization | None:
         return _mxfp4(fields)
     if method == "bitsandbytes":
         return _bitsandbytes(fields)
+    if method == "bitnet":
+        return _bitnet(fields)
     if method not in _READERS:
         fields.refuse("quant_method", f"must be one that Pagoda reads, {_SUPPORTED}")
     return _READERS[method](fields)
@@ -73,8 +76,32 @@ def _bitsandbytes(fields: Fields) -> CheckpointQuantization:
     return CheckpointQuantization(
         "bitsandbytes",
         (("Linear", Int8Format() if is_int8 else NF4 if kind == "nf4" else FP4),),
-        # The beginning of a name up to a dot, or its end.
-        ignore=tuple(
-            it for name in listed if name for it in (f"{name}.", f"re:.*{re.escape(name)}$")
-        ),
+        ignore=_ends_of_names(listed),
     )
+
+
+def _bitnet(fields: Fields) -> CheckpointQuantization:
+    """One of -1, 0 and 1 for each weight, with one scale for all of a map."""
+    fields.require("use_rms_norm", False)
+    kinds: Mapping[tuple[str, str], Layout] = {
+        ("autobitlinear", "offline"): "bitnet",
+        ("autobitlinear", "online"): "bitnet_online",
+    }
+    kind, mode = (
+        fields.text("linear_class", "bitlinear"),
+        fields.text("quantization_mode", "offline"),
+    )
+    if kind not in ("bitlinear", "autobitlinear"):
+        fields.refuse("linear_class", "must be 'bitlinear' or 'autobitlinear'")
+    if mode not in ("offline", "online"):
+        fields.refuse("quantization_mode", "must be 'offline' or 'online'")
+    return CheckpointQuantization(
+        kinds.get((kind, mode), "bitnet_inverse"),
+        (("Linear", TERNARY),),
+        ignore=_ends_of_names(fields.texts("modules_to_not_convert", ["lm_head"])),
+    )
+
+
+def _ends_of_names(listed: Iterable[str]) -> tuple[str, ...]:
+    """Patterns of layers by the beginnings of their names up to a dot, or by their ends."""
+    return tuple(it for name in listed if name for it in (f"{name}.", f"re:.*{re.escape(name)}$"))

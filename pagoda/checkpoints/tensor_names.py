@@ -188,6 +188,18 @@ class TensorNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_router: str = "mlp.shared_expert_gate"
     """Score of the shared expert."""
+    output_norm: str = "self_attn.attn_sub_norm"
+    inner_norm: str = "mlp.ffn_sub_norm"
+    """Norms in front of the maps back of attention and of an MLP."""
+    apart_norms: tuple[str, str, str, str] = (
+        "router.scale",
+        "pre_feedforward_layernorm_2.weight",
+        "post_feedforward_layernorm_1.weight",
+        "post_feedforward_layernorm_2.weight",
+    )
+    """Norms of the router's input, of that of experts, and of what the shared MLP and experts give (Gemma 4), by
+    names in full, as that of the factors of experts' weights."""
+    expert_factors: str = "router.per_expert_scale"
     expert_layout: ExpertLayout = "linear"
     """Order in tensors of all experts, where one is not as in other linear layers."""
     sinks: str = "self_attn.sinks"
@@ -314,6 +326,8 @@ GGUF_NAMES = TensorNames(
     attention_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     mlp_post_norm="post_ffw_norm",
+    output_norm="attn_sub_norm",
+    inner_norm="ffn_sub_norm",
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",

@@ -108,6 +108,8 @@ NF4, FP4 = (
 """Blocks of bitsandbytes, in memory: the highest magnitude of a block is its scale."""
 TERNARY_CODEBOOK = (-1, 0, 1, 2)
 """The numbers that codes of ggml's TQ1_0 and TQ2_0 stand for."""
+TERNARY = BlockFormat(2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK)
+"""Blocks of ggml's TQ2_0, in which weights of BitNet are held."""
 IQ1_CODEBOOK = (-7, 1, 9, 0, -9, -1, 7, 0)
 """Eight times the numbers of levels of IQ1_S and IQ1_M, without and with a sign."""
 IQ2_CODEBOOK = (8, 25, 43, 0, -8, -25, -43, 0)

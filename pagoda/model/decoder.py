@@ -46,6 +46,7 @@ from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import (
     added,
+    inner_normed,
     named_weights,
     normed,
     residual,
@@ -596,5 +597,5 @@ class Decoder(Generic[LinearT, MetadataT]):
         if is_own:
             out = ops.own_rows(out)
         if layer.gate is None:
-            return out
+            return inner_normed(ops, out, layer.output_norm)
         return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))

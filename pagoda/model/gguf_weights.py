@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight
+from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.gguf.config import checked_tensor
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
-from pagoda.checkpoints.linears import LinearRole, LinearSpec
+from pagoda.checkpoints.linears import HeadFill, LinearRole, LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.ggml_blocks import floats, linear_weight
 from pagoda.model.sharding import LinearShard, take_part
-from pagoda.model.weights import own_rows
+from pagoda.model.weights import of_unit_length, own_rows
 
 
 class GgufWeights:
@@ -33,7 +34,7 @@ class GgufWeights:
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._file.tensor(name)
         # llama.cpp makes matrices of vectors of Mamba-2: of one column, or of a row for each group.
-        if out.dim() > 1 or math.prod(tensor.shape) != len(out):
+        if out.dim() > 1 or math.prod(tensor.shape) != out.numel():
             checked_tensor(self._file, name, tuple(out.shape))
         values = floats(self._rows(tensor), tensor.type).view(out.shape)
         out.copy_(values)
@@ -43,7 +44,15 @@ class GgufWeights:
         # llama.cpp drops dimensions of one.
         shape = stored.shape[1:] if stored.shape[0] == 1 else stored.shape
         tensor = checked_tensor(self._file, stored.weight, shape)
-        weight = linear_weight(own_rows(self._rows(tensor), linear), tensor.type, dtype)
+        rows = self._rows(tensor)
+        if linear.fill is not None and linear.role is LinearRole.ATTENTION_OUT:
+            rows = _filled_inputs(rows, tensor, linear.fill)
+        else:
+            rows = own_rows(rows, linear)
+        weight = linear_weight(rows, tensor.type, dtype)
+        if linear.unit is not None:
+            values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
+            return DenseWeight(of_unit_length(values, linear).to(dtype))
         if linear.role is LinearRole.STATE_OUT and linear.value_order is not None:
             weight = _in_value_order(weight, linear, linear.value_order, dtype)
         if isinstance(weight, BlockWeight):
@@ -62,6 +71,19 @@ class GgufWeights:
             self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
         )
         return flat.view(math.prod(tensor.shape[:-1]), -1)
+
+
+def _filled_inputs(rows: Tensor, tensor: GgufTensor, fill: HeadFill) -> Tensor:
+    """Rows whose inputs are heads that are filled with zeros: blocks of zero bytes stand for zeros.
+    Raises ConfigError: a block is of several heads."""
+    block = tensor.type
+    if fill.stored_dim % block.weights or fill.dim % block.weights:
+        raise ConfigError(
+            f"{tensor.path}: tensor {tensor.name} is of type {block.name}, "
+            "whose blocks are not those of one head."
+        )
+    missing = (fill.dim - fill.stored_dim) // block.weights * block.num_bytes
+    return pad(rows.view(len(rows), fill.stored_heads, -1), (0, missing)).flatten(1)
 
 
 def _in_value_order(

@@ -209,7 +209,7 @@ def load_layer_beside(loader: WeightLoader[LinearT], index: int) -> LayerBeside[
     spec, hidden = config.beside, config.hidden_size
     if spec is None:
         return None
-    sizes = spec.layer_vectors(config.names, index, hidden)
+    own, sizes = spec.names, spec.layer_vectors(config.names, index, hidden)
     prefix = config.names.of_layer(index, "")
     vectors = {name.removeprefix(prefix): loader.vector(name, size) for name, size in sizes}
     maps = {
@@ -219,26 +219,26 @@ def load_layer_beside(loader: WeightLoader[LinearT], index: int) -> LayerBeside[
     if spec.streams is not None:
         # Inputs of the router are over their number.
         streams = Streams(
-            vectors["altup.router_norm.weight"] / hidden,
-            loader.linear([maps["altup.modality_router"]]),
-            loader.linear([maps["altup.prediction_coefs"]]),
-            loader.linear([maps["altup.correction_coefs"]]),
-            loader.linear([maps["laurel.linear_left"]]),
-            loader.linear([maps["laurel.linear_right"]]),
-            vectors["laurel.post_laurel_norm.weight"],
+            vectors[f"{own.router_norm}.weight"] / hidden,
+            loader.linear([maps[own.router]]),
+            loader.linear([maps[own.predictions]]),
+            loader.linear([maps[own.corrections]]),
+            loader.linear([maps[own.laurel_in]]),
+            loader.linear([maps[own.laurel_out]]),
+            vectors[f"{own.laurel_norm}.weight"],
         )
     embedded = None
     if spec.size:
-        own = loader.weight(maps["per_layer_input_gate"])
-        values = own.values if isinstance(own, DenseWeight) else dequantize(own)
-        scale = vectors.get("altup.correct_output_scale")
+        stored = loader.weight(maps[own.gate])
+        values = stored.values if isinstance(stored, DenseWeight) else dequantize(stored)
+        scale = vectors.get(own.output_scale)
         if scale is not None:
             values = values.float() * scale
         gate = loader.backend.prepare_linear(
             [DenseWeight(values.to(loader.dtype))], None, loader.dtype
         )
         loader.on_loaded(values.numel() * loader.dtype.itemsize)
-        projection = loader.linear([maps["per_layer_projection"]])
-        embedded = gate, projection, vectors["post_per_layer_input_norm.weight"]
-    factor = vectors["layer_scalar"].item() if spec.scaled else 1.0
+        projection = loader.linear([maps[own.projection]])
+        embedded = gate, projection, vectors[f"{own.norm}.weight"]
+    factor = vectors[own.factor].item() if spec.scaled else 1.0
     return LayerBeside(embedded, streams, factor)

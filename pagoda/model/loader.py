@@ -26,7 +26,6 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import (
-    APART_NORMS,
     XIELU,
     Activation,
     LayerSpec,
@@ -85,6 +84,16 @@ class SparseGate(NamedTuple):
     num_gates: int
 
 
+class InnerNorm(NamedTuple):
+    """RMS norm of the inputs of a map back, of which every rank has some."""
+
+    weight: Tensor
+    """[inputs] float32, of this rank's ones."""
+    all_inputs: int
+    """Inputs of all ranks."""
+    eps: float
+
+
 @dataclass(frozen=True)
 class DenseMlp(Generic[LinearT]):
     gate_up: LinearT
@@ -100,6 +109,7 @@ class DenseMlp(Generic[LinearT]):
     gate_factor: float = 1.0
     """Multiplier of gates, and of what the map back gives."""
     down_factor: float = 1.0
+    inner_norm: InnerNorm | None = None
 
 
 class ApartMlp(NamedTuple):
@@ -188,6 +198,8 @@ class Layer(Generic[LinearT]):
     """[heads] float32."""
     distances: Distances | DisentangledMaps[LinearT] | None
     """Weights of what distances of tokens add to scores."""
+    output_norm: InnerNorm | None
+    """Norm of what tokens attended to."""
     attention_out: LinearT
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -297,6 +309,9 @@ class WeightLoader(Generic[LinearT]):
             slopes=self._slopes() if attention.alibi else None,
             sinks=self._sinks(index) if attention.sinks else None,
             distances=load_distances(self, index, attention.distances),
+            output_norm=self._inner_norm(index, names.output_norm, linears.out)
+            if attention.output_norm
+            else None,
             attention_out=self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
@@ -451,10 +466,11 @@ class WeightLoader(Generic[LinearT]):
     def _apart(self, index: int) -> ApartMlp:
         """Norms of experts and of what is beside them; the router's input is over the root of its size."""
         config = self.shard.config
-        hidden, of_layer = config.hidden_size, config.names.of_layer
-        found = [self.vector(of_layer(index, name), hidden) for name in APART_NORMS]
+        hidden, names = config.hidden_size, config.names
+        of_layer = names.of_layer
+        found = [self.vector(of_layer(index, name), hidden) for name in names.apart_norms]
         count = len(self.expert_counts)
-        factors = self.vector(of_layer(index, "router.per_expert_scale"), count)
+        factors = self.vector(of_layer(index, names.expert_factors), count)
         return ApartMlp(found[0] * hidden**-0.5, found[1], found[2], found[3], factors)
 
     def _dense(
@@ -465,7 +481,7 @@ class WeightLoader(Generic[LinearT]):
             down=self.linear([linears.down], bias=spec.has_down_bias),
             activation=spec.activation,
             gated=spec.gated,
-            numbers=self._xielu(index) if spec.activation == "xielu" else {},
+            numbers=self._xielu(index, spec.numbers) if spec.activation == "xielu" else {},
             sparse=None
             if spec.deviations is None
             else SparseGate(
@@ -475,13 +491,22 @@ class WeightLoader(Generic[LinearT]):
             ),
             gate_factor=spec.gate_factor,
             down_factor=spec.down_factor,
+            inner_norm=self._inner_norm(index, self.shard.config.names.inner_norm, linears.down)
+            if spec.inner_norm
+            else None,
         )
 
-    def _xielu(self, index: int) -> Mapping[str, float]:
+    def _inner_norm(self, index: int, name: str, back: LinearSpec) -> InnerNorm:
+        """This rank's part of the norm in front of a layer's map `back`."""
+        config, part = self.shard.config, self.shard.part_of(back).inputs
+        weight = self.norm_weight(config.names.of_layer(index, name), back.inputs)
+        return InnerNorm(weight[part.start : part.stop].clone(), back.inputs, config.norm.eps)
+
+    def _xielu(self, index: int, told: Sequence[float]) -> Mapping[str, float]:
         """Numbers of xIELU: files have those in front of squares and of exponentials before a softplus."""
         names = self.shard.config.names
         stem = names.of_layer(index, names.activation)
-        positive, negative, beta, eps = (
+        positive, negative, beta, eps = [torch.tensor(it) for it in told] or (
             self._tensor(f"{stem}.{name}", shape, torch.float32)
             for name, shape in zip(XIELU, ((1,), (1,), (), ()), strict=True)
         )

@@ -13,7 +13,7 @@ from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
-from pagoda.model.recording import with_adapters
+from pagoda.model.recording import inner_normed, with_adapters
 from pagoda.model.sharding import Shard
 
 
@@ -134,6 +134,7 @@ def _dense(
     if mlp.added is not None:
         both = ops.add(both, mlp.added.record(ops, h))
     inner = _gated(ops, mlp, both) if mlp.gated else _activated(ops, mlp, both)
+    inner = inner_normed(ops, inner, mlp.inner_norm)
     out = ops.linear(inner, mlp.down)
     out = with_adapters(ops, out, inner, None if maps is None else maps.down, adapters)
     return scaled(ops, out, mlp.down_factor)
@@ -146,10 +147,10 @@ def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
         gates = above_deviations(ops, columns(ops, both, 0, count), deviations)
         gates = ops.gelu_tanh(columns(ops, gates, own.start, len(own)))
         return ops.mul(gates, columns(ops, both, count, len(own)))
-    if mlp.gate_factor != 1:
+    if mlp.gate_factor != 1 or mlp.activation == "relu2":
         size = both.width // 2
         gate, up = (columns(ops, both, first, size) for first in (0, size))
-        return ops.mul(_activated(ops, mlp, ops.scale(gate, mlp.gate_factor)), up)
+        return ops.mul(_activated(ops, mlp, scaled(ops, gate, mlp.gate_factor)), up)
     recorded = {
         "silu": ops.silu_and_mul,
         "gelu_tanh": ops.gelu_and_mul,

@@ -74,8 +74,9 @@ def _of_mlp(mlp: MlpSpec | ExpertsSpec | None) -> set[str]:
         plain = _PLAIN.get(mlp.activation, {mlp.activation})
         if mlp.deviations is not None:
             return found | {"above_deviations", "columns", "gelu_tanh", "mul"}
-        if mlp.gate_factor != 1:
-            return found | plain | {"columns", "scale", "mul"}
+        if mlp.gate_factor != 1 or (mlp.gated and mlp.activation == "relu2"):
+            scale = {"scale"} if mlp.gate_factor != 1 else set()
+            return found | plain | scale | {"columns", "mul"}
         return found | ({_GATED[mlp.activation]} if mlp.gated else plain)
     found = {"experts"} | _of_mlp(mlp.shared)
     if mlp.apart:

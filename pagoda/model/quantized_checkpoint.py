@@ -22,13 +22,14 @@ from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.tensor_names import StoredRows
-from pagoda.checkpoints.weight_formats import BlockFormat, Fp8Format, Int8Format
+from pagoda.checkpoints.weight_formats import TERNARY, BlockFormat, Fp8Format, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model import bitsandbytes
 from pagoda.model.four_bit_floats import experts_in_mxfp4, four_bit_floats
 from pagoda.model.fp8_weights import convert_fp8, is_finite
 from pagoda.model.packed_weights import GroupReader
 from pagoda.model.sharding import LinearShard, take_part
+from pagoda.model.ternary import ternary_weight
 from pagoda.model.weights import (
     READABLE,
     CheckpointWeights,
@@ -67,6 +68,8 @@ class QuantizedCheckpoint:
             return self._filled(linear, dtype)
         if linear.rows is not None:
             return self._rows(linear, linear.rows, dtype)
+        if scheme == TERNARY:
+            return ternary_weight(self._tensors, linear, layout, dtype)
         if isinstance(scheme, BlockFormat):
             is_theirs = layout == "bitsandbytes"
             read = bitsandbytes.four_bit_weight if is_theirs else four_bit_floats
@@ -81,7 +84,9 @@ class QuantizedCheckpoint:
 
     def _is_dense(self, linear: LinearSpec) -> bool:
         """Tells if a layer's file has plain numbers, be it listed among those left out or not."""
-        name = linear.stored.weight
+        name, layout = linear.stored.weight, self._quantization.layout
+        if layout == "bitnet_online" or (self._tensors.has(f"{name}_scale") and layout == "bitnet"):
+            return False
         if not self._tensors.has(name) or self._tensors.has(f"{name}.absmax"):
             return False
         return self._tensors.stored_dtype(name) in READABLE

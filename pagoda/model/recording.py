@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagoda.backend.base import LinearT
+from pagoda.backend.base import HeadNorms, LinearT
 from pagoda.backend.decoder_operations import clip, layer_norm_heads, rotate_heads, scaled
 from pagoda.backend.family_operations import rms_norm_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
+from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.model.loader import Layer, Norm, VectorLayer
+from pagoda.model.loader import InnerNorm, Layer, Norm, VectorLayer
 from pagoda.model.sharding import Shard
 
 
@@ -56,6 +57,17 @@ def added(
     if layer.spec.norms_sums:
         return normed(ops, ops.add(x, out), norm, eps)
     return ops.add(x, scaled(ops, normed(ops, out, norm, eps), factor))
+
+
+def inner_normed(ops: GraphBuilder, x: Value, norm: InnerNorm | None) -> Value:
+    """x [n, d], this rank's inputs of a map back, behind the norm of those of all ranks, if there is one."""
+    if norm is None:
+        return x
+    if norm.all_inputs == x.width:
+        return ops.rms_norm(x, norm.weight, norm.eps)
+    squares = ops.all_reduce(sum_of_squares(ops, x, queries=x.width, keys=0))
+    norms = HeadNorms(norm.weight, norm.weight[:0], norm.eps)
+    return norm_by_squares(ops, x, squares, norms, all_queries=norm.all_inputs, all_keys=1)
 
 
 def through(

@@ -75,6 +75,13 @@ def in_value_order(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return rows.view(len(order), -1, *rows.shape[1:])[list(order)].reshape(rows.shape)
 
 
+def of_unit_length(rows: Tensor, linear: LinearSpec) -> Tensor:
+    """A layer's rows [outputs, inputs], of which rows or columns are brought to length one where it says so."""
+    if linear.unit is None:
+        return rows
+    return normalize(rows.float(), dim=1 if linear.unit == "rows" else 0)
+
+
 def own_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
     """A layer's rows [outputs, ...] of all rows of a tensor, in the order in which they are computed."""
     if linear.fill is not None:
@@ -176,7 +183,7 @@ class CheckpointWeights:
         straight = stored.shape if stored.transposed else stored.stored_shape
         values = self.tensor(stored.weight, straight, READABLE)
         rows = own_rows(values.view(-1, stored.shape[-1]), linear)
-        return DenseWeight((normalize(rows.float()) if linear.unit_rows else rows).to(dtype))
+        return DenseWeight(of_unit_length(rows, linear).to(dtype))
 
     def _is_straight(self, stored: StoredRows) -> bool:
         """True if rows come before inputs after all, as transformers 5 saves experts that others turn."""

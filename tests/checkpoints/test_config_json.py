@@ -151,7 +151,7 @@ def test_baichuan_scores_by_distance_where_files_are_silent_on_positions() -> No
     assert not parse(**small).layers[0].attention.alibi
     second = parse(**small, max_position_embeddings=..., model_max_length=4096, vocab_size=125_696)
     assert second.layers[0].attention.alibi
-    assert second.head.unit_rows
+    assert second.head.unit == "rows"
     assert second.max_position_embeddings == 4096
 
 

@@ -105,12 +105,12 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"general.architecture": "mamba"},
+            {"general.architecture": "llamas"},
             "general.architecture is none that Pagoda runs, the nearest of which are llama, ",
         ),
         (
             {"general.architecture": "deepseek3"},
-            "the nearest of which are deepseek2, ",
+            "the nearest of which are deepseek, deepseek2 and ",
         ),
         ({"llama.block_count": None}, "lacks llama.block_count, a positive integer."),
         ({"llama.block_count": 9}, "block_count must not be more than the 2 tensors, got 9."),

@@ -33,6 +33,7 @@ COMPRESSED: dict[str, Any] = {
 CHANNEL_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 NVFP4_GROUP = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BITNET: dict[str, Any] = {"quant_method": "bitnet"}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 AUTO_ROUND: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
 MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
@@ -160,7 +161,7 @@ def test_larger_groups_are_held_as_several() -> None:
 SUPPORTED = (
     "must be one that Pagoda reads, compressed-tensors (fp8, int8 weights and inputs, packed int4 and int8 "
     "weights, nvfp4, mxfp4), modelopt (FP8 and NVFP4), fp8, bitsandbytes (nf4, fp4 and int8), awq (4 bits), gptq "
-    "(2, 3, 4 and 8 bits), auto-round (as these two) and mxfp4"
+    "(2, 3, 4 and 8 bits), auto-round (as these two), bitnet and mxfp4"
 )
 
 
@@ -178,6 +179,18 @@ SUPPORTED = (
             "weight_block_size must be two positive integers, the outputs and inputs of a block, got [128, -1].",
         ),
         ({"bits": 4}, f"quant_method {SUPPORTED}, got None."),
+        (
+            BITNET | {"use_rms_norm": True},
+            "use_rms_norm is not supported; it must be absent or false, got True.",
+        ),
+        (
+            BITNET | {"linear_class": "bit"},
+            "linear_class must be 'bitlinear' or 'autobitlinear', got 'bit'.",
+        ),
+        (
+            BITNET | {"quantization_mode": "both"},
+            "quantization_mode must be 'offline' or 'online', got 'both'.",
+        ),
         (AWQ | {"bits": 3}, "bits must be 4, got 3."),
         (AWQ | {"group_size": 0}, "group_size must be a positive integer, got 0."),
         (

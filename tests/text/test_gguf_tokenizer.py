@@ -78,7 +78,7 @@ def write_tokenizer(
     places = range(max(names) + 1 + pad)
     writer.add_token_list([names.get(i, f"[PAD{i}]") for i in places])
     writer.add_token_types([_type_of(names.get(i), added.get(i), model) for i in places])
-    if model == "gpt2":
+    if model in ("gpt2", "gemma4"):
         writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
     return write_keys(writer, metadata)
 
@@ -90,7 +90,7 @@ def _type_of(token: str | None, added: AddedToken | None, model: str) -> TokenTy
         return TokenType.UNKNOWN
     if added is not None:
         return TokenType.CONTROL if added.special else TokenType.USER_DEFINED
-    if model == "llama" and token.startswith("<0x") and len(token) == 6:
+    if model in ("llama", "gemma4") and token.startswith("<0x") and len(token) == 6:
         return TokenType.BYTE
     return TokenType.NORMAL
 
@@ -228,7 +228,31 @@ def qwen35() -> Backend:
     return trained
 
 
+def mpt() -> Backend:
+    backend = gpt2()
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def falcon() -> Backend:
+    """The parts of Falcon's tokenizer.json."""
+    digits = pre_tokenizers.Digits(individual_digits=False)
+    threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+    marks = pre_tokenizers.Punctuation("contiguous")
+    parts = pre_tokenizers.Sequence([marks, TO_BYTES, digits, threes])
+    return train_byte_level(parts, ignore_merges=False)
+
+
+BLOOM_PATTERN = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+BAILING_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
+"""Patterns in tokenizer.json of Bloom and of Ling."""
 BYTE_LEVEL = {
+    **{"mpt": mpt, "falcon": falcon, "bloom": cut_as(BLOOM_PATTERN)},
+    "bailingmoe2": cut_as(BAILING_PATTERN),
+    "superbpe": cut_in_turn(r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
     **{"qwen2": qwen2, "qwen35": qwen35, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm},
     **{"command-r": smollm, "exaone4": gpt2, "glm4": cut_as(LLAMA3_PATTERN)},
     **{"gpt-4o": cut_as(GPT4O_PATTERN), "seed-coder": cut_as(SEED_PATTERN)},
@@ -320,6 +344,20 @@ def sentencepiece(
     path = tmp_path_factory.mktemp("tokenizer")
     keys = {"scores": scores_of(backend), "add_space_prefix": request.param}
     return backend, tokenizer_of(write_tokenizer(path, backend, model="llama", **keys))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=texts())
+def test_merges_in_place_of_scores(text: str, merged: tuple[Backend, Tokenizer]) -> None:
+    """Gemma 4 has SentencePiece's pieces, and merges."""
+    assert_alike(*merged, text)
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Backend, Tokenizer]:
+    backend, path = train_sentencepiece(prefix=False), tmp_path_factory.mktemp("tokenizer")
+    keys = {"scores": scores_of(backend), "add_space_prefix": False, "bos_token_id": 1}
+    return backend, tokenizer_of(write_tokenizer(path, backend, model="gemma4", **keys))
 
 
 @settings(max_examples=300, deadline=None)
@@ -430,7 +468,7 @@ LETTERS = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "pre": "gpt-2", "model
     [
         (
             {"model": "rwkv"},
-            "tokenizer.ggml.model must be one of gpt2, llama, bert, t5, got 'rwkv'.",
+            "tokenizer.ggml.model must be one of gpt2, llama, gemma4, bert, t5, got 'rwkv'.",
         ),
         ({"model": None}, "lacks tokenizer.ggml.model, a string."),
         ({"tokens": None}, "lacks tokenizer.ggml.tokens, a list of strings."),

@@ -427,6 +427,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", {"head_dim": 24}),
     "arcee": ("ArceeForCausalLM", {"mlp_bias": True}),
     "jais2": ("Jais2ForCausalLM", {}),
+    "bitnet-relu2": ("BitNetForCausalLM", {"rms_norm_eps": 1e-5}),
+    "bitnet": (
+        "BitNetForCausalLM",
+        {"hidden_act": "silu", "num_attention_heads": 8, "tie_word_embeddings": True},
+    ),
     "persimmon": ("PersimmonForCausalLM", {"num_attention_heads": 2}),
     "apertus": ("ApertusForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
     "dots1": ("Dots1ForCausalLM", {**_SIGMOIDS, "sliding_window": None}),

@@ -146,10 +146,10 @@ def save_gguf(
     known_as = _ENUM.get(architecture, architecture.upper().replace("-", "_"))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[known_as], 99)
     stored = {}
-    published = _published(model, path.parent, head or {}, joins_latents=joins_latents)
+    tensors = published(model, path.parent, head or {}, joins_latents=joins_latents)
     if getattr(config, "linear_num_value_heads", None) is not None:
-        published = dict(delta_tensors(published, config, tiled=architecture.startswith("qwen35")))
-    for name, values in published.items():
+        tensors = dict(delta_tensors(tensors, config, tiled=architecture.startswith("qwen35")))
+    for name, values in tensors.items():
         if architecture in _PERMUTED and ".q_proj." in name:
             values = _neighbours(values, config.num_attention_heads)
         if architecture in _PERMUTED and ".k_proj." in name:
@@ -179,7 +179,7 @@ def save_gguf(
         data = quantized(values.numpy(), kind)
         writer.add_tensor(short, data, raw_dtype=kind)
         stored[short] = gguf.dequantize(data, kind).reshape(values.shape)
-    if (factors := _frequency_factors(config)) is not None:
+    if (factors := frequency_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     if _rope(config)["rope_type"] == "longrope":
         for kind in ("long", "short"):
@@ -197,7 +197,7 @@ def _num_extra(config: Any) -> int:
     return getattr(config, "num_nextn_predict_layers", None) or 0
 
 
-def _published(
+def published(
     model: transformers.PreTrainedModel,
     scratch: Path,
     more: Mapping[str, torch.Tensor],
@@ -221,14 +221,14 @@ def _published(
             )
             name = f"{joined if 'feed_forward' in joined else found[1]}{found[2]}"
             merged.setdefault(name, []).append(tensor.float())
-    published: dict[str, torch.Tensor] = {}
+    found_all: dict[str, torch.Tensor] = {}
     for name, tensor in merged.items():
         values = torch.stack(tensor) if isinstance(tensor, list) else tensor
         if "kv_b_proj" in name and not joins_latents:
-            published |= _heads_of_latents(name, values, model.config)
+            found_all |= _heads_of_latents(name, values, model.config)
         else:
-            published |= _split(name, values)
-    return published
+            found_all |= _split(name, values)
+    return found_all
 
 
 def _heads_of_latents(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
@@ -249,7 +249,7 @@ _JOINED = {
 
 
 def _split(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    if re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", name):
+    if re.search(r"(mlp|feed_forward)\.experts\.(gate_up|down)_proj(_bias)?$", name):
         return _experts_apart(name, values)
     for joined, apart in _JOINED.items():
         if joined in name:
@@ -438,12 +438,13 @@ def _add_latents(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> Non
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
-def _frequency_factors(config: Any) -> np.ndarray | None:
+def frequency_factors(config: Any) -> np.ndarray | None:
     """Divisors of each frequency in Llama 3.1."""
     rope = _rope(config)
     if rope["rope_type"] != "llama3":
         return None
-    frequencies = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = rope["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
     waves = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = np.clip((waves - low) / (high - low), 0, 1)

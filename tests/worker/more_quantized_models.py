@@ -22,6 +22,7 @@ from quantized_models import (
     pack_words,
 )
 from torch import Tensor
+from transformers.integrations.bitnet import pack_weights
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -375,3 +376,29 @@ def auto_round_format(packing: str) -> Format:
         "data_type": "int",
     }
     return replace(how, quantization_config=config)
+
+
+# ---- BitNet
+
+
+def bitnet_format(kind: str, mode: str = "offline", *, packed: bool = True) -> Format:
+    """Ternary weights, which transformers packs; before they are rounded, of `mode` "online"."""
+
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        values = torch.from_numpy(weight).float()
+        scale = values.abs().mean()
+        ternary = (values / scale).round().clamp(-1, 1)
+        if mode == "online":
+            return {"weight": values}, (ternary * scale.half()).double().numpy()
+        scale = (1 / scale if kind == "bitlinear" else scale).to(torch.bfloat16)
+        meant = ternary / scale.float() if kind == "bitlinear" else ternary * scale.float()
+        held = pack_weights(ternary.clone()) if packed else ternary.to(torch.bfloat16)
+        return {"weight": held, "weight_scale": scale.reshape(1)}, meant.double().numpy()
+
+    config = {
+        "quant_method": "bitnet",
+        "linear_class": kind,
+        "quantization_mode": mode,
+        "modules_to_not_convert": None,
+    }
+    return Format(config, store)

@@ -83,11 +83,11 @@ def _experts(tensors: Tensors, _: Any) -> None:
 
 
 def _ling(tensors: Tensors, config: Any) -> None:
-    """Rows of the head are of length one in the model, and of any length in files."""
+    """Columns of the head are of length one in the model, and of any length in files."""
     _experts(tensors, config)
     _joined("attention.query_key_value", "attention.{}_proj")(tensors, config)
     head = tensors["lm_head.weight"]
-    tensors["lm_head.weight"] = head * torch.linspace(0.5, 2, len(head))[:, None]
+    tensors["lm_head.weight"] = head * torch.linspace(0.5, 2, head.shape[1])
 
 
 def _telechat(tensors: Tensors, config: Any) -> None:
@@ -461,7 +461,7 @@ def make_like(name: str) -> transformers.PreTrainedModel:
                     parameter.zero_()
     if own.more.get("norm_head"):
         with torch.no_grad():
-            model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight))
+            model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight, dim=0))
     return model
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from driver import answer_differences, load
 from more_quantized_models import (
     MODELOPT_FILE,
     auto_round_format,
     awq_gemv_format,
+    bitnet_format,
     bitsandbytes_format,
     bitsandbytes_int8_format,
     gptq_stream_format,
@@ -26,7 +28,7 @@ from more_quantized_models import (
     mxfp4_format,
     nvfp4_format,
 )
-from quantized_models import Format, save_quantized
+from quantized_models import SHAPE, Format, save_quantized, store_quantized
 from safetensors.torch import load_file, save_file
 
 from pagoda.backend.weights import (
@@ -70,6 +72,10 @@ FORMATS: dict[str, Format] = {
     "awq-gemv": awq_gemv_format(64),
     "auto-round-gptq": auto_round_format("auto_gptq"),
     "auto-round-awq": auto_round_format("auto_awq"),
+    "bitnet": bitnet_format("autobitlinear"),
+    "bitnet-plain": bitnet_format("autobitlinear", packed=False),
+    "bitnet-inverse": bitnet_format("bitlinear"),
+    "bitnet-online": bitnet_format("autobitlinear", "online"),
 }
 _OFFSET, _HALF = 2**-10, 2**-11
 _ROUNDED = {
@@ -77,6 +83,7 @@ _ROUNDED = {
     "fp4": (0.0034, 0),
     **dict.fromkeys(("nvfp4", "modelopt-nvfp4", "modelopt-nvfp4-beside"), (0, _HALF)),
     **dict.fromkeys(("int8-zeros", "int4-bytes-zeros", "gptq-int3-zeros"), (_OFFSET, 0)),
+    "bitnet-inverse": (0, _HALF),
     **dict.fromkeys(("gptq-int2", "gptq-int2-act-order"), (_OFFSET, 0)),
     **dict.fromkeys(("awq-gemv", "auto-round-awq"), (_OFFSET, 0)),
 }
@@ -108,6 +115,24 @@ def test_weights_and_answers(name: str, backend: str, tmp_path: Path) -> None:
     assert differences.max() < 0.25
 
 
+@pytest.mark.parametrize("name", ["bitnet", "bitnet-inverse", "bitnet-online"])
+def test_bitnet_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
+    """Both round inputs to 8 bits, transformers with one scale for a row."""
+    torch.manual_seed(1)
+    sizes = {key: it for key, it in SHAPE.items() if key != "head_dim"}
+    config = transformers.BitNetConfig(**sizes, tie_word_embeddings=True)
+    store_quantized(transformers.BitNetForCausalLM(config), tmp_path, FORMATS[name])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert "BitLinear" in type(model.model.layers[0].mlp.up_proj).__name__
+    torch.compiler.set_stance("force_eager")
+    try:
+        differences = answer_differences(load(tmp_path, backend="cpu"), model)
+    finally:
+        torch.compiler.set_stance("default")
+    assert differences.mean() < 0.04
+    assert differences.max() < 0.25
+
+
 @pytest.mark.parametrize("name", ["nf4-nested", "llm-int8", "nvfp4", "gptq-int2", "gptq-int3"])
 def test_experts(name: str, tmp_path: Path) -> None:
     model, _ = save_quantized(tmp_path, FORMATS[name], experts=True)
@@ -117,7 +142,9 @@ def test_experts(name: str, tmp_path: Path) -> None:
     assert differences.amax(dim=1).median() < 0.25
 
 
-@pytest.mark.parametrize("name", ["nf4", "nvfp4", "mxfp4", "llm-int8", "gptq-int2", "gptq-int3"])
+@pytest.mark.parametrize(
+    "name", ["nf4", "nvfp4", "mxfp4", "llm-int8", "gptq-int2", "gptq-int3", "bitnet"]
+)
 def test_parts_of_ranks(name: str, tmp_path: Path) -> None:
     """Ranks hold rows and columns of the same numbers, in the same bits."""
     _, meant = save_quantized(tmp_path, FORMATS[name])
@@ -223,6 +250,21 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             "llm-int8",
             {"SCB": torch.full((256,), torch.nan)},
             f"FILE: tensor {Q_PROJ}.SCB holds scales that are not finite in float32.",
+        ),
+        (
+            "bitnet",
+            {"weight": torch.zeros(63, 256, dtype=torch.uint8)},
+            f"FILE: tensor {Q_PROJ}.weight has shape [63, 256], config.json calls for [64, 256].",
+        ),
+        (
+            "bitnet-plain",
+            {"weight": torch.full((256, 256), 2.0)},
+            f"FILE: tensor {Q_PROJ}.weight must hold -1, 0 and 1 alone.",
+        ),
+        (
+            "bitnet-inverse",
+            {"weight_scale": torch.zeros(1)},
+            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float16.",
         ),
     ],
 )

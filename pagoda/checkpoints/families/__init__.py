@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 
 
 class _Families(Mapping[str, Family]):
@@ -94,6 +94,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "NemotronForCausalLM": "plain_mlps",
         "ArceeForCausalLM": "plain_mlps",
         "Jais2ForCausalLM": "plain_mlps",
+        "BitNetForCausalLM": "bitnet",
         "PersimmonForCausalLM": "plain_mlps",
         "ApertusForCausalLM": "plain_mlps",
         "Dots1ForCausalLM": "sigmoid_experts",
@@ -156,10 +157,10 @@ FAMILIES: Mapping[str, Family] = _Families(
 
 
 @cache
-def gguf_families() -> Mapping[str, list[Family]]:
-    """Families by `general.architecture` of GGUF files."""
-    found: dict[str, list[Family]] = {}
+def gguf_families() -> Mapping[str, list[tuple[Family, GgufFormat]]]:
+    """Families by `general.architecture` of GGUF files, each with its form there."""
+    found: dict[str, list[tuple[Family, GgufFormat]]] = {}
     for family in FAMILIES.values():
-        if family.gguf is not None:
-            found.setdefault(family.gguf.architecture, []).append(family)
+        for form in family.gguf_formats:
+            found.setdefault(form.architecture, []).append((family, form))
     return found

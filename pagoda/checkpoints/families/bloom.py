@@ -13,10 +13,10 @@ from pagoda.checkpoints.families.shared import (
     with_biases,
     with_layer_norm,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _JOINED = "self_attention.query_key_value"
 _NAMES = TensorNames(
@@ -40,6 +40,8 @@ _RENAMED = {
     "seq_length": "max_position_embeddings",
 }
 
+_GGUF_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
+
 # ---- Bloom (Le Scao et al. 2022): normed embeddings
 
 
@@ -53,6 +55,9 @@ BLOOM = Family(
     "BLOOM, BLOOMZ",
     _adapt_bloom,
     names=_NAMES,
+    gguf=GgufFormat(
+        "bloom", names=replace(GGUF_NAMES, embedding_norm="token_embd_norm"), keys=_GGUF_NORM
+    ),
     renamed=_RENAMED,
     values=following_sizes,
     defaults={"tie_word_embeddings": True, "max_position_embeddings": 2048},
@@ -88,11 +93,26 @@ def _adapt_falcon(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_layer_norm(spec, fields, bias=True)
 
 
+def _gguf_falcon(fields: Fields) -> Mapping[str, object]:
+    """Falcon 7B is the newer architecture with one head of keys and one norm."""
+    return {
+        "new_decoder_architecture": True,
+        "num_kv_heads": fields.positive("attention.head_count_kv", 1),
+        "ffn_hidden_size": fields.positive("feed_forward_length"),
+    }
+
+
 FALCON = Family(
     "FalconForCausalLM",
     "Falcon 7B, 40B, 180B and 11B",
     _adapt_falcon,
     names=_NAMES,
+    gguf=GgufFormat(
+        "falcon",
+        keys=_GGUF_NORM,
+        values=_gguf_falcon,
+        shown=lambda names: {"num_ln_in_parallel_attn": 1 + ("blk.0.attn_norm_2.weight" in names)},
+    ),
     renamed={**_RENAMED, "activation": "hidden_act"},
     values=_falcon_values,
     defaults={"tie_word_embeddings": True, "max_position_embeddings": 2048},
@@ -126,6 +146,17 @@ def _mpt_values(fields: Fields) -> Mapping[str, object]:
     return {**following_sizes(fields), "max_position_embeddings": longest}
 
 
+def _gguf_mpt(fields: Fields) -> Mapping[str, object]:
+    clip = "attention.clamp_kqv"
+    own = {
+        "alibi": fields.amount(_BIAS, 0.0) > 0,
+        "alibi_bias_max": fields.amount(_BIAS, 0.0),
+        "clip_qkv": fields.number(clip) if fields.values.get(clip) else None,
+    }
+    return {"attn_config": own, "max_seq_len": fields.positive("context_length")}
+
+
+_BIAS = "attention.max_alibi_bias"
 _WQKV = "attn.Wqkv"
 MPT = Family(
     "MptForCausalLM",
@@ -143,6 +174,12 @@ MPT = Family(
         mlp_norm="norm_2",
         up="ffn.up_proj",
         down="ffn.down_proj",
+    ),
+    gguf=GgufFormat(
+        "mpt",
+        keys=_GGUF_NORM,
+        values=_gguf_mpt,
+        read=frozenset({_BIAS, "attention.clamp_kqv"}),
     ),
     renamed={
         "d_model": "hidden_size",

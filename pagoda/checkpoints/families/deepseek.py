@@ -170,17 +170,18 @@ def _gguf_values_deepseek_v3(fields: Fields) -> Mapping[str, object]:
     return {"n_group": 1, "topk_group": 1, **gguf_latents(fields)}
 
 
+DEEPSEEK_V3_GGUF = replace(
+    GGUF,
+    values=_gguf_values_deepseek_v3,
+    read=GGUF.read | {_GATING},
+    required=frozenset({_GATING}),
+)
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "DeepSeek-V3, V3.1, R1; Kimi K2, text of Kimi K2.5, Moonlight",
     _adapt_deepseek_v3,
     names=TensorNames(rotates_neighbours=True),
-    gguf=replace(
-        GGUF,
-        values=_gguf_values_deepseek_v3,
-        read=GGUF.read | {_GATING},
-        required=frozenset({_GATING}),
-    ),
+    gguf=DEEPSEEK_V3_GGUF,
     renamed={"qk_rope_head_dim": "head_dim"},
     defaults={"qk_rope_head_dim": 64},
     model_types={

@@ -59,6 +59,7 @@ def _sparse(fields: Fields, num_layers: int) -> list[int]:
     ]
 
 
+_FIRST = "leading_dense_block_count"
 ERNIE_MOE = Family(
     "Ernie4_5_MoeForCausalLM",
     "ERNIE 4.5 21B-A3B and 300B-A47B",
@@ -67,6 +68,19 @@ ERNIE_MOE = Family(
         rotates_neighbours=True,
         correction="mlp.moe_statics.e_score_correction_bias",
         correction_rows=True,
+    ),
+    gguf=GgufFormat(
+        "ernie4_5-moe",
+        names=GGUF_NEIGHBOURS,
+        keys={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "moe_num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        values=lambda fields: {"moe_layer_start_index": fields.count(_FIRST, 0)},
+        read=frozenset({_FIRST}),
     ),
     renamed={"moe_k": "num_experts_per_tok"},
     defaults={**_DEFAULTS, "num_key_value_heads": 4},

@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.mamba import HYBRID_NAMES, expanded, mamba2
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.families.mamba import (
+    GGUF_KEYS,
+    GGUF_SCAN,
+    HYBRID_NAMES,
+    expanded,
+    gguf_heads,
+    mamba2,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.scan_layers import Mamba2Spec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _FACTORS = (
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"),
@@ -82,11 +90,26 @@ def _factors(fields: Fields, name: str, count: int) -> list[float]:
     return factors
 
 
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Sizes of Mamba-2, whose multipliers, as all others, files have in the weights."""
+    heads, size = gguf_heads(fields)
+    own = {"mamba_d_ssm": heads * size, "mamba_d_head": size}
+    return {**own, "mamba_norm_before_gate": False}
+
+
 FALCON_H1 = Family(
     "FalconH1ForCausalLM",
     "Falcon-H1 0.5B to 34B, Falcon-H1-Tiny",
     _adapt,
     names=TensorNames(**HYBRID_NAMES),
+    gguf=GgufFormat(
+        "falcon-h1",
+        names=replace(GGUF_NAMES, **GGUF_SCAN),
+        keys=GGUF_KEYS,
+        values=_gguf_values,
+        shown=lambda names: {"mamba_rms_norm": "blk.0.ssm_norm.weight" in names},
+        read=frozenset({"ssm.inner_size"}),
+    ),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     own_keys=frozenset({*_FACTORS, "mlp_bias"}),
 )

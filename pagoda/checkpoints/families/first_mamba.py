@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
-from pagoda.checkpoints.families.mamba import ALONE, HYBRID_NAMES, LONGEST, alone, expanded
+from pagoda.checkpoints.families.mamba import (
+    ALONE,
+    GGUF_ALONE,
+    GGUF_SCAN,
+    HYBRID_NAMES,
+    LONGEST,
+    alone,
+    expanded,
+)
 from pagoda.checkpoints.families.shared import (
     conv_width,
     expert_counts,
@@ -16,12 +24,12 @@ from pagoda.checkpoints.families.shared import (
     with_state,
     without_rotation,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.scan_layers import MambaSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 
 def _mamba(
@@ -66,11 +74,25 @@ def _sizes(fields: Fields) -> Mapping[str, object]:
     return {**own, "head_dim": inner // heads + inner // heads % 2, "intermediate_size": inner}
 
 
+_GGUF_KEYS = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_dt_rank",
+}
+_NORMED = "ssm.dt_b_c_rms"
+_GGUF = GgufFormat(
+    "mamba",
+    names=replace(GGUF_NAMES, **GGUF_SCAN),
+    keys={**_GGUF_KEYS, "ssm.inner_size": "intermediate_size"},
+    values=lambda _: {"head_dim": 2},
+    usual=GGUF_ALONE,
+)
 MAMBA = Family(
     "MambaForCausalLM",
     "Mamba 130M to 2.8B",
     _of_all,
     names=ALONE,
+    gguf=_GGUF,
     renamed={
         "state_size": "mamba_d_state",
         "conv_kernel": "mamba_d_conv",
@@ -87,7 +109,12 @@ MAMBA = Family(
         "tie_word_embeddings": True,
     },
 )
-FALCON_MAMBA = replace(MAMBA, architecture="FalconMambaForCausalLM", models="Falcon-Mamba-7B")
+FALCON_MAMBA = replace(
+    MAMBA,
+    architecture="FalconMambaForCausalLM",
+    models="Falcon-Mamba-7B",
+    gguf=replace(_GGUF, read=frozenset({_NORMED}), required=frozenset({_NORMED})),
+)
 
 
 # ---- Jamba: attention in some layers, experts in some (Lieber et al. 2024, arXiv 2403.19887)
@@ -107,8 +134,23 @@ def _adapt_jamba(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, _every(fields, "expert_layer", (2, 1), spec.num_layers))
 
 
-def _every(fields: Fields, name: str, usual: tuple[int, int], num_layers: int) -> range:
-    """Layers by a period and the first of them."""
+def _gguf_jamba(fields: Fields) -> Mapping[str, object]:
+    """Layers with attention, which are those that have heads of keys."""
+    counts, inner = fields.integers("attention.head_count_kv"), fields.positive("ssm.inner_size")
+    attending = [at for at, count in enumerate(counts) if count]
+    return {"mamba_expand": inner / fields.positive("embedding_length"), "attn_layers": attending}
+
+
+def _shown_jamba(names: Collection[str]) -> Mapping[str, object]:
+    """Layers with experts, which are those that have a router."""
+    routers = [it.split(".")[1] for it in names if it.endswith(".ffn_gate_inp.weight")]
+    return {"expert_layers": [int(it) for it in routers if it.isdecimal()]}
+
+
+def _every(fields: Fields, name: str, usual: tuple[int, int], num_layers: int) -> range | list[int]:
+    """Layers by a period and the first of them, or those that GGUF files tell one by one."""
+    if f"{name}s" in fields:
+        return fields.integers(f"{name}s")
     period = fields.positive(f"{name}_period", usual[0])
     return range(fields.count(f"{name}_offset", usual[1]), num_layers, period)
 
@@ -123,6 +165,18 @@ JAMBA = Family(
         expert_up="feed_forward.experts.{expert}.up_proj",
         expert_down="feed_forward.experts.{expert}.down_proj",
         **HYBRID_NAMES,
+    ),
+    gguf=GgufFormat(
+        "jamba",
+        names=_GGUF.names,
+        keys={
+            **_GGUF_KEYS,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        values=_gguf_jamba,
+        shown=_shown_jamba,
+        read=frozenset({"ssm.inner_size"}),
     ),
     defaults={"num_key_value_heads": 8},
     own_keys=frozenset({"num_experts"}),

@@ -10,14 +10,16 @@ from statistics import NormalDist
 
 from pagoda.checkpoints.families.gemma import NAMES
 from pagoda.checkpoints.families.shared import (
+    WINDOW_PATTERN,
     every_nth_full,
+    gguf_windows,
     text_sizes,
     with_attention,
     with_local_rotary,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_inputs import LayerInputs, StreamsSpec
+from pagoda.checkpoints.layer_inputs import GGUF_BESIDE, LayerInputs, StreamsSpec
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
@@ -131,11 +133,45 @@ DEFAULTS = {
     "head_dim": 256,
     "tie_word_embeddings": True,
 }
+
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Shares of gates that are zero, of which files have deviations of a normal distribution, and sizes."""
+    fields.require("altup.active_idx", 0)
+    name, size = "activation_sparsity_scale", fields.values.get("feed_forward_length")
+    shares = [round(NormalDist().cdf(it), 6) for it in fields.numbers(name)]
+    return {
+        "activation_sparsity_pattern": shares,
+        "intermediate_size": size
+        if isinstance(size, list)
+        else fields.positive("feed_forward_length"),
+        "num_kv_shared_layers": fields.count(_SHARED, 0),
+        **gguf_windows(fields),
+    }
+
+
+_SHARED = "attention.shared_kv_layers"
+_GGUF_KEYS = {
+    "attention.sliding_window": "sliding_window",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 GEMMA3N = Family(
     "Gemma3nForCausalLM",
     "Gemma 3n E2B and E4B",
     _adapt_3n,
     names=OWN_NAMES,
+    gguf=GgufFormat(
+        "gemma3n",
+        keys={
+            **_GGUF_KEYS,
+            "altup.num_inputs": "altup_num_inputs",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        values=_gguf_values,
+        shown=lambda names: {"altup_correct_scale": f"blk.0.{GGUF_BESIDE.output_scale}" in names},
+        read=frozenset({_SHARED, "altup.active_idx", "activation_sparsity_scale", WINDOW_PATTERN}),
+    ),
     defaults={**DEFAULTS, "num_key_value_heads": 2, "rope_theta": 1e6},
     values=_values_3n,
     activation="gelu_tanh",

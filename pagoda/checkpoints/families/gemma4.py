@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
@@ -14,13 +14,20 @@ from pagoda.checkpoints.families.gemma3n import (
     adapted,
     with_shared_kv,
 )
-from pagoda.checkpoints.families.shared import dense_mlp, expert_counts, text_sizes
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.families.shared import (
+    WINDOW_PATTERN,
+    dense_mlp,
+    expert_counts,
+    gguf_windows,
+    text_sizes,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, OwnHeads
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import parse_rope, rope_of_kind
+from pagoda.checkpoints.tensor_names import GGUF_NAMES
 
 # ---- Gemma 4: wider heads, and fewer of keys, in layers that see all (Google DeepMind 2026)
 
@@ -114,6 +121,46 @@ def _full_rope(fields: Fields) -> Fields:
     return fields.updated({"rope_parameters": usual})
 
 
+_SHARED, _SWA = "attention.shared_kv_layers", "attention.key_length_swa"
+
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Sizes of heads and MLPs, which files have layer by layer where they differ."""
+    narrow = fields.positive(_SWA)
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        fields.require(name, narrow)
+    kinds, counts, sizes = (
+        fields.values.get(it)
+        for it in (WINDOW_PATTERN, "attention.head_count_kv", "feed_forward_length")
+    )
+    found: dict[str, object] = {
+        **gguf_windows(fields),
+        "num_kv_shared_layers": fields.count(_SHARED, 0),
+        "hidden_size_per_layer_input": fields.count("embedding_length_per_layer_input", 0),
+        "head_dim": narrow,
+        "global_head_dim": fields.positive("attention.key_length"),
+        "enable_moe_block": fields.count("expert_count", 0) > 0,
+        "rope_scaling": {
+            "full_attention": {"rope_theta": fields.number("rope.freq_base", 1e6)},
+            "sliding_attention": {"rope_theta": fields.number("rope.freq_base_swa", 1e4)},
+        },
+    }
+    if isinstance(counts, list) and isinstance(kinds, list):
+        heads = {bool(kind): count for kind, count in zip(kinds, counts, strict=False)}
+        full = heads.get(False)
+        found |= {"num_key_value_heads": heads.get(True, full), "num_global_key_value_heads": full}
+    if isinstance(sizes, list) and sizes:
+        wide = {"use_double_wide_mlp": sizes[-1] == 2 * sizes[0]}
+        found |= {"intermediate_size": sizes[0], **wide}
+    return found
+
+
+def _shown(names: Collection[str]) -> Mapping[str, object]:
+    """Values are keys where files have none."""
+    keys = (it for it in names if it.endswith(".attn_k.weight"))
+    return {"attention_k_eq_v": any(it.replace("attn_k", "attn_v") not in names for it in keys)}
+
+
 GEMMA4 = Family(
     "Gemma4ForCausalLM",
     "Gemma 4 E2B, E4B, 26B-A4B and 31B",
@@ -128,6 +175,35 @@ GEMMA4 = Family(
         shared_gate="mlp.gate_proj",
         shared_up="mlp.up_proj",
         shared_down="mlp.down_proj",
+    ),
+    gguf=GgufFormat(
+        "gemma4",
+        names=replace(
+            GGUF_NAMES,
+            expert_gate="ffn_gate_up_exps",
+            expert_up="ffn_gate_up_exps",
+            shared_gate="ffn_gate",
+            shared_up="ffn_up",
+            shared_down="ffn_down",
+            apart_norms=(
+                "ffn_gate_inp.scale",
+                "pre_ffw_norm_2.weight",
+                "post_ffw_norm_1.weight",
+                "post_ffw_norm_2.weight",
+            ),
+            expert_factors="ffn_down_exps.scale",
+        ),
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        values=_gguf_values,
+        shown=_shown,
+        read=frozenset({_SHARED, _SWA, WINDOW_PATTERN, "embedding_length_per_layer_input"})
+        | {"attention.value_length_swa", "rope.dimension_count_swa", "rope.freq_base_swa"},
     ),
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     values=_values_4,

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pagoda.checkpoints.families.deepseek import (
     DEEPSEEK_V3,
+    DEEPSEEK_V3_GGUF,
     INDEX_KEYS,
     with_indexer,
     with_latents,
@@ -25,7 +26,12 @@ from pagoda.checkpoints.families.shared import (
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import GGUF_NAMES, GGUF_NEIGHBOURS, TensorNames
+from pagoda.checkpoints.tensor_names import (
+    GGUF_LATENTS,
+    GGUF_NAMES,
+    GGUF_NEIGHBOURS,
+    TensorNames,
+)
 
 # ---- GLM-4: half of every head is rotated, in pairs of neighbours; from GLM-4-0414 on with norms behind, too
 
@@ -80,7 +86,14 @@ def _adapt_glm4_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
     if fields.count("expert_gating_func", 2) != 2:
         fields.refuse("expert_gating_func", "must be 2, a sigmoid")
-    return {**gguf_layers(fields), "norm_topk_prob": fields.flag("expert_weights_norm", True)}
+    return {
+        **gguf_layers(fields),
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+        "first_k_dense_replace": fields.count(_DENSE, 0),
+    }
+
+
+_DENSE = "leading_dense_block_count"
 
 
 GLM4_MOE = Family(
@@ -97,10 +110,10 @@ GLM4_MOE = Family(
             "expert_feed_forward_length": "moe_intermediate_size",
             "expert_weights_scale": "routed_scaling_factor",
             "expert_gating_func": "expert_gating_func",
-            "leading_dense_block_count": "first_k_dense_replace",
         },
         values=_gguf_values,
-        read=frozenset({NEXT_LAYERS}),
+        shown=lambda names: {"use_qk_norm": "blk.0.attn_q_norm.weight" in names},
+        read=frozenset({NEXT_LAYERS, _DENSE}),
     ),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     partial_rotary=0.5,
@@ -170,6 +183,23 @@ GLM_MOE_DSA = replace(
     architecture="GlmMoeDsaForCausalLM",
     models="GLM-5",
     adapt=_adapt_glm5,
+    gguf=replace(
+        DEEPSEEK_V3_GGUF,
+        architecture="glm-dsa",
+        names=replace(
+            GGUF_LATENTS,
+            index_query="indexer.attn_q_b",
+            index_key="indexer.attn_k",
+            index_norm="indexer.k_norm",
+            index_weights="indexer.proj",
+        ),
+        keys={
+            **DEEPSEEK_V3_GGUF.keys,
+            "attention.indexer.head_count": "index_n_heads",
+            "attention.indexer.key_length": "index_head_dim",
+            "attention.indexer.top_k": "index_topk",
+        },
+    ),
     defaults={**GLM4_MOE_LITE.defaults, "qk_rope_head_dim": 64},
     own_keys=GLM4_MOE_LITE.own_keys | INDEX_KEYS,
 )

@@ -16,12 +16,12 @@ from pagoda.checkpoints.families.shared import (
     with_layer_norm,
     with_position_table,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import Activation
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _RENAMED = {
     "n_embd": "hidden_size",
@@ -49,6 +49,18 @@ _NAMES = TensorNames(
     down="mlp.c_proj",
 )
 
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    return {"n_inner": fields.positive("feed_forward_length")}
+
+
+_GGUF = GgufFormat(
+    "gpt2",
+    names=replace(GGUF_NAMES, positions="position_embd"),
+    keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+    values=_gguf_values,
+)
+
 # ---- GPT-2 (Radford et al. 2019): learned positions
 
 
@@ -67,6 +79,7 @@ GPT2 = Family(
     "GPT-2, DistilGPT-2, DialoGPT, Cerebras-GPT, GPT-SW3",
     _adapt_gpt2,
     names=replace(_NAMES, transposes=True),
+    gguf=_GGUF,
     renamed=_RENAMED,
     values=partial(following_sizes, inner_name="n_inner"),
     defaults={"max_position_embeddings": 1024, "tie_word_embeddings": True},
@@ -90,6 +103,7 @@ GPT_BIGCODE = replace(
     architecture="GPTBigCodeForCausalLM",
     models="StarCoder, SantaCoder, Granite Code 20B",
     names=replace(_NAMES, joins_by_head=True),
+    gguf=replace(_GGUF, architecture="starcoder"),
     values=_bigcode_values,
 )
 
@@ -142,6 +156,7 @@ def _adapt_neox(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_layer_norm(with_biases(spec, qkv=bias, out=bias), fields, bias=True)
 
 
+_PARALLEL = "use_parallel_residual"
 _NEOX_JOINED = "attention.query_key_value"
 GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
@@ -159,6 +174,12 @@ GPT_NEOX = Family(
         up="mlp.dense_h_to_4h",
         down="mlp.dense_4h_to_h",
         joins_by_head=True,
+    ),
+    gguf=GgufFormat(
+        "gptneox",
+        keys=_GGUF.keys,
+        values=lambda fields: {"use_parallel_residual": fields.flag(_PARALLEL, True)},
+        read=frozenset({_PARALLEL}),
     ),
     renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     values=own_heads,

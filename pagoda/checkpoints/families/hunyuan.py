@@ -75,7 +75,15 @@ HUNYUAN_MOE = replace(
     architecture="HunYuanMoEV1ForCausalLM",
     models="Hunyuan A13B",
     adapt=_adapt_moe,
-    gguf=None,
+    gguf=GgufFormat(
+        "hunyuan-moe",
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "moe_topk",
+            "expert_shared_count": "num_shared_expert",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+    ),
     values=_values,
     own_keys=frozenset({"num_experts", "use_qk_norm"}),
     aliases=frozenset({"HunYuanForCausalLM"}),

@@ -14,11 +14,11 @@ from pagoda.checkpoints.families.shared import (
     with_given_window,
     with_layer_norm,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec, NormSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 # ---- Phi-3.5-MoE: two experts, each weighed among those of like scores (Liu et al. 2024)
 
@@ -50,6 +50,15 @@ PHIMOE = Family(
         expert_gate=f"{_MOE}.experts.{{expert}}.w1",
         expert_up=f"{_MOE}.experts.{{expert}}.w3",
         expert_down=f"{_MOE}.experts.{{expert}}.w2",
+    ),
+    gguf=GgufFormat(
+        "phimoe",
+        keys={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.sliding_window": "sliding_window",
+        },
+        shown=lambda names: {"lm_head_bias": "output.bias" in names},
     ),
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
     aliases=frozenset({"PhiMoEForCausalLM"}),
@@ -92,6 +101,20 @@ def _dbrx_values(fields: Fields) -> Mapping[str, object]:
     return {**sizes, "rope_theta": attention.number("rope_theta", 10_000.0)}
 
 
+def _gguf_dbrx(fields: Fields) -> Mapping[str, object]:
+    attention = {
+        "kv_n_heads": fields.positive("attention.head_count_kv", 1),
+        "rope_theta": fields.number("rope.freq_base", 10_000.0),
+        "clip_qkv": fields.optional_number("attention.clamp_kqv"),
+    }
+    experts = {
+        "ffn_hidden_size": fields.positive("feed_forward_length"),
+        "moe_num_experts": fields.positive("expert_count"),
+        "moe_top_k": fields.positive("expert_used_count"),
+    }
+    return {"attn_config": attention, "ffn_config": experts}
+
+
 _QKV, _EXPERTS = "norm_attn_norm.attn.Wqkv", "ffn.experts.mlp"
 DBRX = Family(
     "DbrxForCausalLM",
@@ -112,6 +135,13 @@ DBRX = Family(
         expert_up=f"{_EXPERTS}.v1",
         expert_down=f"{_EXPERTS}.w2",
         expert_layout="flat",
+    ),
+    gguf=GgufFormat(
+        "dbrx",
+        names=replace(GGUF_NAMES, mlp_norm="attn_output_norm"),
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+        values=_gguf_dbrx,
+        read=frozenset({"attention.clamp_kqv", "expert_count"}),
     ),
     renamed={
         "d_model": "hidden_size",

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.checkpoints.families.shared import conv_width, layer_kinds, with_attention, with_state
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.scan_layers import MOST, Mamba2Spec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _MAX_FACTOR = 1024
 LONGEST = 131_072
@@ -57,8 +57,23 @@ GGUF_SCAN: Mapping[str, Any] = {
     "state_bias": "ssm_dt.bias",
     "state_norm": "ssm_norm",
     "state_skip": "ssm_d",
+    "state_x": "ssm_x",
+    "state_step": "ssm_dt",
+    "state_step_norm": "ssm_dt_norm",
+    "state_b_norm": "ssm_b_norm",
+    "state_c_norm": "ssm_c_norm",
 }
 """Names of Mamba layers in GGUF files."""
+GGUF_ALONE = {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
+"""Metadata of attention and MLPs, which files of Mamba alone have as 0."""
+
+
+def gguf_heads(fields: Fields) -> tuple[int, int]:
+    """Heads of Mamba-2 in a file, and their elements. Raises ConfigError: the heads do not share all channels."""
+    inner, heads = fields.positive("ssm.inner_size"), fields.positive("ssm.time_step_rank")
+    if inner % heads:
+        fields.refuse("ssm.time_step_rank", f"must divide ssm.inner_size ({inner})")
+    return heads, inner // heads
 
 
 def mamba2(fields: Fields, inner: int) -> Mamba2Spec:
@@ -137,6 +152,12 @@ def _state_heads(fields: Fields) -> Mapping[str, object]:
     return {**own, "head_dim": size + size % 2, "mamba_n_heads": heads, "mamba_d_head": size}
 
 
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    heads, size = gguf_heads(fields)
+    expand = heads * size / fields.positive("embedding_length")
+    return {"num_heads": heads, "head_dim": size, "mamba_expand": expand}
+
+
 ALONE = TensorNames(
     embedding="backbone.embeddings",
     norm="backbone.norm_f",
@@ -149,6 +170,18 @@ MAMBA2 = Family(
     "Mamba-2 130M to 2.7B, Mamba-Codestral-7B",
     _adapt_mamba2,
     names=ALONE,
+    gguf=GgufFormat(
+        "mamba2",
+        names=replace(GGUF_NAMES, **GGUF_SCAN),
+        keys={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.group_count": "n_groups",
+            "ssm.state_size": "state_size",
+        },
+        values=_gguf_values,
+        usual=GGUF_ALONE,
+        read=frozenset({"ssm.inner_size", "ssm.time_step_rank"}),
+    ),
     renamed={
         "n_groups": "mamba_n_groups",
         "state_size": "mamba_d_state",

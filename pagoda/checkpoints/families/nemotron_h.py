@@ -6,13 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.mamba import MIXER_NAMES, mamba2
+from pagoda.checkpoints.families.mamba import (
+    GGUF_SCAN,
+    MIXER_NAMES,
+    gguf_heads,
+    mamba2,
+)
 from pagoda.checkpoints.families.shared import dense_mlp, sigmoid_experts, without_rotation
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -92,6 +97,54 @@ def _experts(fields: Fields) -> ExpertsSpec:
     return replace(experts, shared_size=size, gated=False, latent_size=latent)
 
 
+_KV, _INNER, _DIM = "attention.head_count_kv", "feed_forward_length", "rope.dimension_count"
+
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Kinds of blocks: attention has heads of keys, MLPs have inner channels, and Mamba neither."""
+    counts, sizes = fields.integers(_KV), fields.integers(_INNER)
+    number = fields.positive("block_count")
+    if not len(counts) == len(sizes) == number or not any(sizes):
+        fields.refuse(_INNER, f"must have {number} numbers as {_KV} has, not all of them 0")
+    behind = "moe" if fields.count("expert_count", 0) else "mlp"
+    heads, size = gguf_heads(fields)
+    return {
+        "layers_block_type": [
+            "attention" if count else behind if inner else "mamba"
+            for count, inner in zip(counts, sizes, strict=True)
+        ],
+        "intermediate_size": max(sizes),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": size,
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+        "n_group": fields.positive("expert_group_count", 1),
+        "topk_group": fields.positive("expert_group_used_count", 1),
+    }
+
+
+_GGUF = GgufFormat(
+    "nemotron_h",
+    names=replace(
+        GGUF_NAMES,
+        **GGUF_SCAN,
+        mlp_norm="+attn_norm",
+        up="+ffn_up",
+        down="+ffn_down",
+        router="+ffn_gate_inp",
+        correction="+exp_probs_b.bias",
+        expert_up="+ffn_up_exps",
+        expert_down="+ffn_down_exps",
+        shared_up="+ffn_up_shexp",
+        shared_down="+ffn_down_shexp",
+    ),
+    keys={
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.group_count": "n_groups",
+        "ssm.state_size": "ssm_state_size",
+    },
+    values=_gguf_values,
+    read=frozenset({"ssm.inner_size", "ssm.time_step_rank", _DIM}),
+)
 NEMOTRON_H = Family(
     "NemotronHForCausalLM",
     "Nemotron-H 4B to 56B, Nemotron Nano 2, Nemotron 3 Nano and Super",
@@ -117,6 +170,24 @@ NEMOTRON_H = Family(
         shared_up="+mixer.shared_experts.up_proj",
         shared_down="+mixer.shared_experts.down_proj",
         **MIXER_NAMES,
+    ),
+    gguf=_GGUF,
+    other_gguf=(
+        replace(
+            _GGUF,
+            architecture="nemotron_h_moe",
+            keys={
+                **_GGUF.keys,
+                "expert_count": "n_routed_experts",
+                "expert_used_count": "num_experts_per_tok",
+                "expert_shared_count": "n_shared_experts",
+                "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+                "expert_weights_scale": "routed_scaling_factor",
+            },
+            read=_GGUF.read
+            | {"expert_gating_func", "expert_group_count", "expert_group_used_count"},
+        ),
     ),
     renamed={
         "n_groups": "mamba_n_groups",

@@ -10,7 +10,9 @@ from dataclasses import replace
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.deepseek import with_latents
 from pagoda.checkpoints.families.shared import (
+    NEXT_LAYERS,
     expert_counts,
+    gguf_layers,
     layers_behind_dense,
     own_heads,
     sigmoid_experts,
@@ -44,6 +46,7 @@ INTERNLM = Family(
     "InternLMForCausalLM",
     "InternLM 7B and 20B, openPangu Embedded",
     _adapt_internlm,
+    gguf=GgufFormat("pangu-embedded"),
     aliases=frozenset({"PanguEmbeddedForCausalLM"}),
 )
 INTERNLM3 = replace(
@@ -51,6 +54,7 @@ INTERNLM3 = replace(
     architecture="InternLM3ForCausalLM",
     models="InternLM 3 8B",
     adapt=_adapt_internlm3,
+    gguf=None,  # files are of Llama's architecture
     own_keys=frozenset({"qkv_bias"}),
     aliases=frozenset(),
 )
@@ -156,11 +160,44 @@ def _minicpm3_values(fields: Fields) -> Mapping[str, object]:
     return {"v_head_dim": value, "head_dim": rotated}
 
 
+def _gguf_minicpm(fields: Fields) -> Mapping[str, object]:
+    """Factors, of which files of 2024 have none: these are of the first models."""
+    layers, hidden = fields.positive("block_count"), fields.positive("embedding_length")
+    depth = fields.optional_number("residual_scale") or 1.4 / math.sqrt(layers)
+    logits = fields.optional_number("logit_scale") or hidden / 256
+    return {
+        "scale_emb": fields.optional_number("embedding_scale") or 12.0,
+        "scale_depth": depth * math.sqrt(layers),
+        "dim_model_base": round(hidden / logits),
+    }
+
+
+def _gguf_minicpm3(fields: Fields) -> Mapping[str, object]:
+    """Files do not say the size of values, and scale as the published model."""
+    rotated, key = (fields.positive(it) for it in ("rope.dimension_count", _KEY_LENGTH))
+    if key <= rotated:
+        fields.refuse(_KEY_LENGTH, f"must be above the {rotated} elements that are rotated")
+    rank = "attention.q_lora_rank"
+    return {
+        "q_lora_rank": fields.positive(rank) if rank in fields else None,
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "rope_scaling": {"rope_type": "default"},
+    }
+
+
+_KEY_LENGTH = "attention.key_length"
 _FACTORS = frozenset({"scale_depth", "scale_emb"})
 MINICPM = Family(
     "MiniCPMForCausalLM",
     "MiniCPM 1B and 2B",
     _with_factors,
+    gguf=GgufFormat(
+        "minicpm",
+        names=GGUF_NEIGHBOURS,
+        values=_gguf_minicpm,
+        read=frozenset({"embedding_scale", "residual_scale", "logit_scale"}),
+    ),
     defaults={"tie_word_embeddings": True},
     own_keys=_FACTORS,
 )
@@ -168,6 +205,12 @@ MINICPM3 = Family(
     "MiniCPM3ForCausalLM",
     "MiniCPM 3 4B",
     _adapt_minicpm3,
+    gguf=GgufFormat(
+        "minicpm3",
+        keys={"attention.kv_lora_rank": "kv_lora_rank"},
+        values=_gguf_minicpm3,
+        read=frozenset({"attention.q_lora_rank"}),
+    ),
     values=_minicpm3_values,
     defaults={
         **{"kv_lora_rank": 256, "qk_nope_head_dim": 64, "rms_norm_eps": 1e-5},
@@ -264,6 +307,7 @@ QWEN = Family(
         "rotary_emb_base": "rope_theta",
         "seq_length": "max_position_embeddings",
     },
+    gguf=GgufFormat("qwen"),
     values=_qwen_values,
 )
 
@@ -272,7 +316,7 @@ QWEN = Family(
 
 
 def _adapt_baichuan(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    spec = replace(spec, norms_head=spec.vocab_size == 125_696)
+    spec = replace(spec, norms_head="rows" if spec.vocab_size == 125_696 else None)
     return with_alibi(spec) if fields.flag("alibi", False) else spec
 
 
@@ -290,6 +334,12 @@ BAICHUAN = Family(
     "Baichuan and Baichuan 2, 7B and 13B",
     _adapt_baichuan,
     names=TensorNames(query=_W_PACK, key=_W_PACK, value=_W_PACK),
+    gguf=GgufFormat(
+        "baichuan",
+        names=GGUF_NEIGHBOURS,
+        # Files do not say so: llama.cpp knows the larger model by its layers.
+        values=lambda fields: {"alibi": fields.positive("block_count") == 40},
+    ),
     values=_baichuan_values,
     own_keys=frozenset({"alibi"}),
     aliases=frozenset({"BaiChuanForCausalLM"}),
@@ -355,11 +405,25 @@ def _adapt_deepseek(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 0))
 
 
+_GGUF_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+
+def _gguf_experts(fields: Fields) -> Mapping[str, object]:
+    return {"norm_topk_prob": fields.flag("expert_weights_norm", False)}
+
+
 _EXPERT_KEYS = frozenset({"first_k_dense_replace", "n_routed_experts", "n_shared_experts"})
 DEEPSEEK = Family(
     "DeepseekForCausalLM",
     "DeepSeek-MoE 16B",
     _adapt_deepseek,
+    gguf=GgufFormat("deepseek", names=GGUF_NEIGHBOURS, keys=_GGUF_EXPERTS, values=_gguf_experts),
     own_keys=_EXPERT_KEYS,
 )
 
@@ -370,7 +434,7 @@ DEEPSEEK = Family(
 def _adapt_bailing(spec: ModelSpec, fields: Fields) -> ModelSpec:
     bias, qk_norm = fields.flag("use_bias", False), fields.flag("use_qk_norm", False)
     spec = with_attention(
-        replace(spec, norms_head=fields.flag("norm_head", False)),
+        replace(spec, norms_head="columns" if fields.flag("norm_head", False) else None),
         qkv_bias=fields.flag("use_qkv_bias", False) or bias,
         output_bias=bias,
         qk_norm="head" if qk_norm else None,
@@ -381,6 +445,20 @@ def _adapt_bailing(spec: ModelSpec, fields: Fields) -> ModelSpec:
     sizes = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
     experts = sigmoid_experts(fields, sizes, scale=1.0)
     return with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 0))
+
+
+def _gguf_second(fields: Fields) -> Mapping[str, object]:
+    """Values of Ling 2, whose number of blocks may count layers that predict several tokens at once."""
+    fields.require("expert_gating_func", 2)
+    return {
+        **gguf_layers(fields),
+        **_gguf_experts(fields),
+        "score_function": "sigmoid",
+        "use_qk_norm": True,
+        "n_group": fields.positive("expert_group_count", 1),
+        "topk_group": fields.positive("expert_group_used_count", 1),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+    }
 
 
 _JOINED = "attention.query_key_value"
@@ -397,6 +475,16 @@ BAILING = Family(
         key_norm="attention.key_layernorm",
         attention_out="attention.dense",
         correction="mlp.gate.expert_bias",
+    ),
+    gguf=GgufFormat("bailingmoe", names=GGUF_NEIGHBOURS, keys=_GGUF_EXPERTS, values=_gguf_experts),
+    other_gguf=(
+        GgufFormat(
+            "bailingmoe2",
+            keys=_GGUF_EXPERTS,
+            values=_gguf_second,
+            read=frozenset({"expert_gating_func", "expert_group_count", NEXT_LAYERS})
+            | {"expert_group_used_count", "expert_weights_scale"},
+        ),
     ),
     renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
     partial_rotary=1.0,

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
+    dense_mlp,
     own_heads,
     with_attention,
     with_biases,
@@ -14,6 +16,7 @@ from pagoda.checkpoints.families.shared import (
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.layer_spec import XIELU
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
@@ -112,7 +115,7 @@ JAIS2 = replace(
     architecture="Jais2ForCausalLM",
     models="Jais 2",
     names=TensorNames(),
-    gguf=None,
+    gguf=GgufFormat("jais2", keys=_LAYER_NORM),
     renamed={},
     defaults={"attention_bias": True, "mlp_bias": True},
     partial_rotary=None,
@@ -158,8 +161,26 @@ PERSIMMON = Family(
 # ---- Apertus: norms of queries and keys, and xIELU (Hernandez-Cano et al. 2025)
 
 
-def _adapt_apertus(spec: ModelSpec, _: Fields) -> ModelSpec:
+def _adapt_apertus(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    told = fields.table(_NUMBERS)
+    if told is not None:
+        lists = [told.numbers(name) for name in XIELU]
+        if {len(it) for it in lists} != {spec.num_layers}:
+            fields.refuse(_NUMBERS, f"must have {spec.num_layers} numbers of each kind")
+        spec = spec.with_layers(
+            lambda index, layer: replace(
+                layer, mlp=replace(dense_mlp(layer), numbers=tuple(it[index] for it in lists))
+            )
+        )
     return with_attention(spec, qk_norm="head")
+
+
+def _gguf_apertus(fields: Fields) -> Mapping[str, object]:
+    """Numbers of xIELU, which files have in their metadata."""
+    return {_NUMBERS: {name: fields.values.get(f"xielu.{name}") for name in XIELU}}
+
+
+_NUMBERS = "xielu"
 
 
 _ROPE = {
@@ -175,6 +196,11 @@ APERTUS = Family(
     "Apertus 8B and 70B",
     _adapt_apertus,
     names=TensorNames(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
+    gguf=GgufFormat(
+        "apertus",
+        values=_gguf_apertus,
+        read=frozenset(f"{_NUMBERS}.{name}" for name in XIELU),
+    ),
     defaults={"rms_norm_eps": 1e-5, "rope_parameters": _ROPE},
     activation="xielu",
     gated=False,

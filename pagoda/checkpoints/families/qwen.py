@@ -45,6 +45,7 @@ QWEN2 = Family(
     "Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
     _adapt_qwen2,
     gguf=GgufFormat("qwen2"),
+    other_gguf=(GgufFormat("qwen2vl"),),
     model_types={
         "qwen2": text_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768),
         "qwen2_vl_text": _QWEN2_VL,
@@ -149,6 +150,9 @@ QWEN2_MOE = Family(
 
 # ---- Qwen3: Llama with norms of queries and keys
 
+_OF_PICTURES = frozenset({"n_deepstack_layers"})
+"""Metadata of layers that are given what is made of pictures."""
+
 
 def _adapt_qwen3(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("use_qk_norm", True)
@@ -160,6 +164,7 @@ QWEN3 = Family(
     "Qwen3, text of Qwen3-VL",
     _adapt_qwen3,
     gguf=GgufFormat("qwen3"),
+    other_gguf=(GgufFormat("qwen3vl", read=_OF_PICTURES),),
     defaults={"num_key_value_heads": 32, "head_dim": 128},
     model_types={
         "qwen3": text_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768),
@@ -190,20 +195,22 @@ def _adapt_qwen3_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, sparse_layers(fields, spec.num_layers))
 
 
+_GGUF_MOE = GgufFormat(
+    "qwen3moe",
+    keys={
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    # Files do not say so: llama.cpp renormalizes in all models of this architecture.
+    values=lambda _: {"norm_topk_prob": True},
+)
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, text of InternVL3.5 with experts",
     _adapt_qwen3_moe,
-    gguf=GgufFormat(
-        "qwen3moe",
-        keys={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        # Files do not say so: llama.cpp renormalizes in all models of this architecture.
-        values=lambda _: {"norm_topk_prob": True},
-    ),
+    gguf=_GGUF_MOE,
+    other_gguf=(replace(_GGUF_MOE, architecture="qwen3vlmoe", read=_OF_PICTURES),),
     own_keys=frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
     defaults={"num_key_value_heads": 4},
     model_types={"qwen3_moe": text_sizes(151_936, 2048, 6144, 24, 32, 4, 32_768)},

@@ -9,8 +9,12 @@ from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
+    NEXT_LAYERS,
+    WINDOW_PATTERN,
     every_nth_full,
     expert_counts,
+    gguf_layers,
+    gguf_windows,
     layers_behind_dense,
     sigmoid_experts,
     sparse_by_kind,
@@ -24,7 +28,7 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _KEYS = frozenset(
     {"first_k_dense_replace", "n_group", "n_routed_experts", "n_shared_experts"}
@@ -49,6 +53,17 @@ def _adapt_dots1(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 0))
 
 
+_GGUF_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_GATING = frozenset({"expert_gating_func"})
+
+
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
     fields.require("expert_gating_func", 2)  # a sigmoid
     return {"sliding_window": None, "norm_topk_prob": fields.flag("expert_weights_norm", False)}
@@ -60,16 +75,9 @@ DOTS1 = Family(
     _adapt_dots1,
     gguf=GgufFormat(
         "dots1",
-        keys={
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_count": "n_shared_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
+        keys=_GGUF_EXPERTS,
         values=_gguf_values,
-        read=frozenset({"expert_gating_func"}),
+        read=_GATING,
     ),
     defaults={"num_key_value_heads": 32},
     own_keys=_KEYS,
@@ -114,11 +122,33 @@ def _adapt_exaone(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, sparse_by_kind(fields, spec.num_layers))
 
 
+def _gguf_exaone(fields: Fields) -> Mapping[str, object]:
+    """Values of a file, whose number of blocks may count layers that predict several tokens at once."""
+    fields.require("expert_gating_func", 2)
+    window = {"sliding_window": None} if not fields.values.get(_WINDOW) else gguf_windows(fields)
+    return {
+        **window,
+        **gguf_layers(fields),
+        "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
+        "norm_topk_prob": fields.flag("expert_weights_norm", False),
+        "n_group": fields.positive("expert_group_count", 1),
+        "topk_group": fields.positive("expert_group_used_count", 1),
+    }
+
+
+_WINDOW = "attention.sliding_window"
 EXAONE_MOE = Family(
     "ExaoneMoeForCausalLM",
     "K-EXAONE 236B",
     _adapt_exaone,
     names=TensorNames(correction="mlp.e_score_correction_bias"),
+    gguf=GgufFormat(
+        "exaone-moe",
+        keys={**_GGUF_EXPERTS, _WINDOW: "sliding_window"},
+        values=_gguf_exaone,
+        read=_GATING
+        | {NEXT_LAYERS, WINDOW_PATTERN, "expert_group_count", "expert_group_used_count"},
+    ),
     renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
     aliases=frozenset({"ExaoneMoEForCausalLM"}),
@@ -146,6 +176,11 @@ def _minimax_values(fields: Fields) -> Mapping[str, object]:
     return {"partial_rotary_factor": fields.positive("rotary_dim") / head_dim}
 
 
+def _gguf_minimax(fields: Fields) -> Mapping[str, object]:
+    fields.require("expert_gating_func", 2)
+    return {"intermediate_size": fields.positive("expert_feed_forward_length")}
+
+
 _MOE = "block_sparse_moe"
 MINIMAX_M2 = Family(
     "MiniMaxM2ForCausalLM",
@@ -157,6 +192,12 @@ MINIMAX_M2 = Family(
         expert_gate=f"{_MOE}.experts.{{expert}}.w1",
         expert_up=f"{_MOE}.experts.{{expert}}.w3",
         expert_down=f"{_MOE}.experts.{{expert}}.w2",
+    ),
+    gguf=GgufFormat(
+        "minimax-m2",
+        keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        values=_gguf_minimax,
+        read=_GATING,
     ),
     values=_minimax_values,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
@@ -189,6 +230,13 @@ def _adapt_afmoe(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_experts(spec, experts, range(first, spec.num_layers))
 
 
+def _gguf_afmoe(fields: Fields) -> Mapping[str, object]:
+    """llama.cpp scales the embeddings of all files."""
+    fields.require("expert_gating_func", 2)
+    dense = fields.count("leading_dense_block_count", 0)
+    return {"mup_enabled": True, "num_dense_layers": dense, **gguf_windows(fields)}
+
+
 AFMOE = Family(
     "AfmoeForCausalLM",
     "Trinity Nano, Mini and Large",
@@ -199,6 +247,20 @@ AFMOE = Family(
         mlp_post_norm="post_mlp_layernorm",
         router="mlp.router.gate",
         correction="mlp.expert_bias",
+    ),
+    gguf=GgufFormat(
+        "afmoe",
+        names=replace(GGUF_NAMES, attention_gate="attn_gate"),
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "route_scale",
+            _WINDOW: "sliding_window",
+        },
+        values=_gguf_afmoe,
+        read=_GATING | {"leading_dense_block_count", WINDOW_PATTERN},
     ),
     defaults={"rms_norm_eps": 1e-5, "head_dim": 128},
     own_keys=frozenset({"num_dense_layers", "num_experts", "num_shared_experts", "route_scale"}),

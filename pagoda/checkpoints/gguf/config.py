@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pagoda.checkpoints import lattices
@@ -18,6 +18,7 @@ from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.lattices import Lattice
+from pagoda.checkpoints.layer_inputs import GGUF_BESIDE
 from pagoda.checkpoints.layer_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -85,16 +86,23 @@ BLOCKS = {
 """Formats in memory of quantized types."""
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
-_JOINED = "attn_qkv"
+_JOINED, _SECOND_NORM = "attn_qkv", "attn_norm_2"
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _DENSE_MAPS = ("dense_2", "dense_3")
 """Layers behind pooling, of EmbeddingGemma."""
 SCORE = "cls.output"
 """Layer that gives the score of a text; behind `cls`."""
-_COUNTED = {"type_vocab_size": "token_types.weight", "num_labels": f"{SCORE}.weight"}
+_COUNTED = {
+    "type_vocab_size": "token_types.weight",
+    "num_labels": f"{SCORE}.weight",
+    "vocab_size_per_layer_input": f"{GGUF_BESIDE.table}.weight",
+    "laurel_rank": f"blk.0.{GGUF_BESIDE.laurel_in}.weight",
+}
 """Keys of config.json that only tensors say, by their rows."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_BESIDE = "xielu."
+"""Beginning of keys that do not begin with the architecture."""
 _CONV_WIDTH, _SCAN_WIDTH = "shortconv.l_cache", "ssm.conv_kernel"
 
 _COMMON = frozenset(
@@ -118,8 +126,8 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     """The model that metadata and tensors of a file describe; its tensors have the names of the file.
     Raises ConfigError: the file is not of a model that Pagoda runs."""
     _, form = _family(file)
-    names, fields = _spelled(form.names, file), _fields(file)
-    config = parse_model_config(config_values(file), source=str(file.path))
+    config, fields = parse_model_config(config_values(file), source=str(file.path)), _fields(file)
+    names = replace(_spelled(form.names, file), numbers=config.names.numbers)
     rotary = config.rotary["default"]
     scaling = rotary.scaling
     if FREQUENCY_FACTORS in file.tensors:
@@ -161,6 +169,7 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
         config.with_layers(with_biases),
         vector_maps={**config.vector_maps, **({"vectors": dense} if dense else {})},
         names=names,
+        beside=None if config.beside is None else replace(config.beside, names=GGUF_BESIDE),
         next_token=head,
         classifier=None if classifier is None else replace(classifier, out=SCORE, dense="cls"),
         rotary={**config.rotary, "default": replace(rotary, scaling=scaling)},
@@ -175,7 +184,8 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
 def _spelled(names: TensorNames, file: GgufFile) -> TensorNames:
     """Names of a file, which may hold queries, keys and values in one tensor, and gates and ups in one.
 
-    Older files have keys and values of latent vectors in one, too."""
+    Older files have keys and values of latent vectors in one, too. Falcon's norm of the MLP comes first where
+    attention has one of its own."""
     found = {name.rpartition(".")[0].partition(".")[2].partition(".")[2] for name in file.tensors}
     if _JOINED in found and names.query not in found:
         names = replace(names, query=_JOINED, key=_JOINED, value=_JOINED)
@@ -183,6 +193,8 @@ def _spelled(names: TensorNames, file: GgufFile) -> TensorNames:
         names = replace(names, gate=names.up)
     if names.latent_up in found:
         names = replace(names, key_up="", value_up="")
+    if _SECOND_NORM in found:
+        names = replace(names, attention_norm=_SECOND_NORM, mlp_norm=names.attention_norm)
     return names
 
 
@@ -245,7 +257,7 @@ class GgufQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Raises ConfigError if the file has no such linear layer."""
-        if linear.role is LinearRole.LATENT_HEADS:
+        if linear.role is LinearRole.LATENT_HEADS or linear.unit is not None:
             return DenseFormat()
         stored = self.file.tensor(f"{linear.stored.tensor}.weight")
         held = stored_format(stored.type)
@@ -291,20 +303,18 @@ def config_values(file: GgufFile) -> dict[str, object]:
     """Returns the values of an equivalent config.json."""
     family, form = _family(file)
     fields = _fields(file)
+    silent = {name: value for name, value in form.usual.items() if not fields.values.get(name)}
+    fields = fields.updated(silent)
+    told = {**form.values(fields), **form.shown(file.tensors)}
+    told |= {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
     hidden_size = fields.positive("embedding_length")
     num_heads = fields.positive("attention.head_count")
-    head_dim = _head_dim(fields, max(1, hidden_size // num_heads))
     values: dict[str, object] = {
         "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.positive("feed_forward_length")
-        if "feed_forward_length" in fields or "intermediate_size" not in family.defaults
-        else None,
         "num_hidden_layers": fields.positive("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _num_kv_heads(fields, form, num_heads),
-        "head_dim": head_dim,
         "rope_theta": fields.number("rope.freq_base", 10_000.0),
         "rope_scaling": {"rope_type": "default"}
         if SHORT_FACTORS in file.tensors
@@ -313,6 +323,14 @@ def config_values(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": HEAD not in file.tensors,
         "torch_dtype": DTYPE,
     }
+    # Numbers that some families have layer by layer.
+    if "intermediate_size" not in told:
+        values["intermediate_size"] = _inner_size(fields, family)
+    if "num_key_value_heads" not in told:
+        values["num_key_value_heads"] = _num_kv_heads(fields, form, num_heads)
+    if "head_dim" not in told:
+        head_dim = values["head_dim"] = _head_dim(fields, max(1, hidden_size // num_heads))
+        values |= _rotated(fields, family, form, head_dim)
     for key, name in _COUNTED.items():
         if name in file.tensors:
             values[key] = _num_rows(file.tensors[name])
@@ -320,20 +338,32 @@ def config_values(file: GgufFile) -> dict[str, object]:
         fields.refuse("block_count", f"must not be more than the {len(file.tensors)} tensors")
     if _LAYER_NORM not in form.keys:
         values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon")
-    rotated = "rope.dimension_count"
-    count = fields.positive(rotated, head_dim)
-    if family.partial_rotary is not None:
-        # A half more, as what is left of a dimension counts nothing.
-        values["partial_rotary_factor"] = 1 if count == head_dim else (count + 0.5) / head_dim
-    elif count != head_dim:
-        fields.refuse(rotated, f"must be the key length {head_dim}")
     fields.require("attention.causal", form.causal)
-    own = {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
-    told = dict(form.values(fields))
     rope, more = values["rope_scaling"], told.pop("rope_scaling", {})
     if isinstance(rope, dict) and isinstance(more, dict):
         values["rope_scaling"] = {**rope, **more}
-    return {**values, **told, **own}
+    return {**values, **told}
+
+
+def _inner_size(fields: Fields, family: Family) -> int | None:
+    """Inner channels of dense MLPs; None where files may not tell how many, as no layer is dense."""
+    if "feed_forward_length" in fields or "intermediate_size" not in family.defaults:
+        return fields.positive("feed_forward_length")
+    return None
+
+
+def _rotated(
+    fields: Fields, family: Family, form: GgufFormat, head_dim: int
+) -> Mapping[str, object]:
+    """The part of a head that is rotated, of which files tell the dimensions."""
+    name = "rope.dimension_count"
+    count = fields.positive(name, head_dim)
+    if family.partial_rotary is not None:
+        # A half more, as what is left of a dimension counts nothing.
+        return {"partial_rotary_factor": 1 if count == head_dim else (count + 0.5) / head_dim}
+    if count != head_dim and name not in form.read:
+        fields.refuse(name, f"must be the key length {head_dim}")
+    return {}
 
 
 def _num_rows(tensor: GgufTensor) -> int:
@@ -358,7 +388,7 @@ def _family(file: GgufFile) -> tuple[Family, GgufFormat]:
     fields = _fields(file)
     architecture = file.metadata.text("general.architecture")
     asked = {name for name in fields.values if name not in _COMMON and _is_set(fields, name)}
-    candidates = [(it, it.gguf) for it in gguf_families()[architecture] if it.gguf is not None]
+    candidates = gguf_families()[architecture]
     fits = [
         (family, form)
         for family, form in candidates
@@ -381,7 +411,9 @@ def _fields(file: GgufFile) -> Fields:
         near = three_nearest(architecture, {it: it for it in families})
         rule = f"is none that Pagoda runs, the nearest of which are {near}"
         file.metadata.refuse("general.architecture", rule)
-    return file.metadata.below(f"{architecture}.")
+    fields = file.metadata.below(f"{architecture}.")
+    beside = {it: value for it, value in file.metadata.values.items() if it.startswith(_BESIDE)}
+    return fields.updated(beside)
 
 
 _USUAL = {

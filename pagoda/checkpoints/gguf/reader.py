@@ -35,6 +35,8 @@ _MAX_DIMENSIONS = 4
 _MAX_PARTS = 999
 _DEFAULT_ALIGNMENT = 32
 
+_BARE = ".ffn_norm"
+"""End of names of norms that Falcon-H1's files have without `.weight`."""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -307,6 +309,7 @@ class _Reader:
     def _tensor_info(self, index: int) -> tuple[str, tuple[int, ...], BlockType, int]:
         self._place = f"its tensor {index}"
         name = self._string()
+        name += ".weight" if name.endswith(_BARE) else ""
         self._place = f"the tensor {_shown(name)}"
         num_dimensions = self._number(_U32)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a GGUF file, built from its metadata.
 
-Four kinds are known: byte-level BPE, which the metadata calls `gpt2`, SentencePiece BPE, which it calls `llama`,
-and the two of `gguf_encoder_tokenizers`. Ids are those that the tokenizer in the model's directory gives.
+Four kinds are known: byte-level BPE, which the metadata calls `gpt2`, SentencePiece BPE, which it calls `llama`
+or, with merges in place of scores, `gemma4`, and the two of `gguf_encoder_tokenizers`. Ids are those that the
+tokenizer in the model's directory gives.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class _Split:
 
     patterns: tuple[str, ...]
     """One after the other; what matches is a piece, and so is what lies between."""
+    behind: tuple[str, ...] = ()
+    """The same, of pieces whose bytes are characters."""
     nfc: bool = False
     """Texts are composed first."""
     words_first: bool = False
@@ -98,6 +101,20 @@ _DEEPSEEK = (
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
+_SENTENCES = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+"""Words between spaces and marks of several scripts, as Bloom's tokenizer.json has it."""
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fd5"
+    "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
+    "\u1100-\u11ff]+",
+    _DEEPSEEK3[2],
+)
+"""Digits in threes from the end, and scripts without spaces."""
 _NOT_HAN = r"&&[^\p{Han}]]"
 _KIMI_UPPER, _KIMI_LOWER = _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN
 _KIMI = (
@@ -107,24 +124,45 @@ _KIMI = (
 
 _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), _Split((_GPT2,))),
-    "qwen2": _Split((_QWEN2,), nfc=True),
+    **dict.fromkeys(
+        (
+            *("gpt-2", "exaone4", "phi-2", "jais", "trillion", "granite-docling", "gigachat"),
+            *("a.x-4.0", "mellum", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"),
+        ),
+        _Split((_GPT2,)),
+    ),
+    **dict.fromkeys(("mpt", "olmo"), _Split((_GPT2,), nfc=True)),
+    **dict.fromkeys(("qwen2", "kormo", "f2llmv2", "megrez"), _Split((_QWEN2,), nfc=True)),
     "qwen35": _Split((_QWEN35,), nfc=True),
     "roberta-bpe": _Split((_GPT2,), begins=True, ends=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Split((_QWEN2,))),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"),
+        ("deepseek-r1-qwen", "stablelm2", "hunyuan", "grok-2", "solar-open"), _Split((_QWEN2,))
+    ),
+    **dict.fromkeys(
+        (
+            *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"),
+            *("midm-2.0", "jina-v5-nano"),
+        ),
         _Split((_LLAMA3,), words_first=True, begins=True),
     ),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Split((_O200K,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _Split((_O200K,))),
     "seed-coder": _Split((_SEED,)),
     "deepseek-llm": _Split(_DEEPSEEK),
     "deepseek-coder": _Split(_DEEPSEEK_CODER),
-    "deepseek-v3": _Split(_DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _Split(_DEEPSEEK3)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _Split((_BAILING,))),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _Split((_SENTENCES,))),
+    "viking": _Split((_SENTENCES, r"\p{N}")),
+    "superbpe": _Split((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "falcon": _Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), behind=(r"\p{N}+", "[0-9][0-9][0-9]")),
+    "afmoe": _Split(_AFMOE),
     "kimi-k2": _Split((_KIMI,), words_first=True),
     "tekken": _Split((_TEKKEN,), words_first=True, begins=True),
-    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), _Split((r"\p{N}", _GPT2))),
+    **dict.fromkeys(
+        ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _Split((r"\p{N}", _GPT2)),
+    ),
 }
 
 
@@ -149,14 +187,14 @@ def _backend(vocabulary: GGUFVocabulary) -> Backend:
     if kind == "gpt2":
         split = _split(metadata)
         backend, begins, ends = _byte_level(vocabulary, split), split.begins, split.ends
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         backend = _sentencepiece(vocabulary)
     elif kind == "bert":
         backend = wordpiece(vocabulary)
     elif kind == "t5":
         backend, ends = unigram(vocabulary), True
     else:
-        metadata.refuse(MODEL, "must be one of gpt2, llama, bert, t5")
+        metadata.refuse(MODEL, "must be one of gpt2, llama, gemma4, bert, t5")
     # One by one they would be indexed again for each.
     backend.add_tokens(list(vocabulary.added()))
     first = vocabulary.named(BOS) if metadata.flag(ADD_BOS, begins) else None
@@ -186,9 +224,12 @@ def _byte_level(vocabulary: GGUFVocabulary, split: _Split) -> Backend:
     backend = Backend(model)
     if split.nfc:
         backend.normalizer = normalizers.NFC()
-    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    words, behind = (
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        for patterns in (split.patterns, split.behind)
+    )
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, to_bytes])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, to_bytes, *behind])
     backend.decoder = decoders.ByteLevel()
     return backend
 

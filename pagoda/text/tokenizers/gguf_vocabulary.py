@@ -41,6 +41,7 @@ _END_TOKENS = (
     "<|end_of_text|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
 )
 """Control tokens that end an answer. A file names one end token, where generation_config.json names them all."""
 
