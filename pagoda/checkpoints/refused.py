@@ -35,8 +35,7 @@ REFUSED: Mapping[str, Refusal] = {
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
     "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
-    "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
-    "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
-    "WhisperForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
+    "T5ForConditionalGeneration": Refusal(_BETWEEN, "WhisperForConditionalGeneration"),
+    "BartForConditionalGeneration": Refusal(_BETWEEN, "WhisperForConditionalGeneration"),
 }
 """Refusals by the names of architectures."""

@@ -207,8 +207,8 @@ class TensorNames:
     flat_convolutions: bool = False
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
-    halves: bool = False
-    """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+    halves: tuple[str, str] | None = None
+    """Two layers have one number; `{half}` stands for the word of a layer in its pair (LongCat-Flash, Whisper)."""
     numbers: tuple[int, ...] = ()
     """Numbers that files give the layers, where these do not count on; names with a plus in front are of the
     number behind (Nemotron-H, whose MLPs have numbers of their own)."""
@@ -222,7 +222,7 @@ class TensorNames:
     def of_layer(self, layer: int, name: str) -> str:
         number = self.number_of(layer) + name.startswith("+")
         if self.halves:
-            name = name.replace("{half}", str(layer % 2))
+            name = name.replace("{half}", self.halves[layer % 2])
         return f"{self.layers}.{number}.{name.removeprefix('+')}"
 
 

@@ -50,6 +50,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Hidden states leave the device, of which embeddings are made."""
     hidden_size: int = 0
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
+    feature_bytes: int = 0
+    """Bytes of the features of each request's audio; 0 of a model that is given text alone."""
     gives_logits: bool = True
     """The model can be asked for tokens, not for vectors or scores alone."""
 
@@ -75,6 +77,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             whole_prompts=whole_prompts,
             gives_hidden=not capabilities.whole_models,
             hidden_size=worker.hidden_size,
+            feature_bytes=worker.feature_bytes,
             gives_logits=worker.gives_logits,
         )
 
