@@ -40,11 +40,7 @@ from pagoda.checkpoints.pooling_spec import (
     VectorKind,
     VectorMap,
 )
-from pagoda.checkpoints.rope import (
-    DynamicScaling,
-    LongRopeScaling,
-    RotarySpec,
-)
+from pagoda.checkpoints.rope import RotarySpec, shorter_context
 from pagoda.checkpoints.scan_layers import ScanLinears
 from pagoda.checkpoints.tensor_names import (
     HeadLayerNorm,
@@ -168,10 +164,7 @@ class ModelSpec:
     def short_context(self) -> int | None:
         """The longest context whose keys are other ones than this model's, as factors for long contexts rotate
         these; None where they do not."""
-        scalings = (table.scaling for table in self.rotary.values())
-        known = (it for it in scalings if isinstance(it, LongRopeScaling | DynamicScaling))
-        lengths = (it.original_max_position_embeddings for it in known)
-        return next((it for it in lengths if self.max_position_embeddings > it), None)
+        return shorter_context(self.rotary.values(), self.max_position_embeddings)
 
     @property
     def embedding(self) -> LinearSpec:
@@ -553,8 +546,8 @@ class ModelSpec:
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
         found = [tensor for name in names for tensor in self._norm_tensors(name)]
-        found += () if self.audio is None else self.audio.vectors()
-        return found if self.beside is None else found + self.beside.outer_vectors
+        found += [] if self.beside is None else self.beside.outer_vectors
+        return found if self.audio is None else [*found, *self.audio.vectors()]
 
     def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias

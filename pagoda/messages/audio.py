@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -14,6 +15,26 @@ from pagoda.messages.sampling_params import MAX_TOKEN_LIST, TokenId
 MAX_FEATURE_BYTES = 2**24
 """Bytes of the features of an audio: of 30 s, Whisper has 1.5 MB."""
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Log-mel features of audio, as `WhisperFeatureExtractor` of transformers makes them."""
+
+    mel_bins: int
+    frames: int
+    """Frames of a piece of audio, which is padded with silence."""
+    rate: int
+    """Samples a second."""
+    window: int
+    """Samples of a Fourier transform."""
+    hop: int
+    """Samples from one frame to the next."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a whole piece."""
+        return self.frames * self.hop
 
 
 class AudioFeatures(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -38,6 +59,8 @@ class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     """Tokens that are never said."""
     begin_suppressed: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKEN_LIST)] = ()
     """Tokens that are not said first."""
+    suppressed_from: TokenId | None = None
+    """Tokens from this one on are never said."""
     end: TokenId = 0
     """Token that ends a transcript; those of text lie before it."""
     first_timestamp: TokenId | None = None

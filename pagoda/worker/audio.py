@@ -8,6 +8,7 @@ from typing import Any
 from pagoda.backend.base import Backend, UnsupportedError
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
+from pagoda.messages.speculation import HEAD_IF_ANY
 from pagoda.messages.worker_config import WorkerConfig
 
 
@@ -25,7 +26,7 @@ def check_audio(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any
         (parallel.context_parallel_size > 1, "--context-parallel-size"),
         (parallel.dp_attention, "--enable-dp-attention"),
         (config.has_adapters, "adapters"),
-        (config.drafter is not None, "a draft model or head"),
+        (config.drafter not in (None, HEAD_IF_ANY), "a draft model or head"),
         (config.kv_handoff is not None, "prefill and decode apart"),
         (bool(config.calibration_windows), "a calibration text"),
     ):

@@ -27,6 +27,8 @@ class SpeechState:
         self._ever = torch.ones(vocab_size, dtype=torch.bool)
         """[vocab], tokens that may be said at all."""
         self._ever[_within(rules.suppressed, vocab_size)] = False
+        if rules.suppressed_from is not None:
+            self._ever[rules.suppressed_from :] = False
         self._begins = True
         self._last: int | None = None
         self._before_last: int | None = None

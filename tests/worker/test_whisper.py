@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from in_process import Answer, InProcessEngine
-from speech_models import BINS, FRAMES, make_whisper
+from speech_models import BINS, FRAMES, VOCABULARY, make_whisper
 from tiny_models import save_model
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -31,7 +31,7 @@ from pagoda.worker.loading import plan_worker
 
 LENGTH = 24
 END, FIRST_TIME, LAST_INITIAL = 150, 170, 180
-RULES = SpeechRules((3, 8, 169), (40, END), END, FIRST_TIME, LAST_INITIAL)
+RULES = SpeechRules((3, 8, 169), (40, END), None, END, FIRST_TIME, LAST_INITIAL)
 """The token 169 says that there are no times."""
 WAYS: dict[str, dict[str, Any]] = {
     "batched": {},
@@ -69,7 +69,7 @@ AUDIOS = [
     Heard(4, [*range(100, 130), 1, 5]),
     Heard(5, [1, 5], RULES),
     Heard(6, [*range(20, 30), 1, 5], RULES),
-    Heard(7, [1, 5], SpeechRules((3, 8), (40, END), END)),
+    Heard(7, [1, 5], SpeechRules((3, 8), (40, END), FIRST_TIME)),
 ]
 
 
@@ -79,7 +79,9 @@ def _processors(heard: Heard) -> list[Any]:
     if rules is None:
         return []
     found = [
-        SuppressTokensLogitsProcessor([*rules.suppressed]),
+        SuppressTokensLogitsProcessor(
+            [*rules.suppressed, *range(rules.suppressed_from or VOCABULARY, VOCABULARY)]
+        ),
         SuppressTokensAtBeginLogitsProcessor([*rules.begin_suppressed], begin),
     ]
     if rules.first_timestamp is not None:
