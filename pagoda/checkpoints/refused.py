@@ -16,7 +16,7 @@ class Refusal(NamedTuple):
     """The family that is most like it."""
 
 
-_BETWEEN = "attends to what an encoder gives"
+_BETWEEN = "attends to what an encoder gives of a text"
 REFUSED: Mapping[str, Refusal] = {
     "Plamo2ForCausalLM": Refusal(
         "has Mamba layers whose steps, B and C are normed by heads", "JambaForCausalLM"
@@ -35,7 +35,7 @@ REFUSED: Mapping[str, Refusal] = {
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
     "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
-    "T5ForConditionalGeneration": Refusal(_BETWEEN, "WhisperForConditionalGeneration"),
-    "BartForConditionalGeneration": Refusal(_BETWEEN, "WhisperForConditionalGeneration"),
+    "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
+    "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
 }
 """Refusals by the names of architectures."""
