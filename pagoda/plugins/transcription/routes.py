@@ -22,6 +22,8 @@ from pagoda.text.speech_files import SpeechTask
 
 _TYPES = {"srt": "application/x-subrip; charset=utf-8", "vtt": "text/vtt; charset=utf-8"}
 _TEXT = "text/plain; charset=utf-8"
+_CHARS_OF_TOKEN = 16
+"""Characters of a text that takes as long as a token of a transcript with times."""
 
 
 async def transcribe(context: RequestContext, task: SpeechTask) -> web.StreamResponse:
@@ -71,13 +73,15 @@ async def _whole(
     decode = generator.text.tokenizer.decode
     size = sum(len(piece.token_ids) for piece in pieces)
     segments = await generator.run_sized(
-        lambda: list(segments_of(pieces, speech, decode)), 8 * size
+        lambda: list(segments_of(pieces, speech, decode)), _CHARS_OF_TOKEN * size
     )
     if form.response_format in _TYPES:
         write = srt if form.response_format == "srt" else vtt
         return context.text(write(segments), _TYPES[form.response_format])
     rate = speech.features.rate / speech.features.hop
-    shown = [verbose(i, it, form.temperature, rate) for i, it in enumerate(segments)]
+    shown = await generator.run_sized(
+        lambda: verbose(segments, form.temperature, rate), _CHARS_OF_TOKEN * size
+    )
     answer: dict[str, Any] = {
         "task": transcription.task,
         "language": transcription.language or "en",
@@ -86,7 +90,7 @@ async def _whole(
         "segments": shown,
         "usage": _usage(audio),
     }
-    return await context.sized_json(answer, 8 * size)
+    return await context.sized_json(answer, _CHARS_OF_TOKEN * size)
 
 
 def _usage(audio: DecodedAudio) -> dict[str, Any]:

@@ -50,18 +50,27 @@ def _with_end(piece: HeardPiece, speech: SpeechText) -> Iterator[int]:
         yield token_id
 
 
-def verbose(index: int, segment: Segment, temperature: float, rate: float) -> dict[str, Any]:
-    """A segment as OpenAI shows it, whose figures are those of its piece."""
-    piece, text = segment.piece, segment.piece.text.encode()
-    logprobs = piece.logprobs
+def verbose(segments: Sequence[Segment], temperature: float, rate: float) -> list[dict[str, Any]]:
+    """Segments as OpenAI shows them, whose figures are those of their pieces; `rate` are frames a second."""
+    figures = {piece.index: _figures(piece) for piece in dict.fromkeys(it.piece for it in segments)}
+    return [
+        {
+            "id": index,
+            "seek": round(it.piece.start * rate),
+            "start": round(it.start, 3),
+            "end": round(it.end, 3),
+            "text": it.text,
+            "tokens": [*it.token_ids],
+            "temperature": temperature,
+            **figures[it.piece.index],
+        }
+        for index, it in enumerate(segments)
+    ]
+
+
+def _figures(piece: HeardPiece) -> dict[str, float | None]:
+    text, logprobs = piece.text.encode(), piece.logprobs
     return {
-        "id": index,
-        "seek": round(piece.start * rate),
-        "start": round(segment.start, 3),
-        "end": round(segment.end, 3),
-        "text": segment.text,
-        "tokens": [*segment.token_ids],
-        "temperature": temperature,
         "avg_logprob": sum(logprobs) / max(1, len(logprobs)),
         "compression_ratio": len(text) / len(zlib.compress(text)),
         "no_speech_prob": None,
