@@ -12,35 +12,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from benchmarks.engines_here import POLICY, ConfigOf, Load, Server, configs
 from pagoda.cli import output
 from pagoda.concurrency import event_loop
-from pagoda.fleet.engine_client import EngineClient
-from pagoda.fleet.policies import POLICIES, PolicyName
-from pagoda.ipc.clock import MonotonicClock
-from pagoda.llm.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.messages.engine_config import EngineConfig
+from pagoda.llm.engine_options import EngineOptions
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import Role
-from pagoda.plugins.disaggregation.options import HandoffOptions
-from pagoda.plugins.router.prefill_decode import PrefillDecodeRouter
-from pagoda.plugins.simulate.clients import Clients, Generate
 from pagoda.plugins.simulate.records import Records, percentile
 from pagoda.plugins.simulate.simulation import simulate
 from pagoda.plugins.simulate.topology import Topology, read_topology
-from pagoda.plugins.simulate.workload import Workload, read_workload
 
-ConfigOf = Callable[[Role], EngineConfig]
-_POLICY: PolicyName = "least-pending-tokens"
 _FLEET = """
 root: server
 routers: {{server: {{cores: {cores}, policy: {policy}, children: {children}}}}}
@@ -50,12 +38,6 @@ _HOST = """
   {role}:
     {{role: {role}, steps: {steps}, block_size: {block_size}, num_blocks: {blocks}, max_num_seqs: {seqs},
       block_ms: {block_ms}}}
-"""
-_REQUESTS = """
-duration_s: {seconds}
-rate: {rate}
-prompt_tokens: {{mean: {prompt}, sigma: 0.7, most: {most_prompt}}}
-output_tokens: {{mean: {answer}, sigma: 0.6, most: {most_answer}}}
 """
 _LIMITS = {"tokens/s": 0.05, "TTFT p50": 0.1, "TTFT p99": 0.2, "ITL p50": 0.1, "ITL p99": 0.2}
 """Relative error that a simulated figure may have."""
@@ -72,26 +54,17 @@ class Cell(msgspec.Struct, frozen=True):
     real: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Load:
-    """Lengths of requests, in tokens."""
+class Kept(msgspec.Struct, frozen=True):
+    """Figures of real replicas, and the flags that they were measured with."""
 
-    prompt: int
-    answer: int
+    flags: dict[str, str]
+    cells: list[Cell]
 
-    def drawn(self, rate: float, seconds: float, seed: int) -> Workload:
-        text = _REQUESTS.format(
-            seconds=seconds,
-            rate=rate,
-            prompt=self.prompt,
-            most_prompt=8 * self.prompt,
-            answer=self.answer,
-            most_answer=6 * self.answer,
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "requests.yaml"
-            path.write_text(text)
-            return read_workload(path, seed, scale=1, num_requests=None)
+
+def _flags(chosen: argparse.Namespace) -> dict[str, str]:
+    """Flags on which real figures depend."""
+    others = ("steps", "cores", "block_ms", "real", "only_real")
+    return {name: str(value) for name, value in vars(chosen).items() if name not in others}
 
 
 def _figures(records: Records) -> dict[str, float]:
@@ -112,63 +85,24 @@ def _rate(records: Records) -> float:
     return (last - first) / (ends[last] - ends[first])
 
 
-async def _ask(generate: Generate, workload: Workload, max_model_len: int) -> Records:
-    records = Records()
-    clients = Clients(
-        workload,
-        generate,
-        records,
-        known_lengths=True,
-        max_model_len=max_model_len,
-        on_done=lambda: None,
-        clock=MonotonicClock(),
-    )
-    await clients.run()
-    records.ended_at = clients.now()
-    return records
+def _topology(chosen: argparse.Namespace, limits: EngineReady) -> str:
+    """The same server for the simulator."""
+    roles = Counter(str(role) for role in _roles(chosen))
+    children = ", ".join(f"{role}: {count}" for role, count in roles.items())
+    text = _FLEET.format(cores=chosen.cores, policy=POLICY, children=f"{{{children}}}")
+    for role in roles:
+        text += _HOST.format(
+            role=role,
+            steps=chosen.steps.resolve(),
+            block_size=limits.block_size,
+            blocks=limits.num_blocks,
+            seqs=chosen.seqs,
+            block_ms=chosen.block_ms,
+        )
+    return text
 
 
-class _Server:
-    """Engines in processes of this machine, behind one router."""
-
-    def __init__(self, config_of: ConfigOf, chosen: argparse.Namespace) -> None:
-        self._chosen = chosen
-        self._engines = [EngineClient(config_of(role)) for role in _roles(chosen)]
-        self._members = PrefillDecodeRouter(POLICIES[_POLICY])
-        self.generate = self._members.dispatcher.generate
-
-    async def start(self) -> None:
-        for engine in self._engines:
-            await engine.start()
-            self._members.add(engine.replica)
-
-    async def close(self) -> None:
-        await self._members.close()
-        for engine in self._engines:
-            await engine.close()
-
-    @property
-    def limits(self) -> EngineReady:
-        return self._engines[0].replica.limits
-
-    def topology(self) -> str:
-        """The same server for the simulator."""
-        chosen, roles = self._chosen, Counter(str(role) for role in _roles(self._chosen))
-        children = ", ".join(f"{role}: {count}" for role, count in roles.items())
-        text = _FLEET.format(cores=chosen.cores, policy=_POLICY, children=f"{{{children}}}")
-        for role in roles:
-            text += _HOST.format(
-                role=role,
-                steps=chosen.steps.resolve(),
-                block_size=self.limits.block_size,
-                blocks=self.limits.num_blocks,
-                seqs=chosen.seqs,
-                block_ms=chosen.block_ms,
-            )
-        return text
-
-
-def _roles(chosen: argparse.Namespace) -> list[Role]:
+def _roles(chosen: argparse.Namespace) -> Sequence[Role]:
     return [Role.PREFILL, Role.DECODE] if chosen.pair else [Role.NONE] * chosen.replicas
 
 
@@ -176,16 +110,15 @@ async def _measure(
     config_of: ConfigOf, chosen: argparse.Namespace, name: str, topology_file: Path
 ) -> list[Cell]:
     """Asks real replicas, and writes the topology that stands for them."""
-    load = _Load(chosen.prompt, chosen.answer)
+    load = Load(chosen.prompt, chosen.answer)
     cells: list[Cell] = []
-    server = _Server(config_of, chosen)
+    server = Server(config_of, _roles(chosen))
     try:
         await server.start()
-        topology_file.write_text(server.topology())
+        topology_file.write_text(_topology(chosen, server.limits))
 
         async def ask(rate: float, seconds: float, seed: int) -> Records:
-            workload = load.drawn(rate, seconds, seed)
-            return await _ask(server.generate, workload, server.limits.max_model_len)
+            return await server.ask(load.drawn(rate, seconds, seed))
 
         await ask(chosen.seqs, 1.0, 7)  # warm
         capacity = _rate(await ask(4 * chosen.seqs * len(_roles(chosen)), 1.0, 8))
@@ -199,36 +132,10 @@ async def _measure(
     return cells
 
 
-_FLAGS: Mapping[Role, Literal["none", "prefill", "decode", "both"]] = {
-    Role.NONE: "none",
-    Role.PREFILL: "prefill",
-    Role.DECODE: "decode",
-    Role.BOTH: "both",
-}
-
-
-def _configs(chosen: argparse.Namespace, folder: Path) -> tuple[ConfigOf, str]:
-    """Configurations of engines by their roles, and the name of the model."""
-    executor = ExecutorOptions()
-    engine = EngineOptions(
-        threads=chosen.threads, max_num_seqs=chosen.seqs, num_kv_blocks=chosen.blocks
-    )
-    files = executor.resolve(engine, chosen.model, ParallelOptions())
-    key = folder / "key"
-    key.write_text(secrets.token_hex())
-
-    def config_of(role: Role) -> EngineConfig:
-        options = HandoffOptions(role=_FLAGS[role])
-        handoff = options.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
-        return executor.engine_config(engine, files.model, ParallelOptions(), handoff)
-
-    return config_of, files.served_name
-
-
 def _compare(
     cells: list[Cell], topology: Topology, chosen: argparse.Namespace
 ) -> list[tuple[str, ...]]:
-    load, rows = _Load(chosen.prompt, chosen.answer), []
+    load, rows = Load(chosen.prompt, chosen.answer), []
     for cell in cells:
         seconds = max(chosen.seconds, chosen.requests / cell.rate)
         workload = load.drawn(cell.rate, seconds, cell.seed)
@@ -271,15 +178,21 @@ def main() -> None:
     folder = chosen.real or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cells_file, topology_file = folder / "cells.json", folder / "server.yaml"
-    config_of, name = _configs(chosen, folder)
+    engine = EngineOptions(
+        threads=chosen.threads, max_num_seqs=chosen.seqs, num_kv_blocks=chosen.blocks
+    )
+    config_of, name = configs(engine, chosen.model, folder)
     if cells_file.exists():
-        cells = msgspec.json.decode(cells_file.read_bytes(), type=list[Cell])
+        kept = msgspec.json.decode(cells_file.read_bytes(), type=Kept)
+        if kept.flags != _flags(chosen):
+            parser.error(f"{folder} has figures of other flags: {kept.flags}")
     else:
         cells = event_loop.run(_measure(config_of, chosen, name, topology_file))
-        cells_file.write_bytes(msgspec.json.encode(cells))
+        kept = Kept(_flags(chosen), cells)
+        cells_file.write_bytes(msgspec.json.encode(kept))
     if chosen.only_real:
         return
-    rows = _compare(cells, read_topology(topology_file), chosen)
+    rows = _compare(kept.cells, read_topology(topology_file), chosen)
     what = "a prefill and a decode host" if chosen.pair else f"{chosen.replicas} replicas"
     title = f"{name}, {what} of {chosen.threads} threads"
     output.stdout().print(output.table(title, ("load", "", *_LIMITS), rows))

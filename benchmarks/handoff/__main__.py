@@ -8,6 +8,7 @@ from cyclopts import App
 _COMMANDS = {
     "itl": "Pauses of running streams while long prompts arrive: two hosts with a core each, and one with both.",
     "ttft": "What the handoff adds to the first and the second token, beyond computing the prompt.",
+    "apart": "One host for prompts and two for answers against three that do both: the most that keep limits.",
     "threshold": "From which length of a prompt on it is worth to have it computed elsewhere.",
     "bandwidth": "KV between two processes over every transport, beside plain copies.",
 }

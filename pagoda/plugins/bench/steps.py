@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -65,6 +66,12 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
     """Processor seconds of the frontend."""
     round_trip_s: float = 0.0
     """Seconds from a request to its first token in which no process works, where that was measured."""
+    worker_s: float = 0.0
+    """Processor seconds of the worker."""
+    replicas: int = 1
+    """Replicas that compute such steps at once; seconds are those of a step of each."""
+    cores: int
+    """Cores that all have."""
     threads: int
     """Threads of the worker."""
     gaps_s: list[float] = []
@@ -86,6 +93,7 @@ def steps(
     ),
     contexts: Annotated[tuple[Count, ...], Parameter(consume_multiple=True)] = (32, 256, 1024),
     prompts: Annotated[tuple[Count, ...], Parameter(consume_multiple=True)] = (16, 64, 256, 1024),
+    replicas: Annotated[tuple[Count, ...], Parameter(consume_multiple=True)] = (),
     num_steps: Count = 48,
     rounds: Count = 3,
     engine: EngineOptions = EngineOptions(),
@@ -101,6 +109,8 @@ def steps(
         batches: Numbers of requests that decode at once.
         contexts: Lengths of their contexts in tokens.
         prompts: Lengths of prompts that are computed alone, beside one request that decodes, and beside many.
+        replicas: Numbers of replicas that also compute at once, behind the first of --contexts, to measure how
+            much they slow each other down; such as 2 4 for replicas of one thread on two cores.
         num_steps: Steps of each kind.
         rounds: Measure all kinds so many times, and take the median of each.
     """
@@ -111,39 +121,50 @@ def steps(
     kinds += [_Kind(batch, 16, length) for batch in beside for length in prompts]
     engine = _with_few_blocks(engine, kinds, num_steps)
     files = executor.resolve(engine, model, ParallelOptions())
-    config = executor.engine_config(engine, files.model)
     threads = engine.threads or available_cores()
 
     async def measure() -> list[StepSample]:
-        fleet = Fleet.of_engines(config, "round-robin")
-        try:
-            await fleet.start()
-            limits = fleet.dispatcher.limits
+        async with AsyncExitStack() as stack:
+            benches: dict[int, _Bench] = {}
+            for count in sorted({1, *replicas}):
+                parallel = ParallelOptions(data_parallel_size=count)
+                config = executor.engine_config(engine, files.model, parallel)
+                fleet = Fleet.of_engines(config, "round-robin")
+                stack.push_async_callback(fleet.close)
+                await fleet.start()
+                benches[count] = _Bench(fleet.dispatcher, num_steps, threads, count)
+            limits = benches[1].limits
             fitting = [it for it in kinds if it.has_room(limits, num_steps)]
             if not fitting:
                 raise ConfigError(
                     "--num-kv-blocks: no kind of steps fits the KV cache and the model's length; name shorter "
                     "--contexts or --prompts."
                 )
-            bench = _Bench(fleet.dispatcher, limits.vocab_size, num_steps, threads)
+            together = [it for it in fitting if it.decodes_behind(contexts[0])]
             # The one that touches most of it.
-            await bench.measure(max(fitting, key=lambda it: it.batch * it.context))
-            found: dict[_Kind, list[StepSample]] = {kind: [] for kind in fitting}
-            with progress("kinds of steps", rounds * len(fitting)) as advance:
-                for kind in fitting * rounds:
-                    found[kind].append(await bench.measure(kind))
+            largest = max(fitting, key=lambda it: it.batch * it.context)
+            for count, bench in benches.items():
+                await bench.measure(largest if count == 1 else together[0])
+            # Machines get faster and slower: what is compared is measured in turn.
+            each = [(kind, 1) for kind in fitting]
+            each += [(kind, count) for kind in together for count in benches if count > 1]
+            each.sort(key=lambda it: fitting.index(it[0]))
+            found: dict[tuple[_Kind, int], list[StepSample]] = {it: [] for it in each}
+            with progress("kinds of steps", rounds * len(each)) as advance:
+                for kind, count in each * rounds:
+                    found[kind, count].append(await benches[count].measure(kind))
                     advance()
-            return [sorted(it, key=lambda it: it.time_s)[rounds // 2] for it in found.values()]
-        finally:
-            await fleet.close()
+            medians = [sorted(it, key=lambda it: it.time_s) for it in found.values()]
+            return sorted((it[rounds // 2] for it in medians), key=lambda it: it.replicas)
 
     samples = event_loop.run(measure())
     write_file(output_file, b"".join(msgspec.json.encode(it) + b"\n" for it in samples), "--output")
-    columns = ("requests", "tokens", "context", "worker", "engine", "frontend")
+    columns = ("replicas", "requests", "tokens", "context", "worker", "engine", "frontend")
     rows = [
         (
+            f"{one.replicas}",
             *(f"{it:.1f}" for it in (one.num_seqs, one.num_tokens, one.context_tokens)),
-            *(f"{1000 * it:.3f} ms" for it in (one.time_s, one.engine_s, one.frontend_s)),
+            *(f"{1000 * it:.3f} ms" for it in (one.worker_s, one.engine_s, one.frontend_s)),
         )
         for one in samples
     ]
@@ -182,6 +203,10 @@ class _Kind(NamedTuple):
         decoded = self.context + 2 * num_steps + _LEFT
         return self.batch * -(-decoded // block_size) + -(-(self.prompt + _LEFT) // block_size)
 
+    def decodes_behind(self, context: int) -> bool:
+        """True for steps that decode behind so many tokens, or beside a prompt."""
+        return self.batch > 0 and (self.prompt > 0 or self.context == context)
+
     def has_room(self, limits: EngineReady, num_steps: int) -> bool:
         """True if the replica's KV cache has room for such steps."""
         longest = max(self.context + 2 * num_steps, self.prompt) + _LEFT
@@ -194,29 +219,33 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 class _Used(NamedTuple):
-    """An instant, and what processes have taken until then."""
+    """An instant, and processor seconds that processes have taken until then."""
 
     at: float
     engine_s: float
+    worker_s: float
     frontend_s: float
+
+    def per_step(self, before: _Used, count: int) -> _Used:
+        """Seconds of each of `count` steps since `before`."""
+        return _Used(*((end - begin) / count for end, begin in zip(self, before, strict=True)))
 
 
 class _Bench:
-    """Requests for one replica that is otherwise idle."""
+    """Requests for replicas that are otherwise idle: one, but for steps that only decode."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, vocab_size: int, num_steps: int, threads: int
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, num_steps: int, threads: int, replicas: int) -> None:
         self._dispatcher = dispatcher
-        self._vocab_size = vocab_size
+        self.limits = dispatcher.limits
         self._num_steps = num_steps
         self._threads = threads
+        self._replicas = replicas
         self._rng = random.Random(0)
         self._names: Iterator[int] = itertools.count()
 
     async def measure(self, kind: _Kind) -> StepSample:
         """A step of this kind."""
-        streams = [self._stream(kind.context) for _ in range(kind.batch)]
+        streams = [self._stream(kind.context) for _ in range(kind.batch * self._replicas)]
         try:
             await asyncio.gather(*(it.first.wait() for it in streams))
             if not streams:
@@ -228,19 +257,22 @@ class _Bench:
 
     async def _decode(self, kind: _Kind, stream: _Stream) -> StepSample:
         """Steps of requests that decode, and of a few prompts beside them."""
-        prompts = [self._request(kind.prompt, 1) for _ in range(_NUM_PROMPTS if kind.prompt else 0)]
+        num_prompts = _NUM_PROMPTS if kind.prompt else 0
         before = await self._dispatcher.load()
-        pid = _engine_pid(before)
         await stream.have(len(stream.times) + 1)
-        first, begin = len(stream.times), _used(pid)
-        for request in prompts:
-            await _last(self._dispatcher, request)
+        first, begin = len(stream.times), _used(before)
+        for _ in range(num_prompts):
+            each = [self._request(kind.prompt, 1) for _ in range(self._replicas)]
+            await asyncio.gather(*(_last(self._dispatcher, it) for it in each))
             await stream.have(len(stream.times) + 1)
         await stream.have(max(first + self._num_steps, len(stream.times)))
-        count, end = len(stream.times) - first, _used(pid)
+        count, end = len(stream.times) - first, _used(before)
         after = await self._dispatcher.load()
-        idle_s = after.steps.idle_s - before.steps.idle_s
-        share = len(prompts) / count
+        num_steps = after.num_steps - before.num_steps
+        idle_s = (after.steps.idle_s - before.steps.idle_s) / num_steps
+        # All replicas have computed as many steps.
+        used = end.per_step(begin, count)
+        share = num_prompts / count
         gaps = _gaps(stream.times[first - 1 :])
         return StepSample(
             num_tokens=kind.batch + share * kind.prompt,
@@ -248,44 +280,47 @@ class _Bench:
             num_requests=share,
             context_tokens=kind.batch * (kind.context + first + count / 2),
             pairs=share * kind.prompt**2 / 2,
-            time_s=(end.at - begin.at) / count - idle_s / (after.num_steps - before.num_steps),
-            engine_s=(end.engine_s - begin.engine_s) / count,
-            frontend_s=(end.frontend_s - begin.frontend_s) / count,
+            time_s=used.at - idle_s,
+            engine_s=used.engine_s / self._replicas,
+            worker_s=used.worker_s / self._replicas,
+            frontend_s=used.frontend_s / self._replicas,
+            replicas=self._replicas,
+            cores=available_cores(),
             threads=self._threads,
-            gaps_s=[] if prompts else gaps,
+            gaps_s=[] if num_prompts or self._replicas > 1 else gaps,
         )
 
     async def _prompts_alone(self, kind: _Kind) -> StepSample:
         """Steps of one prompt each, which wait for each other's answers."""
         warm, *requests = [self._request(kind.prompt, 1) for _ in range(1 + _NUM_PROMPTS)]
-        pid = _engine_pid(await self._dispatcher.load())
         await _last(self._dispatcher, warm)
         at = time.perf_counter()  # the worker has been idle since
         before = await self._dispatcher.load()
-        begin, taken = _used(pid), 0.0
+        begin, taken = _used(before), 0.0
         for request in requests:
             asked = time.perf_counter()
             await _last(self._dispatcher, request)
             taken += time.perf_counter() - asked
-        end, count = _used(pid), len(requests)
+        end, count = _used(before), len(requests)
         idle_s = (await self._dispatcher.load()).steps.idle_s - before.steps.idle_s
-        time_s = (end.at - at - idle_s) / count
-        engine_s = (end.engine_s - begin.engine_s) / count
-        frontend_s = (end.frontend_s - begin.frontend_s) / count
+        time_s, used = (end.at - at - idle_s) / count, end.per_step(begin, count)
+        waited_s = taken / count - time_s - used.engine_s - used.frontend_s
         return StepSample(
             num_tokens=kind.prompt,
             num_seqs=1,
             num_requests=1,
             pairs=kind.prompt**2 / 2,
             time_s=time_s,
-            engine_s=engine_s,
-            frontend_s=frontend_s,
-            round_trip_s=max(0.0, taken / count - time_s - engine_s - frontend_s),
+            engine_s=used.engine_s,
+            worker_s=used.worker_s,
+            frontend_s=used.frontend_s,
+            round_trip_s=max(0.0, waited_s),
+            cores=available_cores(),
             threads=self._threads,
         )
 
     def _request(self, num_prompt_tokens: int, max_tokens: int) -> GenerateRequest:
-        tokens = [self._rng.randrange(self._vocab_size) for _ in range(num_prompt_tokens)]
+        tokens = [self._rng.randrange(self.limits.vocab_size) for _ in range(num_prompt_tokens)]
         work = Work(SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0))
         name = f"steps{next(self._names)}"
         return GenerateRequest(
@@ -309,12 +344,13 @@ async def _last(dispatcher: Dispatcher, request: GenerateRequest) -> None:
         pass
 
 
-def _engine_pid(report: LoadReport) -> int:
-    return next(it.pid for it in report.processes if it.role.startswith("engine"))
-
-
-def _used(engine: int) -> _Used:
-    return _Used(time.perf_counter(), _processor_s(engine), time.process_time())
+def _used(report: LoadReport) -> _Used:
+    """What the processes in `report`, and this one, have used."""
+    engines, workers = (
+        sum(_processor_s(it.pid) for it in report.processes if it.role.startswith(role))
+        for role in ("engine", "worker")
+    )
+    return _Used(time.perf_counter(), engines, workers, time.process_time())
 
 
 def _processor_s(pid: int) -> float:

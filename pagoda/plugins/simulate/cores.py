@@ -48,6 +48,10 @@ class Cores:
         self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
+    def load(self, more_threads: int = 0) -> float:
+        """Threads of workers that compute, and `more_threads`, for each core."""
+        return (self._long.num_threads + more_threads) / self._number
+
     def run(self, seconds: float, on_done: Callable[[], None], threads: int = 0) -> None:
         """Calls `on_done` when work has been done that takes so many seconds by itself: of so many threads of a
         worker or, without threads, of a process that has just woken."""

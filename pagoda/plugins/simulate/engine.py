@@ -364,7 +364,9 @@ class SimEngine:
         if not isinstance(executor, WorkerExecutor):
             return
         self._reading, self._arrived = self._arrived, []
-        seconds = costs.steps_s(executor.num_done, executor.num_seqs_done)
+        num_done = executor.num_done
+        seconds = costs.steps_s(num_done, executor.num_seqs_done)
+        seconds = processes.slowdown().engine.of(seconds, num_done)
         executor.num_done = executor.num_seqs_done = 0
         seconds += sum(costs.request_s(len(it.prompt_token_ids)) for it in self._reading)
         if seconds:

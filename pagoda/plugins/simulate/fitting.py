@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from pagoda.cli import output
 from pagoda.cli.files import read_jsonl, write_json
 from pagoda.errors import ConfigError
-from pagoda.plugins.simulate.step_times import StepSample, fit
+from pagoda.plugins.simulate.step_times import Slowdown, StepSample, fit
 from pagoda.plugins.simulate.traced_steps import traced_samples
 
 MIN_SAMPLES = 8
@@ -34,9 +34,10 @@ def fit_steps(
         output_file: Write the step times to this file.
     """
     read = _read(samples)
-    if len(read) < MIN_SAMPLES:
+    num_alone = sum(it.replicas == 1 for it in read)
+    if num_alone < MIN_SAMPLES:
         raise ConfigError(
-            f"SAMPLES: {samples} has {len(read)} steps; a fit takes {MIN_SAMPLES} or more."
+            f"SAMPLES: {samples} has {num_alone} steps of one replica; a fit takes {MIN_SAMPLES} or more."
         )
     fitted = fit(read, samples.name)
     rows = [
@@ -58,10 +59,18 @@ def fit_steps(
         last = len(fitted.spread) - 1
         shown = (f"p{share} {fitted.spread[share * last // 100]:.2f}" for share in (5, 50, 95, 99))
         rows.append(("single steps", ", ".join(shown)))
+    rows += [(f"at {it.load:g} threads a core", _slowdown(it)) for it in fitted.slowdowns[1:]]
     output.stdout().print(output.facts(rows))
     if output_file is not None:
         write_json(output_file, msgspec.structs.asdict(fitted))
     return 0
+
+
+def _slowdown(one: Slowdown) -> str:
+    processes = (("worker", one.worker), ("engine", one.engine), ("frontend", one.frontend))
+    return ", ".join(
+        f"{name} {slower.share:.2f} × + {1e6 * slower.more_s:.0f} µs" for name, slower in processes
+    )
 
 
 def _read(samples: Path) -> list[StepSample]:

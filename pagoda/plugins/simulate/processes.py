@@ -17,7 +17,7 @@ from pagoda.messages.worker import StepPlan
 from pagoda.plugins.sim.costs import step_time_s
 from pagoda.plugins.sim.executor import SimExecutor
 from pagoda.plugins.simulate.cores import Cores, SimProcess
-from pagoda.plugins.simulate.step_times import StepTimes
+from pagoda.plugins.simulate.step_times import Slowdown, StepTimes
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class ReplicaProcesses:
         seconds = 0.0
         if isinstance(message, TokenChunks):
             seconds = self.times.frontend.steps_s(1, len(message.chunks))
+            seconds = self.slowdown().frontend.of(seconds)
         self.machine.frontend.do(seconds, on_done)
 
     def send(self, message: FrontendMessage, on_done: Callable[[], None]) -> None:
@@ -51,6 +52,10 @@ class ReplicaProcesses:
         if isinstance(message, GenerateRequest):
             seconds = self.times.frontend.request_s(len(message.prompt_token_ids))
         self.machine.frontend.do(seconds, on_done)
+
+    def slowdown(self, more_threads: int = 0) -> Slowdown:
+        """The slowdown now, or once `more_threads` of workers compute."""
+        return self.times.slowdown(self.machine.cores.load(more_threads))
 
     def draw(self) -> float:
         """A step's time as a share of what its costs say."""
@@ -107,8 +112,10 @@ class WorkerExecutor:
     def _begin(self, plan: StepPlan) -> None:
         processes = self._processes
         seconds = step_time_s(self._config, plan, self._inner.worker.slots) * processes.draw()
+        threads = processes.times.threads
+        seconds = processes.slowdown(threads).worker.of(seconds)
         self._began = self._clock.now()
-        processes.machine.cores.run(seconds, lambda: self._end(plan), processes.times.threads)
+        processes.machine.cores.run(seconds, lambda: self._end(plan), threads)
 
     def _end(self, plan: StepPlan) -> None:
         if not self._plans or self._plans[0] is not plan:

@@ -7,6 +7,8 @@ once and computing its tokens, and besides reads K and V in front of its tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
@@ -84,6 +86,45 @@ class ProcessCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.per_request_s + num_prompt_tokens * self.per_prompt_token_s
 
 
+class Slower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Processor time of a process beside others: `share` of that alone, and `more_s` for each step besides."""
+
+    share: Positive = 1.0
+    more_s: NotNegative = 0.0
+
+    def of(self, seconds: float, num_steps: int = 1) -> float:
+        """Seconds of what takes `seconds` alone."""
+        return seconds * self.share + num_steps * self.more_s
+
+    def towards(self, other: Slower, place: float) -> Slower:
+        """The line from this one (0) to the `other` (1)."""
+        share = self.share + place * (other.share - self.share)
+        return Slower(share=share, more_s=self.more_s + place * (other.more_s - self.more_s))
+
+
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Processes of a machine whose workers share its cores and caches."""
+
+    load: Positive
+    """Threads of workers that compute at once, for each core."""
+    worker: Slower = Slower()
+    engine: Slower = Slower()
+    frontend: Slower = Slower()
+
+    def towards(self, other: Slowdown, load: float) -> Slowdown:
+        """The line from this one to the `other`, at `load`."""
+        place = (load - self.load) / (other.load - self.load)
+        return Slowdown(
+            load=load,
+            worker=self.worker.towards(other.worker, place),
+            engine=self.engine.towards(other.engine, place),
+            frontend=self.frontend.towards(other.frontend, place),
+        )
+
+
+_ALONE = Slowdown(load=1.0)
+
+
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cost model of a host's steps, with the error that every figure drawn from it carries.
 
@@ -109,6 +150,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     frontend: ProcessCosts = ProcessCosts()
     spread: tuple[Positive, ...] = ()
     """Times of single steps as shares of what the costs say, at even quantiles; empty: all take just that."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Those of more than one replica on a machine, by their loads; the first is that of one, which is none."""
     num_blocks: Blocks = 0
     """Blocks of the KV cache there; 0 if not known."""
     block_size: Whole = 16
@@ -124,6 +167,14 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """True if more is known than what a step takes by itself."""
         idle = ProcessCosts()
         return bool(self.spread) or self.engine != idle or self.frontend != idle
+
+    def slowdown(self, load: float) -> Slowdown:
+        """The slowdown where workers have so many threads at work for each core."""
+        known = self.slowdowns
+        if not known or load <= known[0].load:
+            return _ALONE
+        index = bisect_left(known, load, key=lambda it: it.load)
+        return known[-1] if index == len(known) else known[index - 1].towards(known[index], load)
 
     def error(self) -> str:
         """Words about how far step times are off."""
@@ -151,10 +202,20 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
     """Processor seconds of the frontend."""
     round_trip_s: NotNegative = 0.0
     """Seconds from a request to its first token in which no process works, where that was measured."""
+    worker_s: NotNegative = 0.0
+    """Processor seconds of the worker."""
+    replicas: Whole = 1
+    """Replicas that compute such steps at once; `time_s` and the others are of each."""
+    cores: Whole = 1
     threads: Whole = 1
     """Threads of the worker."""
     gaps_s: tuple[Positive, ...] = ()
     """Seconds between single steps that are of one kind."""
+
+    def likeness(self, other: StepSample) -> tuple[float, float]:
+        """Differences in what is computed and in what lies in front of it; zeros for steps that are alike."""
+        computed = abs(self.num_tokens - other.num_tokens) + abs(self.num_seqs - other.num_seqs)
+        return (computed, abs(self.context_tokens - other.context_tokens))
 
     def features(self, least: float = 0.0) -> tuple[float, ...]:
         """Multipliers of `base_s`, `per_token_s`, `per_sequence_s`, `per_context_token_s` and `per_pair_s`.
@@ -238,6 +299,8 @@ def read_step_times(path: Path, flag: str) -> StepTimes:
 
 def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
     """The cost model that is closest to `samples` in relative terms, without negative costs."""
+    together = [it for it in samples if it.replicas > 1]
+    samples = [it for it in samples if it.replicas == 1]
     times = [it.time_s for it in samples]
     found = []
     for least in _LEAST_TOKENS:
@@ -264,7 +327,41 @@ def fit(samples: Sequence[StepSample], source: str) -> StepTimes:
         engine=_process_costs(samples, [it.engine_s for it in samples]),
         frontend=_process_costs(samples, [it.frontend_s for it in samples]),
         spread=_spread(samples),
+        slowdowns=_slowdowns(samples, together),
     )
+
+
+def _slowdowns(alone: Sequence[StepSample], together: Sequence[StepSample]) -> tuple[Slowdown, ...]:
+    """Slowdowns by loads: steps of several replicas against those of one that are alike."""
+    pairs: dict[float, list[tuple[StepSample, StepSample]]] = defaultdict(list)
+    for sample in together:
+        nearest = min(alone, key=sample.likeness)
+        pairs[sample.replicas * sample.threads / sample.cores].append((nearest, sample))
+    first = alone[0].threads / alone[0].cores
+    found = [
+        Slowdown(
+            load=load,
+            worker=_slower([(one.worker_s, other.worker_s) for one, other in known]),
+            engine=_slower([(one.engine_s, other.engine_s) for one, other in known]),
+            frontend=_slower([(one.frontend_s, other.frontend_s) for one, other in known]),
+        )
+        for load, known in sorted(pairs.items())
+        if load > first
+    ]
+    return (Slowdown(load=first), *found) if found else ()
+
+
+def _slower(times: Sequence[tuple[float, float]]) -> Slower:
+    """The line from seconds alone to those beside others."""
+    known = [(one, other) for one, other in times if one and other]
+    if not known:
+        return Slower()
+    more, more_s = _without_negative(
+        [(one, 1.0) for one, _ in known],
+        [other for _, other in known],
+        [one for one, _ in known],
+    )
+    return Slower(share=1 + more, more_s=more_s)
 
 
 def _process_costs(samples: Sequence[StepSample], seconds: Sequence[float]) -> ProcessCosts:
@@ -302,16 +399,19 @@ def _spread(samples: Sequence[StepSample]) -> tuple[float, ...]:
 
 
 def _without_negative(
-    features: Sequence[tuple[float, ...]], seconds: Sequence[float]
+    features: Sequence[tuple[float, ...]],
+    seconds: Sequence[float],
+    known: Sequence[float] | None = None,
 ) -> list[float]:
-    """The costs whose sums with `features` are closest to `seconds`, in relative terms.
+    """The costs whose sums with `features`, and what is `known`, are closest to `seconds`, in relative terms.
 
     Least squares with non-negative unknowns, by coordinate descent (Franc, Hlaváč and Navara 2005).
     """
     rows = [[value / s for value in row] for row, s in zip(features, seconds, strict=True)]
+    wanted = [1 - one / s for one, s in zip(known or [0.0] * len(rows), seconds, strict=True)]
     width = len(rows[0])
     products = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
-    sums = [sum(row[i] for row in rows) for i in range(width)]
+    sums = [sum(row[i] * one for row, one in zip(rows, wanted, strict=True)) for i in range(width)]
     costs = [0.0] * width
     for _ in range(20_000):
         change = 0.0

@@ -321,6 +321,13 @@ def _check_scaling(
         raise file.error(
             place, f"{rule.what} has hosts of several kinds, which no timetable tells apart"
         )
+    planned = ("slo", "interval_s", "step_s", "token_s", "lead_s", "hold_s")
+    default = ScalingRule(what=rule.what)
+    idle = [name for name in planned if getattr(rule, name) != getattr(default, name)]
+    if rule.timetable and idle:
+        raise file.error(
+            (*place, idle[0]), f"{idle[0]} is for a planner; leave it out beside a timetable"
+        )
     if list(rule.timetable) != sorted(rule.timetable, key=lambda it: it.at_s):
         raise file.error(
             (*place, "timetable"), "a timetable goes from the earliest time to the latest"

@@ -191,6 +191,7 @@ async def gateway(
     registry = cast(Registry, cast(HostMembers, fleet.members).registry)
     while [host.state for host in await registry.hosts()] != ["ready"] * len(hosts):
         await asyncio.sleep(0.01)
+    await until(lambda: not hosts or bool(fleet.dispatcher.slots.takers.num_takers))
     service.generator = TextGenerator(fleet.dispatcher, TEXT, service.tracker)
     state = PickerState(service, {})
     state.start()
@@ -285,7 +286,9 @@ async def test_a_long_prompt_has_a_prefill_host_which_has_its_work(serve_api: An
         call = asked.process()
         await call.write(headers())
         await call.write(body(long, is_end=True))
-        told = (await call.read()).request_headers.response.header_mutation
+        reply = await call.read()
+        assert reply.HasField("request_headers"), reply
+        told = reply.request_headers.response.header_mutation
         headers_told = [
             (option.header.key, option.header.raw_value.decode()) for option in told.set_headers
         ]

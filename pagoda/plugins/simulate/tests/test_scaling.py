@@ -108,6 +108,10 @@ def test_faults_and_scaling_lose_no_request(tmp_path: Path) -> None:
             "{what: pool, timetable: [{at_s: 9, hosts: 1}, {at_s: 1, hosts: 1}]}",
             "from the earliest",
         ),
+        (
+            "{what: pool, hold_s: 9, timetable: [{at_s: 1, hosts: 1}]}",
+            "hold_s is for a planner; leave it out beside a timetable",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, rule: str, words: str) -> None:

@@ -67,6 +67,35 @@ def test_a_fit_tells_what_engine_and_frontend_take_and_how_steps_vary() -> None:
     assert set(fit(late, "late messages").spread) == {1.0}
 
 
+def test_a_fit_tells_how_replicas_slow_each_other_down() -> None:
+    alone = [
+        StepSample(
+            num_tokens=n, num_seqs=n, time_s=n / 1000, worker_s=n / 1000, engine_s=1e-4, cores=2
+        )
+        for n in range(1, 10)
+    ]
+    together = [
+        msgspec.structs.replace(
+            it,
+            replicas=replicas,
+            time_s=9.0,  # with all waiting for cores, which the simulation adds
+            worker_s=slower * it.worker_s + more_s,
+            engine_s=0.5e-4,
+        )
+        for replicas, slower, more_s in ((2, 1.1, 2e-4), (4, 1.2, 6e-4))
+        for it in alone
+    ]
+    fitted = fit([*alone, *together], "made up")
+    assert fitted.num_samples == len(alone)
+    assert fitted.slowdown(0.5).worker.of(1.0) == 1.0
+    assert fitted.slowdown(1.0).worker.of(0.01) == pytest.approx(0.0112)
+    assert fitted.slowdown(1.5).worker.of(0.01, 2) == pytest.approx(0.0115 + 2 * 4e-4)
+    assert fitted.slowdown(2.0).worker.of(0.01) == pytest.approx(0.0126)
+    assert fitted.slowdown(9.0) == fitted.slowdown(2.0)
+    assert fitted.slowdown(2.0).engine.of(1.0) == 1.0  # nothing gets faster
+    assert fit(alone, "made up").slowdowns == ()
+
+
 def test_a_fit_has_no_negative_costs() -> None:
     samples = [
         StepSample(num_tokens=n, num_seqs=n, time_s=0.01 - 0.0001 * n) for n in (1, 10, 20, 40)
