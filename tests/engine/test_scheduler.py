@@ -11,12 +11,11 @@ from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.request import OrderKey
 from pagoda.engine.request_queue import MAX_CRASHES
 from pagoda.engine.scheduler import Scheduler
-from pagoda.messages.audio import audio_features
 from pagoda.messages.engine_config import EngineConfig
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, Work
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker import Capabilities, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 
 
@@ -71,25 +70,6 @@ def test_decodes_and_a_prompt_chunk_share_a_step() -> None:
     assert mixed.num_tokens == [1, 15]
     assert [start.slot for start in mixed.starts] == [mixed.slots[1]]
     scheduler.update(answer(plan, plan.slots))
-
-
-def test_one_audio_begins_in_a_step_and_shares_no_blocks_with_another() -> None:
-    scheduler = make_scheduler(feature_bytes=4)
-    heard = [audio_features(bytes([seed] * 4)) for seed in (1, 2, 1)]
-    prompt = list(range(9))
-    for name, audio in zip("abc", heard, strict=True):
-        scheduler.add(make_request(name, prompt, max_tokens=2, audio=audio))
-    starts: list[SlotStart] = []
-    for _ in range(5):
-        plan = plan_of(scheduler)
-        assert len(plan.starts) <= 1
-        starts += plan.starts
-        scheduler.update(answer(plan, plan.slots))
-        if len(starts) == 3:
-            break
-    assert [start.work.audio for start in starts] == heard
-    # The last one's audio is that of the first, whose blocks it finds.
-    assert [start.num_computed_tokens for start in starts] == [0, 0, 8]
 
 
 def test_without_mixed_steps_kinds_take_turns() -> None:
