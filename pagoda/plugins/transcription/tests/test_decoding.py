@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import subprocess
+import sys
 
 import av
 import numpy as np
@@ -101,6 +103,14 @@ def test_audio_is_cut_where_it_is_quiet() -> None:
     assert [piece.first for piece in others] == ends[:-1]
     assert ends[-1] == len(samples)
     assert all(piece.end - piece.first <= 3 * RATE for piece in others)
+
+
+@pytest.mark.parametrize("what", ["open('/etc/hostname')", "socket.socket()"])
+def test_a_confined_process_opens_nothing(what: str) -> None:
+    code = f"import socket; from pagoda.plugins.transcription import child; child.confine(); {what}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Too many open files" in done.stderr
 
 
 async def _features(data: bytes) -> tuple[DecodedAudio, list[bytes]]:
