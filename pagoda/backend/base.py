@@ -43,6 +43,15 @@ class EmbeddedRows(NamedTuple):
         return EmbeddedRows(rows, self.vectors[kept]) if len(rows) else None
 
 
+class HeardAudio(NamedTuple):
+    """Audio of a sequence whose first tokens a step computes."""
+
+    sequence: int
+    """Place of the sequence in the step."""
+    features: Tensor
+    """[mel_bins * frames] float32."""
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of one step: `n` tokens of `s` sequences, each sequence's tokens in a row.
@@ -81,6 +90,8 @@ class TokenBatch:
     """Segments that lie outside of the cache, by KV group; block tables have any valid ids for their blocks."""
     ranks: Tensor | None = None
     """[s] int64, ascending: the rank that attends to each sequence and has its blocks; None where all do."""
+    audio: tuple[HeardAudio, ...] = ()
+    """Audio of sequences that begin in the step, which is encoded before it."""
 
     def of(self, chosen: Tensor, cold: Mapping[int, ColdContexts] | None = None) -> TokenBatch:
         """The part of the sequences that are chosen [s] bool, whose token ids are written; `cold` is theirs."""
@@ -100,6 +111,11 @@ class TokenBatch:
             segment=self.segment,
             cold=cold or {},
             ranks=None if self.ranks is None else self.ranks[chosen],
+            audio=tuple(
+                HeardAudio(int(chosen[: it.sequence].sum()), it.features)
+                for it in self.audio
+                if chosen[it.sequence]
+            ),
         )
 
 

@@ -176,6 +176,9 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
+    if spec.audio is not None:
+        for index in range(spec.audio.encoder.num_layers):
+            yield from _of_layer(spec.audio.encoder, index, ())
     if spec.head_bias:
         yield [f"{spec.names.head}.bias"]
     for name, _ in spec.map_vectors:
@@ -200,6 +203,8 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
         yield [name]
     attention = spec.attention_linears(index)
     biased = [*attention.into] * layer.attention.qkv_bias
+    if layer.attention.crosses:
+        biased.append(spec.plain_linears(index).v)
     biased += [attention.out] * layer.attention.output_bias
     if isinstance(layer.attention.distances, Disentangled):
         for linear in distance_linears(spec, index):
@@ -210,7 +215,8 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
     elif layer.mlp is not None and layer.mlp.bias:
         biased += [linear for linear in linears if linear.role in _BIASED_EXPERTS]
     for linear in biased:
-        yield [linear.stored.bias]
+        if linear.has_bias:
+            yield [linear.stored.bias]
 
 
 def _weight(linear: LinearSpec) -> list[str]:

@@ -61,6 +61,8 @@ class AttentionSpec:
     alibi: bool = False
     """Scores are less by the distance of tokens times a slope of each head (ALiBi, Press et al. 2021)."""
     qkv_bias: bool = False
+    key_bias: bool = True
+    """False of keys that have no bias although queries and values do (Whisper)."""
     output_bias: bool = False
     """Bias of the projection behind attention."""
     chunk: int | None = None
@@ -89,6 +91,8 @@ class AttentionSpec:
     """Outputs of all heads together are normed in front of the map back (BitNet)."""
     kv_layer: int | None = None
     """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
+    crosses: bool = False
+    """Keys and values are those of an encoder's outputs, all of which a token sees (Whisper)."""
     distances: DistanceBuckets | Disentangled | None = None
     """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
 

@@ -78,6 +78,8 @@ class LinearSpec:
     """Stored rows, or columns, are brought to length one."""
     fill: HeadFill | None = None
     """Heads of the outputs, or of the inputs of a map back to hidden states, that are not as they are stored."""
+    has_bias: bool = True
+    """False of a map that has no bias where those of the same input do (Whisper's keys)."""
     grain: int = 1
     """Outputs, or inputs, of a layer with a state that stay on one rank; 0 for one number of each head."""
 
@@ -102,7 +104,7 @@ class AttentionLinears(NamedTuple):
 
 
 class QueryLinears(NamedTuple):
-    """Linear layers of attention to the keys and values of another layer."""
+    """Linear layers of attention to the keys and values of another layer, or of an encoder."""
 
     q: LinearSpec
     out: LinearSpec

@@ -37,11 +37,7 @@ from pagoda.checkpoints.pooling_spec import (
     VectorKind,
     VectorMap,
 )
-from pagoda.checkpoints.rope import (
-    DynamicScaling,
-    LongRopeScaling,
-    RotarySpec,
-)
+from pagoda.checkpoints.rope import RotarySpec, shorter_context
 from pagoda.checkpoints.scan_layers import ScanLinears
 from pagoda.checkpoints.shared_blocks import joined_linear, shared_linears
 from pagoda.checkpoints.tensor_names import (
@@ -54,6 +50,7 @@ from pagoda.checkpoints.tensor_names import (
 from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
+    from pagoda.checkpoints.audio import AudioSpec
     from pagoda.checkpoints.family import Family
 
 
@@ -82,6 +79,8 @@ class ModelSpec:
     """Inputs of layers besides hidden states."""
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
+    audio: AudioSpec | None = None
+    """Encoder of what a decoder hears, to which half of its layers attend; None of one that hears nothing."""
     position_table: PositionTable | None = None
     """Learned positions of a decoder, which are added to the embeddings of tokens."""
     norms_embedding: bool = False
@@ -125,7 +124,8 @@ class ModelSpec:
         """True of a model whose later layers need what only the first ones have: stages cannot share them."""
         again = any(it.shared or it.begins_loop for it in self.layers)
         reads = again or any(it.attention.kv_layer is not None for it in self.layers)
-        return reads or (self.beside is not None and self.beside.spans_layers)
+        spans = self.beside is not None and self.beside.spans_layers
+        return reads or spans or self.audio is not None
 
     @property
     def num_layers(self) -> int:
@@ -164,13 +164,7 @@ class ModelSpec:
     def short_context(self) -> int | None:
         """The longest context whose keys are other ones than this model's, as factors for long contexts rotate
         these; None where they do not."""
-        for table in self.rotary.values():
-            scaling, longest = table.scaling, self.max_position_embeddings
-            if not isinstance(scaling, LongRopeScaling | DynamicScaling):
-                continue
-            if longest > scaling.original_max_position_embeddings:
-                return scaling.original_max_position_embeddings
-        return None
+        return shorter_context(self.rotary.values(), self.max_position_embeddings)
 
     @property
     def embedding(self) -> LinearSpec:
@@ -234,8 +228,9 @@ class ModelSpec:
         kind = self.layers[layer].kind
         if kind is None:
             q, k, v, out = self.plain_linears(layer)
-            shared = self.layers[layer].attention.kv_layer is not None
-            return QueryLinears(q, out) if shared else AttentionLinears(q, k, v, out)
+            spec = self.layers[layer].attention
+            lent = spec.kv_layer is not None or spec.crosses
+            return QueryLinears(q, out) if lent else AttentionLinears(q, k, v, out)
         return kind.linears(self.names, layer, self.hidden_size, self.num_heads)
 
     def plain_linears(self, layer: int) -> AttentionLinears:
@@ -249,6 +244,7 @@ class ModelSpec:
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
         roles = LinearRole.QUERY, LinearRole.KEY, LinearRole.VALUE
         q, k, v = self._linears(layer, (names.query, names.key, names.value), sizes, inputs, roles)
+        k = replace(k, has_bias=self.layers[layer].attention.key_bias)
         if names.joins_by_head:
             q, k, v = self._joined_by_head((q, k, v))
         if self.layers[layer].attention.output_gate and not names.attention_gate:
@@ -304,11 +300,8 @@ class ModelSpec:
     @property
     def positions(self) -> LinearSpec | None:
         """Learned positions, one for each token of a sequence (Gehring et al. 2017)."""
-        table, name, size = (
-            self.encoder or self.position_table,
-            self.names.positions,
-            self.embedding_size,
-        )
+        table, name = self.encoder or self.position_table, self.names.positions
+        size = self.embedding_size
         if table is None or table.num_positions == 0:
             return None
         rows = StoredRows(name, (table.num_positions, size), table.first_position)
@@ -332,8 +325,10 @@ class ModelSpec:
 
     @property
     def encoder_linears(self) -> list[LinearSpec]:
-        """Tables that an encoder's first stage has besides that of tokens, and the map behind them."""
-        return [*filter(None, (self.positions, self.token_types, self.embedding_projection))]
+        """Tables of a first stage besides that of tokens, the map behind them, and layers of what is heard."""
+        heard = () if self.audio is None else self.audio.linears()
+        tables = self.positions, self.token_types, self.embedding_projection
+        return [*filter(None, tables), *heard]
 
     @property
     def maps(self) -> Mapping[VectorKind, tuple[VectorMap, ...]]:
@@ -402,10 +397,8 @@ class ModelSpec:
         """Router and experts of a layer that has these, by default all."""
         names = self.names
         spelled = (names.expert_gate, names.expert_up, names.expert_down)
-        router, roles = (
-            names.of_layer(layer, names.router),
-            (LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT),
-        )
+        router = names.of_layer(layer, names.router)
+        roles = LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT
         inner, count = experts.intermediate_size, experts.routing.num_experts
         shared = shared_router = None
         if experts.shared_size:
@@ -539,12 +532,13 @@ class ModelSpec:
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of the tensors of an encoder's norm of embeddings, or of norms in front of a head."""
+        """Names and sizes of an encoder's norm of embeddings, of norms in front of a head, or of what is heard."""
         if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
         found = [tensor for name in names for tensor in self._norm_tensors(name)]
-        return found if self.beside is None else found + self.beside.outer_vectors
+        found += [] if self.beside is None else self.beside.outer_vectors
+        return found if self.audio is None else [*found, *self.audio.vectors()]
 
     def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias
@@ -569,6 +563,8 @@ class ModelSpec:
     def layer_linears(self, layer: int, experts: Iterable[int]) -> Iterator[LinearSpec]:
         """All linear layers of a layer; of its experts, if it has any, those that are named."""
         yield from filter(None, self.attention_linears(layer))
+        if self.layers[layer].attention.crosses:
+            yield from self.plain_linears(layer)[1:3]
         yield from self.gate_linears(layer)
         spec = self.layers[layer]
         if spec.shared is not None:

@@ -16,7 +16,7 @@ class Refusal(NamedTuple):
     """The family that is most like it."""
 
 
-_BETWEEN = "attends to what an encoder gives"
+_BETWEEN = "attends to what an encoder gives of a text"
 REFUSED: Mapping[str, Refusal] = {
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
@@ -24,6 +24,5 @@ REFUSED: Mapping[str, Refusal] = {
     "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
     "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
     "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
-    "WhisperForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
 }
 """Refusals by the names of architectures."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.fields import Fields
@@ -181,6 +182,15 @@ def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySp
     if isinstance(scaling, DynamicScaling) and rotated <= 2:
         own.refuse("rope_scaling", "needs heads of more than 2 rotated dimensions")
     return RotarySpec(rotated, theta, scaling)
+
+
+def shorter_context(tables: Iterable[RotarySpec], longest: int) -> int | None:
+    """The longest context for which a model that takes `longest` tokens has other factors; None without any."""
+    known = (
+        it.scaling for it in tables if isinstance(it.scaling, LongRopeScaling | DynamicScaling)
+    )
+    lengths = (it.original_max_position_embeddings for it in known)
+    return next((it for it in lengths if longest > it), None)
 
 
 def rope_table(fields: Fields) -> Fields | None:

@@ -224,8 +224,8 @@ class TensorNames:
     flat_convolutions: bool = False
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 
-    halves: bool = False
-    """Two layers have one number; `{half}` stands for the place of a layer in its pair (LongCat-Flash)."""
+    halves: tuple[str, str] | None = None
+    """Two layers have one number; `{half}` stands for the word of a layer in its pair (LongCat-Flash, Whisper)."""
     parts: tuple[str, ...] = ()
     """Meanings of `{part}` in the names of each layer (Zamba2, where a layer is a part of another one)."""
     joined: str = "linear"
@@ -250,7 +250,7 @@ class TensorNames:
         if self.parts:
             name = name.replace("{part}", self.parts[layer])
         if self.halves:
-            name = name.replace("{half}", str(layer % 2))
+            name = name.replace("{half}", self.halves[layer % 2])
         return f"{self.layers}.{number}.{name.removeprefix('+')}"
 
 

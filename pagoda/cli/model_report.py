@@ -22,6 +22,8 @@ from pagoda.messages.kv_groups import KVKind, layer_groups
 
 _BLOCK_SIZE = 16
 """Tokens of a block, as servers have it unless told otherwise."""
+_HEARD_MULTIPLE = 128
+"""Tokens of which blocks with room for what is heard are a multiple."""
 _LONG_CONTEXT = 32_768
 _KV_BYTES = 2
 """Bytes of a number in a cache of 16 bits."""
@@ -106,6 +108,8 @@ def _gives(spec: ModelSpec) -> str:
         return "labels of texts (POST /classify)"
     if spec.task == "token_classify":
         return "labels of tokens (POST /pooling)"
+    if spec.audio is not None:
+        return "transcripts of audio (POST /v1/audio/transcriptions, /v1/audio/translations)"
     if "masked" in spec.vector_maps:
         return "a weight for each token of the vocabulary (POST /v1/embeddings)"
     if "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
@@ -132,6 +136,10 @@ def _kv_cache(spec: ModelSpec) -> Iterator[str]:
     states = [layer.state for layer in spec.layers if layer.state is not None]
     kept = sum(it is not None for it in spec.kept_layers)
     per_token = (kept - len(states)) * per_layer
+    if spec.audio is not None:
+        positions = -(-spec.audio.positions // _HEARD_MULTIPLE) * _HEARD_MULTIPLE
+        yield f"{format_bytes(positions * per_token)} a transcript in 16 bits, with what is heard"
+        return
     if per_token:
         yield f"{format_bytes(per_token)} a token in 16 bits, about half in int8"
     if states:
@@ -163,7 +171,7 @@ def context_rows(
         layer.state is None and KVKind(layer.kv_kind) in _STREAMED for layer in spec.layers
     )
     per_token = layers * vectors * spec.num_kv_heads * numbers * _KV_BYTES
-    if not per_token or not spec.gives_logits:
+    if not per_token or not spec.gives_logits or spec.audio is not None:
         return
     left = max(0, free_bytes - weight_bytes)
     storeys = [("memory", left, bytes_per_s), ("disk here", disk_bytes, _DISK_BYTES_PER_S)]
@@ -195,6 +203,8 @@ def _layers(spec: ModelSpec) -> Iterator[str]:
 def _kind(layer: LayerSpec) -> str:
     if layer.kind is not None:
         return layer.kind.name
+    if layer.attention.crosses:
+        return "attention to what is heard"
     if not layer.attention.causal:
         return "attention both ways"
     if layer.attention.chunk is not None:

@@ -50,6 +50,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Hidden states leave the device, of which embeddings are made."""
     hidden_size: int = 0
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
+    feature_bytes: int = 0
+    """Bytes of the features of each request's audio; 0 of a model that is given text alone."""
     gives_logits: bool = True
     """The model can be asked for tokens, not for vectors or scores alone."""
 
@@ -75,6 +77,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             whole_prompts=whole_prompts,
             gives_hidden=not capabilities.whole_models,
             hidden_size=worker.hidden_size,
+            feature_bytes=worker.feature_bytes,
             gives_logits=worker.gives_logits,
         )
 
@@ -278,7 +281,10 @@ class Batcher:
 
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
-        one computes its blocks. False if it does not fit, so that nobody behind it is admitted."""
+        one computes its blocks. False if it does not fit, so that nobody behind it is admitted; nor is anybody
+        behind one whose audio is to be encoded."""
+        if plan.hears:
+            return False
         if self.in_flight_prefixes.is_awaiting(first) or self.streams.awaits_turn(first, plan):
             return True
         if not self.streams.has_room_below(first, plan.step):

@@ -168,6 +168,7 @@ class EngineCore:
             max_model_len=self.parts.scheduler.limits.max_model_len,
             vocab_size=worker.vocab_size,
             hidden_size=worker.hidden_size,
+            feature_bytes=worker.feature_bytes,
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             max_num_seqs=limits.max_num_seqs,

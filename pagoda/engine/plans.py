@@ -138,6 +138,11 @@ class PlanBuilder:
         self._whole_prompts = limits.whole_prompts
         self._max_chunk_tokens = limits.max_chunk_tokens
 
+    @property
+    def hears(self) -> bool:
+        """True if audio of a request that begins is encoded before the step, which takes as long as many steps."""
+        return bool(self.starts) and self.starts[-1].work.audio is not None
+
     def count_for(
         self, available: int, behind: DemandBehind | None = None, most: int = UNLIMITED_RUN
     ) -> int:

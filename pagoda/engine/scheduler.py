@@ -104,7 +104,7 @@ class Scheduler:
             message=message,
             order_key=self._order(message, charge.start, self._num_arrivals),
             charge=charge,
-            table=self.kv.new_table(message.cache_salt, message.work.adapter, message.work.spans),
+            table=self.kv.new_table(message.salt, message.work.adapter, message.work.spans),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
             constraint=constraint,
@@ -145,6 +145,9 @@ class Scheduler:
             problem = problem_with_spans(spans, request.num_prompt_tokens, hidden_size)
             if problem is not None:
                 return f"{problem[0].upper()}{problem[1:]}."
+        heard = 0 if request.work.audio is None else len(request.work.audio.values)
+        if heard != self.limits.feature_bytes:
+            return _wrong_audio(heard, self.limits.feature_bytes)
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "
@@ -520,3 +523,12 @@ def _with_queue_time(chunk: TokenChunk, request: Request) -> TokenChunk:
     """The chunk, with how long the request waited if no chunk has said so before."""
     queue_time_s, request.queue_time_s = request.queue_time_s, None
     return msgspec.structs.replace(chunk, queue_time_s=queue_time_s)
+
+
+def _wrong_audio(heard: int, wanted: int) -> str:
+    """Sentence about a request whose audio has so many bytes of features, of which others are wanted."""
+    if not wanted:
+        return "The model is given text alone, and hears no audio."
+    if not heard:
+        return "The model transcribes audio; ask POST /v1/audio/transcriptions."
+    return f"The features of an audio have {wanted} bytes, got {heard}."

@@ -230,7 +230,7 @@ class Placer:
             keys = prefix_keys(
                 request.prompt_token_ids,
                 block_size,
-                request.cache_salt,
+                request.salt,
                 MAX_PREFIX_BLOCKS,
                 request.work.adapter,
                 request.work.spans,

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pagoda.messages.audio import AudioFeatures, SpeechRules
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.ranges import (
@@ -38,7 +39,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -115,6 +116,10 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
     spans: Annotated[tuple[EmbeddedSpan, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Parts of the prompt that are no tokens, in their order."""
+    audio: AudioFeatures | None = None
+    """Audio that the request is about, of a model that hears."""
+    speech: SpeechRules | None = None
+    """Tokens that a transcript may have; None of an answer that is none."""
 
 
 class GenerateRequest(
@@ -131,6 +136,7 @@ class GenerateRequest(
     priority: int = 0
     """Lower comes first, as in vLLM."""
     cache_salt: str | None = None
+    """Requests with different ones share no KV; see `salt`."""
     tenant: str = ""
     """Name of the API key, among which an engine shares out tokens of the same priority; empty without keys."""
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=100.0)] = 1.0
@@ -164,6 +170,12 @@ class GenerateRequest(
     """The router that has sent the request, as the host that it came to numbers routers; empty for its own."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
+
+    @property
+    def salt(self) -> str | None:
+        """The salt of the keys of the request's blocks: KV of tokens depends on what is heard beside them."""
+        audio = self.work.audio
+        return self.cache_salt if audio is None else f"{audio.digest.hex()}{self.cache_salt or ''}"
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -422,6 +434,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """One line for the operator: device, dtype, KV cache size."""
     hidden_size: Count = 0
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
+    feature_bytes: Count = 0
+    """Bytes of the features of the audio that each request must have; 0 of a model that is given text alone."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
     roles: Annotated[tuple[Role, ...], Meta(max_length=len(Role))] = ()

@@ -38,16 +38,16 @@ from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
+from pagoda.model.audio_encoder import HEARD, AudioEncoder, heard_by
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
-from pagoda.model.loader import Layer, Norm, WeightLoader
+from pagoda.model.loader import Layer, WeightLoader
 from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import (
     added,
     inner_normed,
-    named_weights,
     normed,
     residual,
     through,
@@ -57,6 +57,7 @@ from pagoda.model.recording import (
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.shared_blocks import attention_source
 from pagoda.model.state_layers import state_caches
+from pagoda.model.weight_names import weight_names
 from pagoda.parallel.collectives import Collectives
 
 LAST_HIDDEN = "last_hidden"
@@ -156,6 +157,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
         self._embedding_multiplier = rounded.item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
+        self._audio = None if config.audio is None else AudioEncoder(loader, config.audio)
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -172,6 +174,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
+        if self._audio is not None:
+            self._audio.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
         self._compiled = compiled = self._compile(embeds_spans=False)
         self._compiled_with_spans: Compiled[MetadataT] | None = None
         """The graph of steps with embedded spans; the first of them compiles it."""
@@ -204,6 +208,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         metadata = {
             group: plan(attended, heads, cache, group) for group, cache in self._groups.items()
         }
+        if self._audio is not None:
+            cache, group = self.caches[0].cache, self.caches[0].group
+            metadata[HEARD] = plan(heard_by(batch, self._audio.positions), heads, cache, group)
         return PlannedBatch(batch, metadata, own)
 
     def forward(
@@ -231,6 +238,10 @@ class Decoder(Generic[LinearT, MetadataT]):
     ) -> tuple[Tensor, ...]:
         """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
         tracer = self._tracer
+        if self._audio is not None and planned.batch.audio:
+            began = tracer.e2e()
+            self._audio.encode(planned.batch)
+            tracer.span("encode audio", began)
         began = tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
@@ -270,7 +281,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             # The embeddings that are given, of all tokens, and their sum with those of tokens.
             hidden_size = self._shard.config.hidden_size
             num_bytes += 2 * len(batch.token_ids) * hidden_size * torch.float32.itemsize
-        return num_bytes
+        return num_bytes if self._audio is None else max(num_bytes, self._audio.profile())
 
     def _input(
         self,
@@ -386,26 +397,13 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     def _weight_names(self) -> WeightNames:
         """Names of the weights in traces: `embedding`, `layers.3.qkv`."""
-        named: dict[str, object] = {"embedding": self._embedding, "norm": self._norm}
+        outer: dict[str, object] = {"embedding": self._embedding, "norm": self._norm}
         if self.head is not self._embedding:
-            named["head"] = self.head
-        if self._tables is not None:
-            named |= {
-                "positions": self._tables.positions,
-                "token_types": self._tables.token_types,
-                "embedding_norm": self._tables.norm,
-                "embedding_projection": self._tables.projection,
-            }
+            outer["head"] = self.head
         if self._joint is not None:
-            named |= self._joint.named()
-        for kind, layers in self._vector_layers.items():
-            named |= {f"{kind}.{place}": layer.weight for place, layer in enumerate(layers)}
-        for index, layer in zip(self._shard.layers, self._layers, strict=True):
-            named |= named_weights(index, layer)
-        return {
-            id(weight.weight if isinstance(weight, Norm) else weight): name
-            for name, weight in named.items()
-        }
+            outer |= self._joint.named()
+        layers = zip(self._shard.layers, self._layers, strict=True)
+        return weight_names(outer, self._tables, self._vector_layers, layers)
 
     def _record(self, *, embeds_spans: bool) -> Graph:
         """The stage's forward pass; on the last stage with logits and their argmax."""
@@ -546,7 +544,8 @@ class Decoder(Generic[LinearT, MetadataT]):
     ) -> Value:
         """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
         held, states = caches
-        cache, metadata = held.cache, ops.metadata(held.group)
+        crosses = layer.spec.attention.crosses
+        cache, metadata = held.cache, ops.metadata(HEARD if crosses else held.group)
         qkv = with_adapters(
             ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
         )
@@ -569,7 +568,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         is_own = qkv.own
         qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
         queries = ops.share_rows(qkv)
-        if spec.kv_layer is None:
+        if spec.kv_layer is None and not crosses:
             num_heads = len(self._shard.heads)
             sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
             queries = ops.rotate_and_cache(queries, metadata, table, cache, norms, **sizes)
@@ -590,7 +589,7 @@ class Decoder(Generic[LinearT, MetadataT]):
                 softcap=spec.softcap,
                 sinks=layer.sinks,
                 chunk=spec.chunk,
-                causal=spec.causal,
+                causal=spec.causal and not crosses,
                 **sizes,
             )
         out = scaled(ops, out, spec.value_scale)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
@@ -264,6 +265,12 @@ class WeightLoader(Generic[LinearT]):
         )
         """Tokens that went to each expert, of all layers together."""
 
+    def of_shard(self, shard: Shard) -> WeightLoader[LinearT]:
+        """A loader of the weights of another shard of the same files."""
+        own = copy.copy(self)
+        own.shard = shard
+        return own
+
     def layer(self, index: int) -> Layer[LinearT]:
         """Weights of a layer; those that several layers have in a file are loaded once for all of them."""
         config = self.shard.config
@@ -409,6 +416,8 @@ class WeightLoader(Generic[LinearT]):
     def bias(self, linear: LinearSpec) -> Tensor:
         """This rank's part of the bias of a linear layer, in the dtype of dense layers."""
         stored, part = linear.stored, self.shard.part_of(linear)
+        if not linear.has_bias:
+            return torch.zeros(len(part.outputs), dtype=self.dtype, device=self.backend.device)
         whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
         self.source.read_into(stored.bias, whole)
         values = own_rows(whole.flatten(), linear)

@@ -17,18 +17,6 @@ from pagoda.model.loader import InnerNorm, Layer, Norm, VectorLayer
 from pagoda.model.sharding import Shard
 
 
-def named_weights(index: int, layer: Layer[LinearT]) -> dict[str, object]:
-    """Weights of a layer of number `index` by their names in traces."""
-    of_mlp = {} if layer.mlp is None else vars(layer.mlp)
-    of_shared = {} if of_mlp.get("shared") is None else vars(of_mlp["shared"])
-    own = vars(layer) | of_mlp
-    own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
-    own |= {} if layer.of_kind is None else vars(layer.of_kind)
-    own |= {} if layer.beside is None else layer.beside.named()
-    own |= {} if layer.block is None else layer.block.named()
-    return {f"layers.{index}.{name}": weight for name, weight in own.items()}
-
-
 def normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
     """x [n, hidden] behind its norm, if there is one."""
     if norm is None:

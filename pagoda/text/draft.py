@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pagoda.messages.audio import AudioFeatures, SpeechRules
 from pagoda.messages.frontend import Grammar, KVSource, Pooling
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.telemetry.request_tracker import ClientRequest
@@ -46,6 +47,8 @@ class Draft:
     pooling: Pooling | None = None
     second_text_at: int = 0
     spans: tuple[EmbeddedSpan, ...] = ()
+    audio: AudioFeatures | None = None
+    speech: SpeechRules | None = None
     num_scored_tokens: int = 0
     scores_once: bool = True
     """The first of several answers alone has the log-probabilities of the prompt."""

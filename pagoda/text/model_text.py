@@ -20,6 +20,7 @@ from pagoda.files import read_regular
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.answer_formats import AUTO, AnswerFormats, ParserChoice
 from pagoda.text.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
+from pagoda.text.speech_files import SpeechText, read_speech
 from pagoda.text.templates.chat_template import ChatTemplate, read_template
 from pagoda.text.tokenizers.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
 from pagoda.whole_numbers import whole_numbers
@@ -56,6 +57,8 @@ class ModelText:
     """Values that the model's authors prefer, for fields that a request leaves open."""
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     parsers: ParserChoice = field(default_factory=ParserChoice)
+    speech: SpeechText | None = None
+    """Tokens around transcripts; None of a model that hears nothing."""
     longest: int = 0
     """Tokens of the longest sequence that the model can take, whatever the server does; 0 if it is not known."""
     special_tokens_in_text: SpecialTokensInText = "allow"
@@ -182,6 +185,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
         eos_token_ids=tuple(sorted(eos)),
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
         pooling=read_pooling(directory),
+        speech=read_speech(directory, tokenizer, generation),
     )
 
 

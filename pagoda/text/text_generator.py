@@ -286,6 +286,8 @@ class TextGenerator:
         if draft.pooling is None:
             self.text.check_generates()
         limits = self.endpoint.limits
+        if draft.audio is None and limits.feature_bytes:
+            refuse("model", "transcribes audio; ask POST /v1/audio/transcriptions")
         client_request = draft.client_request
         if client_request is None:
             client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
@@ -326,6 +328,8 @@ class TextGenerator:
                         adapter=self.adapter.digest if self.adapter else "",
                         second_text_at=draft.second_text_at,
                         spans=draft.spans,
+                        audio=draft.audio,
+                        speech=draft.speech,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,

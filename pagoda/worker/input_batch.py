@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import EmbeddedRows, TokenBatch
+from pagoda.backend.base import EmbeddedRows, HeardAudio, TokenBatch
 from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.transfers import HostSlots, TierBlocks
@@ -239,6 +239,8 @@ class InputBatch:
         """Places of the second of two texts; 0 for none."""
         self._pairs: set[int] = set()
         """Slots with two texts."""
+        self._audio: dict[int, bytes] = {}
+        """Features of slots that have not begun."""
         self._spans: dict[int, list[_Span]] = {}
         """Embedded spans of slots whose places are not all computed."""
         self._slots: set[int] = set()
@@ -296,6 +298,8 @@ class InputBatch:
             self._pairs.add(slot)
         if start.work.spans and self._embeds_spans:
             self._spans[slot] = list(map(_Span.of, start.work.spans))
+        if start.work.audio is not None and start.num_computed_tokens == 0:
+            self._audio[slot] = start.work.audio.values
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
@@ -338,6 +342,7 @@ class InputBatch:
         self._cold.pop(slot, None)
         self._pairs.discard(slot)
         self._spans.pop(slot, None)
+        self._audio.pop(slot, None)
         if self._num_adapted:
             self._num_adapted -= self._adapters[slot] != _NO_ADAPTER
 
@@ -433,6 +438,8 @@ class InputBatch:
             batch = replace(batch, draft_lens=torch.tensor(lens))
         if not self._spans.keys().isdisjoint(slots):
             batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
+        if not self._audio.keys().isdisjoint(slots):
+            batch = replace(batch, audio=self._heard(slots))
         if self.segment != SEGMENT:
             batch = replace(batch, segment=self.segment)
         segments = self._segments(slots) if self._cold else None
@@ -512,6 +519,16 @@ class InputBatch:
             if slot in self._spans and self._spans[slot][-1].end <= end:
                 del self._spans[slot]
         return EmbeddedRows(torch.cat(rows), torch.cat(vectors)) if rows else None
+
+    def _heard(self, slots: list[int]) -> tuple[HeardAudio, ...]:
+        """Audio of the slots that begin, which is forgotten."""
+        return tuple(
+            HeardAudio(
+                place, torch.frombuffer(bytearray(self._audio.pop(slot)), dtype=torch.float32)
+            )
+            for place, slot in enumerate(slots)
+            if slot in self._audio
+        )
 
     def _refuse(
         self, slots: list[int], num_tokens: list[int], drafts: Mapping[int, list[int]]

@@ -55,6 +55,7 @@ from pagoda.parallel.config import RankPlace
 from pagoda.parallel.segments import BlockNumbers
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
+from pagoda.worker.audio import check_audio
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.context import check_context_parallel
 from pagoda.worker.dp_attention import check_dp_attention
@@ -90,6 +91,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
     check_dp_attention(config, shape, backend)
+    check_audio(config, shape, backend)
     _check_batch_invariant(config, backend)
     dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
     quantization = choose_quantization(config, shape, capabilities)
@@ -203,6 +205,7 @@ def load_runner(
         max_model_len=plan.max_model_len,
         vocab_size=shard.config.vocab_size,
         hidden_size=shard.config.hidden_size if backend.capabilities.embeds_spans else 0,
+        feature_bytes=0 if shard.config.audio is None else shard.config.audio.feature_bytes,
         summary=_summary(plan, num_blocks),
         gives_logits=shard.config.gives_logits,
         arithmetic=_arithmetic(backend.arithmetic, config),

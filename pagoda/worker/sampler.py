@@ -115,17 +115,21 @@ class Sampler:
         """Slots whose next step needs more than the likeliest token."""
         self._reporting: set[int] = set()
         """Slots that report log-probabilities."""
+        self._speaking: set[int] = set()
+        """Slots whose answers are transcripts."""
 
     def start(self, start: SlotStart) -> None:
         state = self._states[start.slot] = SamplingState(start, self.table)
         if start.work.sampling.logprobs is not None:
             self._reporting.add(start.slot)
+        if state.is_speech:
+            self._speaking.add(start.slot)
         self._note(start.slot, state)
 
     def free(self, slot: int) -> None:
         """Forgets a slot, even one whose start failed."""
         self._states.pop(slot, None)
-        for slots in (self._changing, self._with_logits, self._reporting):
+        for slots in (self._changing, self._with_logits, self._reporting, self._speaking):
             slots.discard(slot)
 
     def take_masks(self, masks: dict[int, bytes]) -> None:
@@ -160,6 +164,10 @@ class Sampler:
 
         Nothing is remembered: sampling again gives the same tokens until `append` adds one.
         """
+        if not self._speaking.isdisjoint(slots):
+            for row, slot in enumerate(slots):
+                if slot in self._speaking:
+                    self._states[slot].weigh(logits[row])
         return self.outcome(self._sample_rows(logits, self.table, slots), slots)
 
     def outcome(self, rows: SampledRows, slots: list[int]) -> Sampled:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pagoda.backend.sampling import SamplingRow, SamplingRules
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.worker import SlotStart
+from pagoda.worker.speech import SpeechState, as_bits
 
 
 class SamplingState:
@@ -35,7 +36,10 @@ class SamplingState:
             or sampling.logprobs is not None
             or self._rules.allowed is not None
             or len(bias) > 0
+            or start.work.speech is not None
         )
+        speech = start.work.speech
+        self._speech = None if speech is None else SpeechState(speech, output, table.vocab_size)
         self._is_masked = False
         """True if a grammar says what the next token may be."""
         self._counts_output = bool(sampling.presence_penalty or sampling.frequency_penalty)
@@ -52,6 +56,22 @@ class SamplingState:
                 self._counts[self._see(token_id)] += 1
         self._holds_back_stops = self._must_go_on(len(output))
         table.put(start.slot, self._row(len(output), self._seen, self._counts))
+        self._allow_speech(None)
+
+    @property
+    def is_speech(self) -> bool:
+        """True if the answer is a transcript, whose next token depends on all logits."""
+        return self._speech is not None
+
+    def weigh(self, logits: Tensor) -> None:
+        """Lets the next token of a transcript be a time, if the logits [vocab] say that it is one."""
+        self._allow_speech(logits)
+
+    def _allow_speech(self, logits: Tensor | None) -> None:
+        if self._speech is not None:
+            allowed = self._speech.allowed(logits)
+            own = self._rules.allowed
+            self._table.allow(self._slot, allowed if own is None else allowed & own)
 
     def _row(self, position: int, seen: array[int], counts: array[float]) -> SamplingRow:
         return SamplingRow(
@@ -84,7 +104,7 @@ class SamplingState:
     @property
     def changes(self) -> bool:
         """False if a further token changes nothing but the position, so that it need not be appended."""
-        return self._penalises or self._holds_back_stops or self._is_masked
+        return self._penalises or self._holds_back_stops or self._is_masked or self.is_speech
 
     @property
     def needs_logits(self) -> bool:
@@ -121,6 +141,9 @@ class SamplingState:
             if self._counts_output:
                 self._counts[place] += 1
             table.seen_more(slot)
+        if self._speech is not None:
+            self._speech.append(token_id)
+            self._allow_speech(None)
 
     def _see(self, token_id: int) -> int:
         place = self._places.setdefault(token_id, len(self._seen))
@@ -139,6 +162,6 @@ def _mask(allowed: tuple[int, ...] | None, vocab_size: int) -> Tensor | None:
     """The bits of tokens that may be sampled, as `SamplingRules.allowed`."""
     if allowed is None:
         return None
-    bits = torch.zeros(-(-vocab_size // 32), 32, dtype=torch.int64)
-    bits.view(-1)[torch.tensor(allowed)] = 1
-    return (bits << torch.arange(32)).sum(1).to(torch.int32)
+    chosen = torch.zeros(vocab_size, dtype=torch.bool)
+    chosen[torch.tensor(allowed)] = True
+    return as_bits(chosen)

@@ -208,7 +208,8 @@ PATHS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 }
 """Bodies of routes that do not say their type."""
 BODILESS = frozenset(
-    ("/v1/responses/*", "/profile/stop", "/stop_profile", "/v1/batches/*", "/v1/files", "/ping")
+    {"/v1/responses/*", "/profile/stop", "/stop_profile", "/v1/batches/*", "/v1/files", "/ping"}
+    | {"/v1/audio/transcriptions", "/v1/audio/translations"}
 )
 """Routes that read no JSON."""
 

@@ -34,6 +34,7 @@ ANSWER = """
 GET /server_info | GET /get_server_info | GET /bootstrap/rooms/*
 POST /v1/completions | POST /v1/fim/completions
 POST /v1/chat/completions | POST /v1/chat/completions/input_tokens
+POST /v1/audio/transcriptions | POST /v1/audio/translations
 POST /v1/embeddings | POST /embeddings | POST /pooling | POST /classify | POST /generative_scoring
 POST /v1/score | POST /score | POST /v1/rerank | POST /v2/rerank | POST /rerank | POST /reranking
 POST /v1/reranking | POST /v1/messages | POST /v1/messages/count_tokens

@@ -303,3 +303,26 @@ def test_storeys_hold_a_context_together() -> None:
     assert both[2] == f"{10 * 2**30 // per_token:,}"
     windows = config("qwen3-0.6b", use_sliding_window=True, sliding_window=64, max_window_layers=0)
     assert list(context_rows(windows, 1, 2, 3, 4.0)) == []
+
+
+def test_a_model_that_hears() -> None:
+    values = {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "vocab_size": 51865,
+        "d_model": 512,
+        "decoder_layers": 6,
+        "encoder_layers": 6,
+        "decoder_attention_heads": 8,
+        "encoder_attention_heads": 8,
+        "decoder_ffn_dim": 2048,
+        "encoder_ffn_dim": 2048,
+    }
+    spec = parse_model_config(values, source="config.json")
+    facts = dict(model_facts(spec, "auto"))
+    assert facts["gives"].startswith("transcripts of audio (POST /v1/audio/transcriptions")
+    assert "6 with full attention and 6 with attention to what is heard" in facts["layers"]
+    # 12 layers keep 2 vectors of 512 numbers of 2 bytes for 1,536 places.
+    assert facts["KV cache"] == "36.0 MiB a transcript in 16 bits, with what is heard"
+    # Of the 72.6 million of whisper-base those of maps and of the table of tokens.
+    assert facts["weights"].startswith("269 MiB in float32")
+    assert not [*context_rows(spec, 0, 2**30, 2**30, 1e9)]

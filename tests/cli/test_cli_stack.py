@@ -78,6 +78,12 @@ def test_the_start_up_summary_fits_one_screen_and_ends_with_a_curl_line() -> Non
     assert "Bearer k" not in lines[-1]
 
 
+def test_the_curl_line_of_a_model_that_hears_sends_a_file() -> None:
+    line = curl_line("http://127.0.0.1:1", "w", asks_for_key=True, hears=True)
+    assert line.startswith("curl http://127.0.0.1:1/v1/audio/transcriptions -H ")
+    assert line.endswith(" -F file=@audio.mp3")
+
+
 def test_the_curl_line_is_quoted_for_the_shell() -> None:
     line = curl_line("http://127.0.0.1:1", "it's", asks_for_key=False)
     printed = subprocess.run(

@@ -29,6 +29,7 @@ QUICK_PLUGINS = [
     "scoring",
     "sglang",
     "trace",
+    "transcription",
     "vllm",
 ]
 NO_FINDER = (

@@ -128,6 +128,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "Ernie4_5_MoeForCausalLM": "ernie",
         "HunYuanDenseV1ForCausalLM": "hunyuan",
         "HunYuanMoEV1ForCausalLM": "hunyuan",
+        "WhisperForConditionalGeneration": "whisper",
         "GPT2LMHeadModel": "gpt",
         "GPTBigCodeForCausalLM": "gpt",
         "JAISLMHeadModel": "gpt",

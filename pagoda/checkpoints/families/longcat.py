@@ -76,7 +76,7 @@ LONGCAT = Family(
     "LongCat-Flash",
     _adapt,
     names=TensorNames(
-        halves=True,
+        halves=("0", "1"),
         rotates_neighbours=True,
         attention_norm="input_layernorm.{half}",
         mlp_norm="post_attention_layernorm.{half}",

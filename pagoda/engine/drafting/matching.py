@@ -154,7 +154,7 @@ class MatchingDrafter:
 
 def _key(request: Request) -> tuple[str, str | None, str]:
     """Name of a pool: recent answers stay with those who may share the prefix cache."""
-    return request.tenant, request.message.cache_salt, request.work.adapter
+    return request.tenant, request.message.salt, request.work.adapter
 
 
 def _followed(found: Match, most: int, least_share: float) -> Proposal:

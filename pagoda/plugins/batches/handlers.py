@@ -14,11 +14,10 @@ from aiohttp import web
 
 from pagoda.api.bodies.fields import Metadata
 from pagoda.api.errors import ApiError
-from pagoda.api.http.request_body import ask_for_body, inflated_pieces, raw_pieces
+from pagoda.api.http.forms import FormReader, open_form
 from pagoda.api.http.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.plugins.batches.files import FileRecord, FileStore, Purpose, new_id
-from pagoda.plugins.batches.forms import FormReader
 from pagoda.plugins.batches.records import WINDOW_S, BatchRecord
 from pagoda.plugins.batches.runner import BatchRunner
 from pagoda.plugins.batches.state import BatchState
@@ -75,7 +74,7 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
     purpose: str | None = None
     upload: tuple[str, int, str] | None = None
     pace = Pace(context.service.config.body_timeout_s)
-    form = _form(context, pace)
+    form = open_form(context.http, pace.wait, context.service.body_threads, context.key_name)
     try:
         while (part := await form.next_part()) is not None:
             if part.name == "file" and upload is None:
@@ -102,17 +101,6 @@ async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
     adding = files.add_upload(file_id, filename, kind, num_bytes, context.key_name)
     # To the end, also for a client that goes away: bytes without a description would stay for ever.
     return await asyncio.shield(asyncio.ensure_future(adding))
-
-
-def _form(context: RequestContext, pace: Pace) -> FormReader:
-    """The form that comes, asked for if the client waits for that."""
-    http = context.http
-    threads = context.service.body_threads
-    raw = raw_pieces(http, pace.wait)
-    pieces = inflated_pieces(http, raw, threads, context.key_name)
-    form = FormReader(http.headers.get("Content-Type", ""), pieces)
-    ask_for_body(http)
-    return form
 
 
 async def _chunks(form: FormReader, pace: Pace) -> AsyncIterator[bytes]:

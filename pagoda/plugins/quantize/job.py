@@ -69,6 +69,10 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
         raise ConfigError(
             f"{source} is quantized already ({shape.quantization.summary}); name the model that it was made of."
         )
+    if shape.audio is not None and config.calibration_windows:
+        raise ConfigError(
+            f"{source} transcribes audio, for which there is no calibration text; leave it out."
+        )
     scheme = Scheme.of(config.format, config.group_size, shape)
     linears = {f"{linear.name}.weight": linear for linear in quantized_linears(shape)}
     for linear in linears.values():

@@ -150,7 +150,7 @@ class Recorder:
         return _id(root_key(0, f"{self._secret}s{session}")) if session else None
 
     def _keys(self, tokens: list[int], request: GenerateRequest) -> list[bytes]:
-        salt, work = f"{self._secret}k{request.cache_salt or ''}", request.work
+        salt, work = f"{self._secret}k{request.salt or ''}", request.work
         keys = [root_key(self._block_size, salt, work.adapter)]
         num_blocks = -(-len(tokens) // self._block_size)
         while len(keys) <= num_blocks:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from email.message import Message
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from aiohttp import content_disposition_filename, parse_content_disposition
+from aiohttp import content_disposition_filename, parse_content_disposition, web
 
+from pagoda.api.http.request_body import ask_for_body, inflated_pieces, raw_pieces
+from pagoda.concurrency.async_utils import LongWork
 from pagoda.errors import InvalidRequestError, refuse
 
 _MAX_BOUNDARY_CHARS = 70
@@ -112,6 +114,20 @@ class FormReader:
                 break
         if num_bytes > _MAX_AROUND_BYTES:
             _malformed(f"it goes on for more than {_MAX_AROUND_BYTES} bytes behind its last part")
+
+
+def open_form(
+    http: web.BaseRequest,
+    wait: Callable[[Coroutine[Any, Any, bytes]], Awaitable[bytes]],
+    threads: LongWork,
+    tenant: str,
+) -> FormReader:
+    """The form that comes, asked for if the client waits for that; `wait` is as in `raw_pieces`.
+    Raises InvalidRequestError: it has no boundary. ApiError: the client expects what is not known."""
+    pieces = inflated_pieces(http, raw_pieces(http, wait), threads, tenant)
+    form = FormReader(http.headers.get("Content-Type", ""), pieces)
+    ask_for_body(http)
+    return form
 
 
 def _head_of(head: bytes) -> PartHead:

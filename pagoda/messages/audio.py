@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audio of a request: the features that an encoder is given, and what a transcript may say."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pagoda.messages.sampling_params import MAX_TOKEN_LIST, TokenId
+
+MAX_FEATURE_BYTES = 2**24
+"""Bytes of the features of an audio: of 30 s, Whisper has 1.5 MB."""
+_Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Log-mel features of audio, as `WhisperFeatureExtractor` of transformers makes them."""
+
+    mel_bins: int
+    frames: int
+    """Frames of a piece of audio, which is padded with silence."""
+    rate: int
+    """Samples a second."""
+    window: int
+    """Samples of a Fourier transform."""
+    hop: int
+    """Samples from one frame to the next."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a whole piece."""
+        return self.frames * self.hop
+
+
+class AudioFeatures(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Features of up to 30 s, which an encoder makes keys and values of."""
+
+    digest: _Digest
+    """SHA-256 of the features: tokens of requests with other ones never share KV. Who makes the features computes
+    it (`audio_features`), and hands on none of a client's."""
+    values: Annotated[bytes, Meta(max_length=MAX_FEATURE_BYTES)]
+    """[mel_bins, frames] float32, little-endian."""
+
+
+def audio_features(values: bytes) -> AudioFeatures:
+    """Features with their digest."""
+    return AudioFeatures(hashlib.sha256(values).digest(), values)
+
+
+class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Tokens that a transcript may not have where (Radford et al. 2022)."""
+
+    suppressed: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKEN_LIST)] = ()
+    """Tokens that are never said."""
+    begin_suppressed: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKEN_LIST)] = ()
+    """Tokens that are not said first."""
+    suppressed_from: TokenId | None = None
+    """Tokens from this one on are never said."""
+    end: TokenId = 0
+    """Token that ends a transcript; those of text lie before it."""
+    first_timestamp: TokenId | None = None
+    """Token of the time 0, behind which those of later times lie; None of a transcript without times."""
+    last_initial: TokenId | None = None
+    """The latest time that a transcript may begin with."""

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces of an audio on their way to text, several at a time, in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from pagoda.api.errors import GenerationError
+from pagoda.errors import refuse
+from pagoda.messages.audio import AudioFeatures
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.plugins.transcription.decoding import DecodedAudio, piece_seconds
+from pagoda.plugins.transcription.form import TranscriptionForm
+from pagoda.telemetry.request_tracker import ClientRequest
+from pagoda.text.draft import Draft
+from pagoda.text.speech_files import SpeechTask, SpeechText
+from pagoda.text.text_generator import TextDelta, TextGenerator
+
+_AHEAD = 8
+"""Pieces of an audio that are transcribed at a time."""
+
+
+@dataclass(eq=False)
+class HeardPiece:
+    """A piece, and what is said in it so far."""
+
+    index: int
+    start: float
+    end: float
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    deltas: asyncio.Queue[TextDelta | None] = field(default_factory=asyncio.Queue)
+    """News of the piece; None at its end."""
+
+
+class Transcription:
+    """One audio's way to text."""
+
+    def __init__(
+        self,
+        generator: TextGenerator,
+        speech: SpeechText,
+        form: TranscriptionForm,
+        task: SpeechTask,
+        client_request: ClientRequest,
+    ) -> None:
+        self.generator, self.speech, self.form, self.task = generator, speech, form, task
+        self.language = form.language
+        self._client_request = client_request
+        self._before: list[int] = []
+        sampling = SamplingParams(
+            temperature=form.temperature,
+            seed=form.seed,
+            max_tokens=None,
+            logprobs=0 if form.has_times else None,
+        )
+        self._sampling = generator.check_sampling(sampling)
+
+    async def read_prompt(self) -> None:
+        """Reads what was said before. Raises InvalidRequestError: the form's language or prompt is wrong."""
+        form, speech = self.form, self.speech
+        if form.language is not None:
+            speech.prompt(self.task, form.language, has_times=form.has_times)
+        if not form.prompt:
+            return
+        if speech.previous is None:
+            refuse("prompt", "must be empty: the model takes nothing that was said before")
+        text = f" {form.prompt.strip()}"
+        tokens = await self.generator.encode(text, add_special_tokens=False, param="prompt")
+        most = self.generator.endpoint.limits.max_model_len // 2 - 1
+        self._before = [speech.previous, *tokens[-most:]]
+
+    async def pieces(self, audio: DecodedAudio) -> AsyncIterator[HeardPiece]:
+        """Pieces in their order, each as soon as its text may begin; their texts grow as they are read.
+        Raises GenerationError: the engine failed with a request; what `DecodedAudio.features` raises."""
+        rate = self.speech.features.rate
+        waiting = deque(enumerate(audio.pieces))
+        running: deque[tuple[HeardPiece, asyncio.Task[None]]] = deque()
+        try:
+            while waiting or running:
+                while waiting and len(running) < _AHEAD:
+                    index, piece = waiting.popleft()
+                    features = await audio.features()
+                    if self.language is None and self.speech.languages:
+                        self.language = await self._language_of(features)
+                    heard = HeardPiece(index, *piece_seconds(piece, rate))
+                    task = asyncio.create_task(self._transcribe(heard, features))
+                    running.append((heard, task))
+                heard, task = running[0]
+                yield heard
+                await task
+                running.popleft()
+        finally:
+            for _, task in running:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+    async def _transcribe(self, heard: HeardPiece, features: AudioFeatures) -> None:
+        try:
+            prompt = self.speech.prompt(self.task, self.language, has_times=self.form.has_times)
+            draft = Draft(
+                audio=features,
+                speech=self.speech.rules(has_times=self.form.has_times),
+                speculates=False,
+                client_request=self._client_request,
+            )
+            async for delta in self._answer([*self._before, *prompt], self._sampling, draft):
+                heard.text += delta.text
+                heard.token_ids += delta.token_ids
+                heard.logprobs += [it.logprob for it in delta.logprobs or ()]
+                heard.deltas.put_nowait(delta)
+        finally:
+            heard.deltas.put_nowait(None)
+
+    async def _language_of(self, features: AudioFeatures) -> str:
+        """The likeliest language of a piece."""
+        codes = {token_id: code for code, token_id in self.speech.languages.items()}
+        sampling = SamplingParams(
+            temperature=0, seed=0, max_tokens=1, allowed_token_ids=tuple(codes), ignore_eos=True
+        )
+        draft = Draft(audio=features, speculates=False, client_request=self._client_request)
+        checked = self.generator.check_sampling(sampling)
+        async for delta in self._answer([self.speech.start], checked, draft):
+            for token_id in delta.token_ids:
+                return codes[token_id]
+        raise GenerationError("no language was found")
+
+    async def _answer(
+        self, prompt: Sequence[int], sampling: SamplingParams, draft: Draft
+    ) -> AsyncIterator[TextDelta]:
+        (request,) = await self.generator.prepare(prompt, sampling, draft)
+        async with aclosing(self.generator.stream(request)) as deltas:
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise GenerationError(f"{request.request.request_id}: {delta.error}")
+                yield delta
+
+
+async def finished(pieces: AsyncIterator[HeardPiece]) -> list[HeardPiece]:
+    """All pieces, with their texts complete."""
+    async with contextlib.aclosing(pieces) as found:  # type: ignore[type-var]
+        return [piece async for piece in found]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusal of backends and flags that do not go with a model that hears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagoda.backend.base import Backend, UnsupportedError
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.errors import ConfigError
+from pagoda.messages.speculation import HEAD_IF_ANY
+from pagoda.messages.worker_config import WorkerConfig
+
+
+def check_audio(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any]) -> None:
+    """Raises ConfigError: the model hears, and the backend or a flag does not go with it."""
+    if spec.audio is None:
+        return
+    if not backend.capabilities.encodes_audio:
+        raise UnsupportedError(
+            f"{backend.arithmetic} does not compute the encoder of {config.model}; "
+            "choose --backend cpu or reference."
+        )
+    parallel = config.parallel
+    for is_given, what in (
+        (parallel.context_parallel_size > 1, "--context-parallel-size"),
+        (parallel.dp_attention, "--enable-dp-attention"),
+        (config.has_adapters, "adapters"),
+        (config.drafter not in (None, HEAD_IF_ANY), "a draft model or head"),
+        (config.kv_handoff is not None, "prefill and decode apart"),
+        (bool(config.calibration_windows), "a calibration text"),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{config.model} transcribes audio, which does not go with {what}; leave it out."
+            )
