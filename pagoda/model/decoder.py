@@ -42,7 +42,8 @@ from pagoda.model.audio_encoder import HEARD, AudioEncoder, heard_by
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
-from pagoda.model.loader import Layer, WeightLoader
+from pagoda.model.loaded_layers import Layer
+from pagoda.model.loader import WeightLoader
 from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import (

@@ -13,7 +13,8 @@ from torch import Tensor
 from pagoda.backend.base import LinearT
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
-from pagoda.model.loader import Norm, WeightLoader
+from pagoda.model.loaded_layers import Norm
+from pagoda.model.loader import WeightLoader
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pagoda.backend.decoder_operations import scaled
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.own_rows import scatter_rows
-from pagoda.model.loader import InputTables
+from pagoda.model.loaded_layers import InputTables
 from pagoda.model.recording import normed
 from pagoda.model.sharding import Shard
 

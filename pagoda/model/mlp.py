@@ -12,7 +12,7 @@ from pagoda.backend.own_rows import dispatched_experts, gather_rows, scatter_row
 from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.model.adapters import AdaptedLayer
-from pagoda.model.loader import ApartMlp, DenseMlp, Layer, SparseMlp
+from pagoda.model.loaded_layers import ApartMlp, DenseMlp, Layer, SparseMlp
 from pagoda.model.recording import inner_normed, with_adapters
 from pagoda.model.sharding import Shard
 

@@ -13,7 +13,7 @@ from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.model.loader import InnerNorm, Layer, Norm, VectorLayer
+from pagoda.model.loaded_layers import InnerNorm, Layer, Norm, VectorLayer
 from pagoda.model.sharding import Shard
 
 

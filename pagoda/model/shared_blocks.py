@@ -14,7 +14,8 @@ from pagoda.backend.operations import GraphBuilder
 from pagoda.checkpoints.shared_blocks import LowRankPair, SharedSpec, shared_linears
 
 if TYPE_CHECKING:
-    from pagoda.model.loader import Layer, WeightLoader
+    from pagoda.model.loaded_layers import Layer
+from pagoda.model.loader import WeightLoader
 
 
 class LowRankMap(NamedTuple, Generic[LinearT]):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagoda.backend.operation import WeightNames
 from pagoda.checkpoints.pooling_spec import VectorKind
-from pagoda.model.loader import InputTables, Layer, Norm, VectorLayer
+from pagoda.model.loaded_layers import InputTables, Layer, Norm, VectorLayer
 
 
 def weight_names(
