@@ -28,7 +28,7 @@ from pagoda.model.sharding import Shard
 if TYPE_CHECKING:
     from pagoda.model.decoder import LayerCache
     from pagoda.model.loaded_layers import Layer
-from pagoda.model.loader import WeightLoader
+    from pagoda.model.loader import WeightLoader
 
 HEARD = -1
 """Number of the metadata of attention to audio, beside those of KV groups."""

@@ -349,8 +349,7 @@ class Shard:
 
 
 def least_block_size(config: ModelSpec, itemsize: int) -> int:
-    """Tokens of a block with room for half of a layer's state in K, and in V, or all of it in latents, and for
-    those of what is heard.
+    """Tokens of a block with room for half of a layer's state in K and in V, or all in latents, and for audio.
 
     They do so on every rank of any tensor-parallel size, since engines of different sizes hand blocks over.
     `itemsize` is that of K and V.

@@ -15,7 +15,7 @@ from pagoda.checkpoints.shared_blocks import LowRankPair, SharedSpec, shared_lin
 
 if TYPE_CHECKING:
     from pagoda.model.loaded_layers import Layer
-from pagoda.model.loader import WeightLoader
+    from pagoda.model.loader import WeightLoader
 
 
 class LowRankMap(NamedTuple, Generic[LinearT]):

@@ -528,10 +528,8 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
-    """A float32 model with norms that are not one and biases that are not zero, the same every time.
-
-    `sizes` are other values of its configuration.
-    """
+    """A float32 model with norms that are not one and biases that are not zero, the same every time; `sizes` are
+    other values of its configuration."""
     if name in TEXT_PARTS:
         return _make_seeing(name, **sizes)
     kind, changes = FAMILIES[name]
@@ -540,6 +538,7 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 
 _COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
 _WITH_STATES = ("lfm2", "qwen3-next", "qwen3.5")
+_NORMS_LESS_ONE = ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo", "ouro")
 
 
 def of_one_layer(name: str) -> dict[str, Any]:
@@ -581,10 +580,7 @@ def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 def _randomize(name: str, cls: Any, config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(len(name))
     model = cls(config).float().eval()
-    less_one = name.startswith(
-        ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo", "ouro")
-    )  # weights of norms
-    less_one &= not name.startswith(("gemma3n", "gemma4"))
+    less_one = name.startswith(_NORMS_LESS_ONE) and not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):

@@ -357,7 +357,7 @@ async def _last(dispatcher: Dispatcher, request: GenerateRequest) -> None:
 
 
 def _used(report: LoadReport) -> _Used:
-    """What the processes in `report`, and this one, have used."""
+    """Processor seconds of the processes in `report`, and of this one."""
     engines, workers = (
         sum(_processor_s(it.pid) for it in report.processes if it.role.startswith(role))
         for role in ("engine", "worker")

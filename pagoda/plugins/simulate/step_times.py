@@ -154,7 +154,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Mean seconds of the steps that `spread` was measured with. What delays steps comes by chance over time, so
     that a step which takes n times as long varies by 1/√n as much."""
     slowdowns: tuple[Slowdown, ...] = ()
-    """Those of more than one replica on a machine, by their loads; the first is that of one, which is none."""
+    """Slowdowns of replicas of one machine, by their loads; the first is that of one replica, which is none."""
     num_blocks: Blocks = 0
     """Blocks of the KV cache there; 0 if not known."""
     block_size: Whole = 16
