@@ -264,21 +264,19 @@ class Shard:
 
     def _outputs_of(self, layer: int) -> int:
         """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only, and what
-        a plain MLP makes of its first ones: a gated one writes over them."""
+        a plain MLP, or a norm, makes of its first ones: a gated one writes over them."""
         mlp = self.config.layers[layer].mlp
-        is_plain = isinstance(mlp, MlpSpec) and not mlp.gated
+        has_copy = isinstance(mlp, MlpSpec) and (mlp.inner_norm or not mlp.gated)
         dense = held = 0
         for linear in self.config.layer_linears(layer, self.experts):
             outputs = len(self.part_of(linear).outputs)
             if linear.role in _EXPERTS:
                 held += outputs
             else:
-                dense += outputs * (1 + (is_plain and linear.role is LinearRole.MLP_IN))
+                dense += outputs * (1 + (has_copy and linear.role is LinearRole.MLP_IN))
         experts = self.config.experts
-        share = (
-            0 if experts is None else held * experts.routing.experts_per_token // len(self.experts)
-        )
-        return dense + share
+        used = 0 if experts is None else experts.routing.experts_per_token
+        return dense + held * used // max(1, len(self.experts))
 
     def flops_per_token(self) -> int:
         """Floating-point operations of products with weights, without the head, which few tokens reach."""
