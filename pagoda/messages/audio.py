@@ -32,6 +32,11 @@ class FeatureSpec:
     """Samples from one frame to the next."""
 
     @property
+    def positions(self) -> int:
+        """Positions that an encoder makes of a piece: two frames are one."""
+        return self.frames // 2
+
+    @property
     def samples(self) -> int:
         """Samples of a whole piece."""
         return self.frames * self.hop
@@ -45,11 +50,13 @@ class AudioFeatures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     it (`audio_features`), and hands on none of a client's."""
     values: Annotated[bytes, Meta(max_length=MAX_FEATURE_BYTES)]
     """[mel_bins, frames] float32, little-endian."""
+    positions: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Positions that the encoder computes of them, which count as tokens of a prompt between tenants."""
 
 
-def audio_features(values: bytes) -> AudioFeatures:
+def audio_features(values: bytes, positions: int = 0) -> AudioFeatures:
     """Features with their digest."""
-    return AudioFeatures(hashlib.sha256(values).digest(), values)
+    return AudioFeatures(hashlib.sha256(values).digest(), values, positions)
 
 
 class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

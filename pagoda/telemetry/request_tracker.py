@@ -58,6 +58,16 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     """The route of the API, such as `/v1/completions`; empty for a request of a router."""
     budget: LoopBudget = msgspec.field(default_factory=LoopBudget)
     """The work on the body that may still be done on the event loop."""
+
+    def time_left_s(self, now_ns: int) -> float | None:
+        """Seconds that are left; None without a deadline. Raises DeadlineError: none are left."""
+        if self.timeout_s is None:
+            return None
+        left_s = self.timeout_s - (now_ns - self.arrived_ns) / 1e9
+        if left_s <= 0:
+            raise DeadlineError
+        return left_s
+
     num_body_bytes: int = 0
     """Bytes of the body, once it has been read."""
     num_answers: int = 0
@@ -135,12 +145,9 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     def with_time_left(self, request: GenerateRequest, now_ns: int) -> GenerateRequest:
         """Returns `request` with what is left of the time that its client gave it.
         Raises DeadlineError: nothing is left."""
-        timeout_s = self.client_request.timeout_s
-        if timeout_s is None:
+        left_s = self.client_request.time_left_s(now_ns)
+        if left_s is None:
             return request
-        left_s = timeout_s - (now_ns - self.client_request.arrived_ns) / 1e9
-        if left_s <= 0:
-            raise DeadlineError
         return msgspec.structs.replace(request, timeout_s=left_s)
 
     def with_span(self, request: GenerateRequest) -> GenerateRequest:

@@ -15,13 +15,13 @@ from aiohttp import web
 from pagoda.api.bodies.fields import Metadata
 from pagoda.api.errors import ApiError
 from pagoda.api.http.forms import FormReader, open_form
+from pagoda.api.http.pace import Pace
 from pagoda.api.http.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.plugins.batches.files import FileRecord, FileStore, Purpose, new_id
 from pagoda.plugins.batches.records import WINDOW_S, BatchRecord
 from pagoda.plugins.batches.runner import BatchRunner
 from pagoda.plugins.batches.state import BatchState
-from pagoda.plugins.batches.uploads import Pace
 
 MAX_FILE_BYTES = 512 * 2**20
 _MAX_FIELD_BYTES = 1024

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads under way: how many there may be, and how slow each may be."""
+"""Uploads under way, and how many there may be."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 from pagoda.api.errors import ApiError
 
@@ -15,10 +13,6 @@ MAX_UPLOADS = 64
 """Uploads at a time; each has an open file."""
 MAX_UPLOADS_OF_KEY = 16
 """Uploads at a time of one API key."""
-MIN_BYTES_PER_S = 16384
-"""Bytes per second that an upload must bring on average, beyond the time-out of bodies."""
-
-T = TypeVar("T")
 
 
 class Uploads:
@@ -48,33 +42,6 @@ class Uploads:
             self._num_of[key_name] -= 1
             if not self._num_of[key_name]:
                 del self._num_of[key_name]
-
-
-class Pace:
-    """The time that one upload may take, without what the server's disk takes of it."""
-
-    def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` bounds the wait for anything at all, and how long a slow sender may be behind."""
-        self._timeout_s = timeout_s
-        self._waited_s = 0.0
-        self.num_bytes = 0
-        """Bytes that have come."""
-
-    async def wait(self, reading: Coroutine[Any, Any, T]) -> T:
-        """The result of `reading`. Raises ApiError: 408, it does not come in time."""
-        now = asyncio.get_running_loop().time
-        left_s = self._timeout_s + self.num_bytes / MIN_BYTES_PER_S - self._waited_s
-        began = now()
-        try:
-            return await asyncio.wait_for(reading, min(self._timeout_s, left_s))
-        except TimeoutError:
-            if left_s < self._timeout_s:
-                rate = f"{MIN_BYTES_PER_S} bytes a second"
-                raise ApiError(408, f"The upload is slower than {rate}.") from None
-            message = f"The body did not arrive within {self._timeout_s:.0f} s."
-            raise ApiError(408, message) from None
-        finally:
-            self._waited_s += now() - began
 
 
 def _refusal(message: str) -> ApiError:

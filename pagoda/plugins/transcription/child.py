@@ -3,8 +3,8 @@
 
 Decoders are large programs in C, and files come from anyone. So they run in a process of their own that has read
 its input, opens no file and no socket from then on, and whose memory and processor time are bounded.
-It reads a file from its standard input, and writes messages, each behind its length in four bytes: a `Heard`,
-then the features of each piece as they are read.
+It reads a file from its standard input, and writes messages, each behind its length in four bytes: an empty one
+when it has started, a `Heard`, then the features of each piece as they are read.
 """
 
 from __future__ import annotations
@@ -133,10 +133,11 @@ def _write(out: BinaryIO, message: bytes) -> None:
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=ChildOptions)
     spec, out = options.features, sys.stdout.buffer
-    data = sys.stdin.buffer.read()
     log_mel = LogMel(spec)
     log_mel(np.zeros(0, np.float32))
     load()
+    _write(out, b"")
+    data = sys.stdin.buffer.read()
     confine()
     try:
         samples = decoded(data, spec.rate, options.max_s)

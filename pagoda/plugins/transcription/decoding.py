@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
 from pagoda.api.errors import ApiError
-from pagoda.errors import refuse
+from pagoda.concurrency.async_utils import cancel_all
+from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError, refuse
 from pagoda.messages.audio import AudioFeatures, FeatureSpec, audio_features
 from pagoda.plugins.transcription.messages import ChildOptions, Heard, Piece
 
@@ -23,8 +26,9 @@ MAX_S = 3600
 SEARCH_S = 3
 """Seconds at the end of a piece in which it is cut at the quietest place."""
 _MAX_OPEN, _MAX_DECODING = 32, 2
-_WHOLE_S = 120.0
-"""Seconds in which a file must be decoded."""
+_MAX_ADMITTED = 128
+_START_S, _WHOLE_S = 60.0, 120.0
+"""Seconds in which a process must have started, and a file must be decoded."""
 _PIECE_S = 60.0
 _SLICE_BYTES = 2**18
 _MAX_HEAD_BYTES = 2**20
@@ -32,6 +36,7 @@ _CHILD = "pagoda.plugins.transcription.child"
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment of the process, which has nothing of the server's."""
 _MISSING = "Audio is decoded by a library that is missing here; install pagoda[audio]."
+_log = logging.getLogger(__name__)
 _DAMAGED = "cannot be decoded: it is damaged, or no audio"
 
 
@@ -49,7 +54,7 @@ class DecodedAudio:
         values = await _message(self._process, size, _PIECE_S)
         if len(values) != size:
             refuse("file", _DAMAGED)
-        return await asyncio.to_thread(audio_features, values)
+        return await asyncio.to_thread(audio_features, values, self._spec.positions)
 
 
 class AudioDecoder:
@@ -58,31 +63,73 @@ class AudioDecoder:
     def __init__(self) -> None:
         self._open = asyncio.Semaphore(_MAX_OPEN)
         self._decoding = asyncio.Semaphore(_MAX_DECODING)
+        self._num_of: Counter[str] = Counter()
+        """Requests by the names of keys; none is 0."""
+
+    @contextlib.contextmanager
+    def admitted(self, key_name: str) -> Iterator[None]:
+        """Counts a request until the context ends.
+        Raises OverloadedError: there are as many as there may be, of all clients or of the key."""
+        if self._num_of.total() >= _MAX_ADMITTED:
+            raise OverloadedError(f"The server takes {_MAX_ADMITTED} audios at a time.")
+        if key_name and self._num_of[key_name] >= _MAX_ADMITTED // 2:
+            most = _MAX_ADMITTED // 2
+            raise OverloadedError(f"The API key {key_name} may send {most} audios at a time.")
+        self._num_of[key_name] += 1
+        try:
+            yield
+        finally:
+            self._num_of[key_name] -= 1
+            if not self._num_of[key_name]:
+                del self._num_of[key_name]
 
     @contextlib.asynccontextmanager
-    async def opened(self, data: bytes, features: FeatureSpec) -> AsyncIterator[DecodedAudio]:
-        """The audio in a file.
-        Raises InvalidRequestError: it cannot be heard. ApiError: 501, the library is missing."""
+    async def opened(
+        self, data: bytes, features: FeatureSpec, left_s: float | None = None
+    ) -> AsyncIterator[DecodedAudio]:
+        """The audio in a file, which must be decoded within `left_s`, if that is given.
+        Raises InvalidRequestError: it cannot be heard. DeadlineError. ApiError: 501, the library is missing; 500,
+        it does not start; 503, the file took too long."""
         if any(importlib.util.find_spec(name) is None for name in ("av", "numpy")):
             raise ApiError(501, _MISSING)
         options = msgspec.json.encode(ChildOptions(features, MAX_S, SEARCH_S)).decode()
-        async with self._open:
-            process: Process | None = None
+        async with contextlib.AsyncExitStack() as stack:
             try:
-                async with self._decoding:
-                    process = await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", _CHILD, options),
-                        stdin=PIPE,
-                        stdout=PIPE,
-                        stderr=DEVNULL,
-                        env={**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                    )
-                    await _feed(process, data)
-                    heard = _heard(await _message(process, _MAX_HEAD_BYTES, _WHOLE_S))
-                yield DecodedAudio(heard, features, process)
-            finally:
-                if process is not None:
-                    await _end(process)
+                async with asyncio.timeout(left_s):
+                    await stack.enter_async_context(self._open)
+                    async with self._decoding:
+                        process = await _started(options)
+                        stack.push_async_callback(_end, process)
+                        heard = await _first_words(process, data)
+            except TimeoutError:
+                raise DeadlineError from None
+            yield DecodedAudio(heard, features, process)
+
+
+async def _started(options: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", _CHILD, options),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        env={**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+async def _first_words(process: Process, data: bytes) -> Heard:
+    """What a process says of a file. Raises as `AudioDecoder.opened`."""
+    feeding = asyncio.create_task(_feed(process, data))
+    try:
+        try:
+            await _message(process, 0, _START_S)
+        except InvalidRequestError:
+            _log.error(
+                "the process that decodes audio does not start: %s -m %s", sys.executable, _CHILD
+            )
+            raise ApiError(500, "The process that decodes audio did not start.") from None
+        return _heard(await _message(process, _MAX_HEAD_BYTES, _WHOLE_S))
+    finally:
+        await cancel_all([feeding])
 
 
 def _heard(message: bytes) -> Heard:
@@ -109,7 +156,7 @@ async def _feed(process: Process, data: bytes) -> None:
 
 
 async def _message(process: Process, most: int, limit_s: float) -> bytes:
-    """The next message of a process. Raises InvalidRequestError: it has ended, or takes too long."""
+    """The next message of a process. Raises InvalidRequestError: it has ended. ApiError: 503, it is too slow."""
     pipe = process.stdout
     if pipe is None:
         raise RuntimeError("The process has no pipe.")
@@ -117,14 +164,16 @@ async def _message(process: Process, most: int, limit_s: float) -> bytes:
         async with asyncio.timeout(limit_s):
             size = int.from_bytes(await pipe.readexactly(4), "little")
             return await pipe.readexactly(min(size, most))
-    except (asyncio.IncompleteReadError, TimeoutError):
+    except asyncio.IncompleteReadError:
         refuse("file", _DAMAGED)
+    except TimeoutError:
+        raise ApiError(503, "The audio was not decoded in time.") from None
 
 
 async def _end(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    await process.wait()
+    await process.communicate()  # nobody else reads what it has written ahead
 
 
 def piece_seconds(piece: Piece, rate: int) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,6 +10,7 @@ from msgspec import Meta
 
 from pagoda.api.errors import ApiError
 from pagoda.api.http.forms import FormReader, open_form
+from pagoda.api.http.pace import Pace
 from pagoda.api.http.request_context import RequestContext, take_timeout
 from pagoda.errors import InvalidRequestError, refuse
 
@@ -37,6 +37,8 @@ class TranscriptionForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=86400.0)] | None = None
     user: str | None = None
+    chunking_strategy: Literal["auto"] = "auto"
+    """Long audio is always cut where it is quiet."""
 
     def check(self) -> None:
         """Raises InvalidRequestError: fields do not go together, or ask for what there is not."""
@@ -56,12 +58,7 @@ async def read_form(context: RequestContext) -> tuple[TranscriptionForm, bytes]:
     """The fields of a form, and its file.
     Raises InvalidRequestError: a field is not as it must be; names it. ApiError: 408, the body does not come in
     time; 413, the file is too long; as `open_form`."""
-    limit_s = context.service.config.body_timeout_s
-    try:
-        async with asyncio.timeout(limit_s):
-            values, data = await _parts(context)
-    except TimeoutError:
-        raise ApiError(408, f"The body did not arrive within {limit_s:.0f} s.") from None
+    values, data = await _parts(context)
     if data is None:
         raise InvalidRequestError("file is missing.", param="file", kind="missing_field")
     form = _converted(values)
@@ -71,22 +68,21 @@ async def read_form(context: RequestContext) -> tuple[TranscriptionForm, bytes]:
 
 
 async def _parts(context: RequestContext) -> tuple[dict[str, Any], bytes | None]:
-    async def now(piece: Any) -> bytes:
-        read: bytes = await piece
-        return read
-
-    form = open_form(context.http, now, context.service.body_threads, context.key_name)
+    pace = Pace(context.service.config.body_timeout_s)
+    form = open_form(context.http, pace.wait, context.service.body_threads, context.key_name)
     values: dict[str, Any] = {}
     data: bytes | None = None
     while (part := await form.next_part()) is not None:
         if part.name == "file" and data is None:
-            data = await _file(form)
+            data = await _file(form, pace)
             continue
         value = await form.field(part.name[:64], _MAX_FIELD_BYTES)
         try:
             text = value.decode()
         except UnicodeDecodeError:
             refuse(part.name[:64], "must be text in UTF-8")
+        if not text and part.name != "prompt":
+            continue  # forms of web pages send fields that nobody has filled in
         if part.name in _LISTS:
             values.setdefault(_LISTS[1], []).append(text)
             if len(values[_LISTS[1]]) > 2:
@@ -94,15 +90,18 @@ async def _parts(context: RequestContext) -> tuple[dict[str, Any], bytes | None]
         elif part.name in values or part.name == "file":
             refuse(part.name[:64], "is given twice")
         elif part.name not in TranscriptionForm.__struct_fields__:
-            refuse(part.name[:64], "is not a known field", "unknown_field")
+            if not context.ignored.takes(part.name):
+                refuse(part.name[:64], "is not a known field", "unknown_field")
+            context.ignored.note(part.name)
         else:
             values[part.name] = text
     return values, data
 
 
-async def _file(form: FormReader) -> bytes:
+async def _file(form: FormReader, pace: Pace) -> bytes:
     data = bytearray()
     async for chunk in form.chunks():
+        pace.num_bytes += len(chunk)
         data += chunk
         if len(data) > MAX_FILE_BYTES:
             raise ApiError(413, f"file is longer than {MAX_FILE_BYTES} bytes.", "file")
@@ -111,8 +110,6 @@ async def _file(form: FormReader) -> bytes:
 
 def _converted(values: dict[str, Any]) -> TranscriptionForm:
     """The form whose values are texts. Raises InvalidRequestError: one is not of its type; names it."""
-    for name in [name for name, text in values.items() if text == "" and name != "prompt"]:
-        del values[name]
     if isinstance(values.get("stream"), str):
         values["stream"] = {"true": True, "false": False}.get(values["stream"].lower(), "?")
     try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -27,34 +28,37 @@ _CHARS_OF_TOKEN = 16
 
 
 async def transcribe(context: RequestContext, task: SpeechTask) -> web.StreamResponse:
-    form, data = await read_form(context)
-    generator = context.service.admit(form.model, context.client_request)
-    speech = generator.text.speech
-    if speech is None:
-        refuse("model", "transcribes no audio")
-    transcription = Transcription(generator, speech, form, task, context.client_request)
-    await transcription.read_prompt()
-    decoder = context.service.state(TranscriptionState).decoder
-    async with decoder.opened(data, speech.features) as audio:
-        del data
-        if form.stream:
-            return await context.stream(partial(_stream, transcription, audio))
-        pieces = await finished(transcription.pieces(audio))
-    return await _whole(context, transcription, audio, pieces)
+    decoder, request = context.service.state(TranscriptionState).decoder, context.client_request
+    with decoder.admitted(context.key_name):
+        form, data = await read_form(context)
+        generator = context.service.admit(form.model, request)
+        speech = generator.text.speech
+        if speech is None:
+            refuse("model", "transcribes no audio")
+        transcription = Transcription(generator, speech, form, task, request)
+        await transcription.read_prompt()
+        left_s = request.time_left_s(generator.tracker.clock_ns())
+        with generator.endpoint.hold(request.body_id):
+            async with decoder.opened(data, speech.features, left_s) as audio:
+                del data
+                if form.stream:
+                    return await context.stream(partial(_stream, transcription, audio))
+                pieces = await finished(transcription.pieces(audio))
+        return await _whole(context, transcription, audio, pieces)
 
 
 async def _stream(transcription: Transcription, audio: DecodedAudio, stream: EventStream) -> None:
     """Text as it grows, then all of it."""
     text = ""
-    async for piece in transcription.pieces(audio):
-        while (delta := await piece.deltas.get()) is not None:
-            # What a text begins with is no part of it.
-            added = delta.text if text else delta.text.lstrip()
-            if added:
-                text += added
-                await stream.send(event({"type": "transcript.text.delta", "delta": added}))
-    done = {"type": "transcript.text.done", "text": text, "usage": _usage(audio)}
-    await stream.send(event(done) + DONE)
+    async with aclosing(transcription.pieces(audio)) as pieces:
+        async for piece in pieces:
+            while (delta := await piece.deltas.get()) is not None:
+                # What a text begins with is no part of it.
+                added = delta.text if text else delta.text.lstrip()
+                if added:
+                    text += added
+                    await stream.send(event({"type": "transcript.text.delta", "delta": added}))
+    await stream.send(event({"type": "transcript.text.done", "text": text}) + DONE)
 
 
 async def _whole(
@@ -86,7 +90,7 @@ async def _whole(
         "task": transcription.task,
         "language": transcription.language or "en",
         "duration": round(audio.seconds, 3),
-        "text": " ".join(it.text for it in segments),
+        "text": "".join(it.text for it in segments).strip(),
         "segments": shown,
         "usage": _usage(audio),
     }

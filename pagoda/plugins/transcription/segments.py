@@ -35,10 +35,10 @@ def segments_of(
             elif token_id >= speech.first_time:
                 at = piece.start + (token_id - speech.first_time) * speech.step_s
                 at = min(at, piece.end)
-                if text := decode(texts).strip():
+                if (text := decode(texts)).strip():
                     yield Segment(start, max(start, at), text, texts, piece)
                 start, texts = at, []
-        if text := decode(texts).strip():
+        if (text := decode(texts)).strip():
             yield Segment(start, piece.end, text, texts, piece)
 
 
@@ -52,7 +52,10 @@ def _with_end(piece: HeardPiece, speech: SpeechText) -> Iterator[int]:
 
 def verbose(segments: Sequence[Segment], temperature: float, rate: float) -> list[dict[str, Any]]:
     """Segments as OpenAI shows them, whose figures are those of their pieces; `rate` are frames a second."""
-    figures = {piece.index: _figures(piece) for piece in dict.fromkeys(it.piece for it in segments)}
+    texts: dict[HeardPiece, str] = {}
+    for it in segments:
+        texts[it.piece] = texts.get(it.piece, "") + it.text
+    figures = {piece.index: _figures(piece, text) for piece, text in texts.items()}
     return [
         {
             "id": index,
@@ -68,12 +71,12 @@ def verbose(segments: Sequence[Segment], temperature: float, rate: float) -> lis
     ]
 
 
-def _figures(piece: HeardPiece) -> dict[str, float | None]:
-    text, logprobs = piece.text.encode(), piece.logprobs
+def _figures(piece: HeardPiece, text: str) -> dict[str, float]:
+    said, logprobs = text.encode(), piece.logprobs
     return {
         "avg_logprob": sum(logprobs) / max(1, len(logprobs)),
-        "compression_ratio": len(text) / len(zlib.compress(text)),
-        "no_speech_prob": None,
+        "compression_ratio": len(said) / len(zlib.compress(said)),
+        "no_speech_prob": 0.0,  # clients want a number; it is not computed
     }
 
 

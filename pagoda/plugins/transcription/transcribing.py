@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from pagoda.api.errors import GenerationError
-from pagoda.errors import refuse
+from pagoda.errors import OverloadedError, refuse
 from pagoda.messages.audio import AudioFeatures
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.transcription.decoding import DecodedAudio, piece_seconds
@@ -37,6 +36,13 @@ class HeardPiece:
     text: str = ""
     deltas: asyncio.Queue[TextDelta | None] = field(default_factory=asyncio.Queue)
     """News of the piece; None at its end."""
+
+    def add(self, delta: TextDelta) -> None:
+        """Takes what has been said further."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += [it.logprob for it in delta.logprobs or ()]
+        self.deltas.put_nowait(delta)
 
 
 class Transcription:
@@ -76,7 +82,7 @@ class Transcription:
         most = self.generator.endpoint.limits.max_model_len // 2 - 1
         self._before = [speech.previous, *tokens[-most:]]
 
-    async def pieces(self, audio: DecodedAudio) -> AsyncIterator[HeardPiece]:
+    async def pieces(self, audio: DecodedAudio) -> AsyncGenerator[HeardPiece, None]:
         """Pieces in their order, each as soon as its text may begin; their texts grow as they are read.
         Raises GenerationError: the engine failed with a request; what `DecodedAudio.features` raises."""
         rate = self.speech.features.rate
@@ -110,11 +116,19 @@ class Transcription:
                 speculates=False,
                 client_request=self._client_request,
             )
-            async for delta in self._answer([*self._before, *prompt], self._sampling, draft):
-                heard.text += delta.text
-                heard.token_ids += delta.token_ids
-                heard.logprobs += [it.logprob for it in delta.logprobs or ()]
-                heard.deltas.put_nowait(delta)
+            while True:
+                try:
+                    async for delta in self._answer(
+                        [*self._before, *prompt], self._sampling, draft
+                    ):
+                        heard.add(delta)
+                except OverloadedError as error:
+                    # The pieces in front of it are not lost because this one has to wait.
+                    if heard.index == 0 or heard.token_ids:
+                        raise
+                    await asyncio.sleep(error.retry_after_s)
+                else:
+                    break
         finally:
             heard.deltas.put_nowait(None)
 
@@ -142,7 +156,7 @@ class Transcription:
                 yield delta
 
 
-async def finished(pieces: AsyncIterator[HeardPiece]) -> list[HeardPiece]:
+async def finished(pieces: AsyncGenerator[HeardPiece, None]) -> list[HeardPiece]:
     """All pieces, with their texts complete."""
-    async with contextlib.aclosing(pieces) as found:  # type: ignore[type-var]
+    async with aclosing(pieces) as found:
         return [piece async for piece in found]

@@ -28,6 +28,7 @@ from batch_files import (
 from pagoda.api.auth.key_limits import KeyLimits
 from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.api.errors import ApiError
+from pagoda.api.http import pace
 from pagoda.errors import ConfigError
 from pagoda.plugins.batches import files, uploads
 from pagoda.plugins.batches.files import FileStore
@@ -122,7 +123,7 @@ async def test_an_upload_that_is_too_slow_is_cut_off(
     serve_api, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It brings something all the time, so it never exceeds the time-out of one wait."""
-    monkeypatch.setattr(uploads, "MIN_BYTES_PER_S", 10**12)
+    monkeypatch.setattr(pace, "MIN_BYTES_PER_S", 10**12)
     api = await serve_api(body_timeout_s=0.5)
     await attach(api)
     async with asyncio.timeout(60), half_upload(api) as (reader, writer):

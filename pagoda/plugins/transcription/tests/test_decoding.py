@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import random
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 from speech_models import RATE, sound, wav
 
-from pagoda.errors import InvalidRequestError
+from pagoda.api.errors import ApiError
+from pagoda.concurrency import event_loop
+from pagoda.errors import InvalidRequestError, OverloadedError
 from pagoda.messages.audio import FeatureSpec
+from pagoda.plugins.transcription import decoding
 from pagoda.plugins.transcription.child import AudioError, container_of, cut, decoded
 from pagoda.plugins.transcription.decoding import AudioDecoder, DecodedAudio
 from pagoda.plugins.transcription.log_mel import LogMel
@@ -126,6 +130,42 @@ async def test_a_process_gives_features_of_each_piece() -> None:
     for piece, values in zip(audio.pieces, features, strict=True):
         part = SAMPLES[piece.first : piece.end].astype(np.float32) / 2**15
         assert values == log_mel(part).tobytes()
+
+
+def test_what_nobody_reads_ends_with_its_request() -> None:
+    """As at a client's disconnect: the process has pieces left to tell, on the event loops of both kinds."""
+
+    async def leave() -> None:
+        decoder = AudioDecoder()
+        for _ in range(3):
+            async with decoder.opened(wav(sound(40.0)), SPEC) as audio:
+                await audio.features()
+
+    asyncio.run(leave())
+    event_loop.run(leave())
+
+
+def test_audios_at_a_time_are_bounded_of_all_and_of_a_key() -> None:
+    decoder = AudioDecoder()
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(decoder.admitted("one"))
+        with pytest.raises(OverloadedError, match="key one may send 64"):
+            stack.enter_context(decoder.admitted("one"))
+        for _ in range(64):
+            stack.enter_context(decoder.admitted(""))
+        with pytest.raises(OverloadedError, match="takes 128 audios"):
+            stack.enter_context(decoder.admitted("other"))
+    with decoder.admitted("one"):
+        pass
+
+
+async def test_a_decoder_that_does_not_start_is_no_fault_of_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoding, "_CHILD", "pagoda.no_such_module")
+    with pytest.raises(ApiError, match="did not start"):
+        await _features(wav(SAMPLES))
 
 
 async def test_hostile_files_end_in_a_sentence() -> None:

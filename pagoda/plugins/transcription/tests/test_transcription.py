@@ -147,10 +147,11 @@ def test_segments_have_the_times_that_were_said(speech: Speech) -> None:
     assert (answer.task, answer.language) == ("transcribe", "en")
     assert answer.segments
     for segment in answer.segments:
-        assert segment.text == speech.tokenizer.decode(segment.tokens).strip()
+        assert segment.text == speech.tokenizer.decode(segment.tokens)
+        assert segment.no_speech_prob == 0
         assert {segment.start, segment.end} <= {*times, 0.0, 1.2}
         assert segment.avg_logprob < 0 < segment.compression_ratio
-    assert answer.text == " ".join(segment.text for segment in answer.segments)
+    assert answer.text == "".join(segment.text for segment in answer.segments).strip()
     srt = speech.ask(language="en", response_format="srt")
     assert srt.startswith("1\n00:00:0")
     assert srt.count(" --> ") == len(answer.segments)
@@ -179,6 +180,17 @@ def test_fields_that_are_wrong_are_named(
         speech.ask(**fields)
     assert refused.value.status_code in (400, 404)
     assert refused.value.response.json()["error"]["message"].startswith(message)
+
+
+def test_fields_that_change_nothing_are_taken(speech: Speech) -> None:
+    """Those that nobody has filled in, what happens anyway, and data about the request."""
+    extra = {"chunking_strategy": "auto", "timestamp_granularities[]": "", "session_id": "a"}
+    assert speech.ask(language="en", extra_body=extra).text == speech.ask(language="en").text
+
+
+def test_a_deadline_holds_for_decoding_too(speech: Speech) -> None:
+    with pytest.raises(openai.APIStatusError, match="within its timeout"):
+        speech.ask(language="en", extra_body={"timeout": "0.001"})
 
 
 def test_files_that_are_no_audio_are_refused(speech: Speech) -> None:
