@@ -184,6 +184,8 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
         if fields.values.get(own) is not None
     }
     fields = fields.updated(renamed)
+    if "num_hidden_layers" in fields:  # which families count through
+        fields.positive("num_hidden_layers", most=_MAX_LAYERS)
     fields = fields.updated(family.values(fields))
     activation = _activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)

@@ -34,6 +34,7 @@ def ternary_weight(
     else:
         codes, scale = _codes(tensors, name, shape), _scale(tensors, f"{name}_scale")
         scale = 1 / scale if layout == "bitnet_inverse" else scale
+        check_finite(tensors, f"{name}_scale", scale, "float32")
     held = held_block_format(TERNARY, linear.inputs)
     if not isinstance(held, BlockFormat):
         return DenseWeight(((codes.float() - 1) * scale).to(dtype))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import expert_counts, with_biases, with_experts
 from pagoda.checkpoints.family import Family, GgufFormat
@@ -30,6 +32,11 @@ ERNIE = Family(
 
 
 # ---- ERNIE 4.5 with experts: chosen by corrected shares, and some for all tokens
+
+
+def _gguf_moe(fields: Fields) -> Mapping[str, object]:
+    fields.require("expert_weights_norm", True)
+    return {"moe_layer_start_index": fields.count(_FIRST, 0)}
 
 
 def _adapt_moe(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -79,7 +86,7 @@ ERNIE_MOE = Family(
             "expert_feed_forward_length": "moe_intermediate_size",
             "interleave_moe_layer_step": "moe_layer_interval",
         },
-        values=lambda fields: {"moe_layer_start_index": fields.count(_FIRST, 0)},
+        values=_gguf_moe,
         read=frozenset({_FIRST}),
     ),
     renamed={"moe_k": "num_experts_per_tok"},

@@ -112,8 +112,13 @@ GPT_BIGCODE = replace(
 
 
 def _jais_values(fields: Fields) -> Mapping[str, object]:
-    fields.require("activation_function", "swiglu")
-    fields.require("position_embedding_type", "alibi")
+    for name, usual, known in (
+        ("activation_function", "gelu_new", "swiglu"),
+        ("position_embedding_type", "learned", "alibi"),
+    ):
+        if fields.text(name, usual) != known:
+            fields.refuse(name, f"must be {known!r}")
+    fields.require("scale_attn_weights", True)
     return {**following_sizes(fields, "n_inner"), "hidden_act": "silu"}
 
 
@@ -142,6 +147,7 @@ JAIS = replace(
     activation="silu",
     other_activations=frozenset(),
     gated=True,
+    gguf=None,
 )
 
 

@@ -102,6 +102,7 @@ _KV, _INNER, _DIM = "attention.head_count_kv", "feed_forward_length", "rope.dime
 
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
     """Kinds of blocks: attention has heads of keys, MLPs have inner channels, and Mamba neither."""
+    fields.require("expert_gating_func", 2)
     counts, sizes = fields.integers(_KV), fields.integers(_INNER)
     number = fields.positive("block_count")
     if not len(counts) == len(sizes) == number or not any(sizes):

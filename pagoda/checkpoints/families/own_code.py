@@ -165,10 +165,13 @@ def _gguf_minicpm(fields: Fields) -> Mapping[str, object]:
     layers, hidden = fields.positive("block_count"), fields.positive("embedding_length")
     depth = fields.optional_number("residual_scale") or 1.4 / math.sqrt(layers)
     logits = fields.optional_number("logit_scale") or hidden / 256
+    base = hidden / logits
+    if not 1 <= base <= hidden or abs(base - round(base)) > 1e-4 * base:
+        fields.refuse("logit_scale", f"must be {hidden} over a whole number")
     return {
         "scale_emb": fields.optional_number("embedding_scale") or 12.0,
         "scale_depth": depth * math.sqrt(layers),
-        "dim_model_base": round(hidden / logits),
+        "dim_model_base": round(base),
     }
 
 

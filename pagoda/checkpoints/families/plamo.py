@@ -64,6 +64,10 @@ def _is_mamba(fields: Fields, layer: int) -> bool:
 
 
 def _adapt2(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    theta = fields.number("rope_theta", 10_000.0)
+    fields.require(
+        "rope_local_theta", theta
+    )  # of layers with a window; no model of the makers has another
     spec = with_attention(
         spec.with_layers(lambda _, layer: replace(layer, post_norm=True)), qk_norm="each"
     )
@@ -107,7 +111,8 @@ PLAMO2 = Family(
 
 def _values(fields: Fields) -> Mapping[str, object]:
     """The window, which older files tell layer by layer, and the table of layers that see all."""
-    found: dict[str, object] = {}
+    fields.require("hidden_activation", "swiglu")
+    found: dict[str, object] = {"hidden_activation": None}
     windows = fields.values.get("sliding_window")
     if isinstance(windows, list):
         found["sliding_window"] = next((it for it in windows if it is not None), None)
@@ -146,5 +151,6 @@ PLAMO3 = Family(
         "head_dim": 128,
         "tie_word_embeddings": True,
         "max_position_embeddings": 2048,
+        "rope_theta": 150_000.0,
     },
 )

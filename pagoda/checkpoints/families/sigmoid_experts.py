@@ -178,6 +178,7 @@ def _minimax_values(fields: Fields) -> Mapping[str, object]:
 
 def _gguf_minimax(fields: Fields) -> Mapping[str, object]:
     fields.require("expert_gating_func", 2)
+    fields.require("expert_weights_norm", True)
     return {"intermediate_size": fields.positive("expert_feed_forward_length")}
 
 
@@ -211,6 +212,7 @@ MINIMAX_M2 = Family(
 
 def _adapt_afmoe(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("attention_bias", False)
+    fields.require("route_norm", True)
     every = fields.positive("global_attn_every_n_layers", 4)
     kinds = ("sliding_attention", "full_attention")
     usual = [kinds[(layer + 1) % every == 0] for layer in range(spec.num_layers)]
@@ -233,6 +235,7 @@ def _adapt_afmoe(spec: ModelSpec, fields: Fields) -> ModelSpec:
 def _gguf_afmoe(fields: Fields) -> Mapping[str, object]:
     """llama.cpp scales the embeddings of all files."""
     fields.require("expert_gating_func", 2)
+    fields.require("expert_weights_norm", True)
     dense = fields.count("leading_dense_block_count", 0)
     return {"mup_enabled": True, "num_dense_layers": dense, **gguf_windows(fields)}
 

@@ -32,6 +32,7 @@ _MAX_HEADER_BYTES = 2**27
 """Largest header that is read; the largest vocabularies take a tenth of it."""
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
+_MAX_NAME_CHARS = 256
 _MAX_PARTS = 999
 _DEFAULT_ALIGNMENT = 32
 
@@ -309,6 +310,10 @@ class _Reader:
     def _tensor_info(self, index: int) -> tuple[str, tuple[int, ...], BlockType, int]:
         self._place = f"its tensor {index}"
         name = self._string()
+        if len(name) > _MAX_NAME_CHARS:
+            self._refuse(
+                f"names a tensor in more than {_MAX_NAME_CHARS} characters: {_shown(name)}"
+            )
         name += ".weight" if name.endswith(_BARE) else ""
         self._place = f"the tensor {_shown(name)}"
         num_dimensions = self._number(_U32)

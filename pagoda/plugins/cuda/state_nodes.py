@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from pagoda.backend.base import StateCache
+from pagoda.backend.base import StateCache, UnsupportedError
 from pagoda.backend.graph import Node
 from pagoda.plugins.cuda.kernels import states
 from pagoda.plugins.cuda.nodes import Launch, Lowering, Values
@@ -45,7 +45,10 @@ def _gated_delta(lowering: Lowering, node: Node) -> Launch:
     (qkv, gates, metadata), (out,) = node.inputs, node.outputs
     cache, decay, dt_bias = lowering.weights(node)
     halves, block_size = _halves(cache), cache.block_size
-    sizes = {name: lowering.attributes(node)[name] for name in ("key_heads", "key_dim")}
+    attributes = lowering.attributes(node)
+    if attributes["by_channel"]:
+        raise UnsupportedError("this GPU backend has no delta rule that forgets by channels.")
+    sizes = {name: attributes[name] for name in ("key_heads", "key_dim")}
 
     def launch(v: Values) -> None:
         states.gated_delta(
