@@ -139,8 +139,8 @@ def test_a_directory_without_any_tokenizer(model: Path) -> None:
 
 def test_a_model_that_is_not_served_is_named_before_its_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    write(model / "config.json", {"architectures": ["KimiLinearForCausalLM"]})
-    with pytest.raises(ConfigError, match="KimiLinearForCausalLM has layers of"):
+    write(model / "config.json", {"architectures": ["RwkvForCausalLM"]})
+    with pytest.raises(ConfigError, match="RwkvForCausalLM has layers with"):
         load_model_text(model)
 
 

@@ -259,7 +259,7 @@ class _Feed:
             "num_restarts": self._progress.num_restarts,
             "tiers": _tiers(report),
             "num_replicas": len(report.replicas),
-            "pools": sums_of_pools(report),
+            "of_pools": sums_of_pools(report),
             "replicas": [_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
             "steps": steps,
         }

@@ -117,7 +117,7 @@ async def _started(options: str) -> Process:
 
 
 async def _first_words(process: Process, data: bytes) -> Heard:
-    """What a process says of a file. Raises as `AudioDecoder.opened`."""
+    """Length and pieces of a file, which a process tells. Raises as `AudioDecoder.opened`."""
     feeding = asyncio.create_task(_feed(process, data))
     try:
         try:

@@ -129,7 +129,7 @@ function showReplicas(snapshot) {
 // A pool of a router, and its hosts behind it.
 function ofPool(pool, snapshot) {
   const hosts = snapshot.replicas.filter((host) => host.model === pool);
-  const sums = snapshot.pools[pool];
+  const sums = snapshot.of_pools[pool];
   if (!sums) return [{ of: pool, text: "no host" }];
   const text = `${count(sums.hosts)} ${sums.hosts === 1 ? "host" : "hosts"} · ${count(sums.num_running)} running, ${count(sums.num_waiting)} waiting`;
   return [{ of: pool, text }, ...hosts];

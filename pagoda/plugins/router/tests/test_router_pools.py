@@ -136,5 +136,9 @@ async def test_three_pools_answer_through_two_levels_also_when_a_host_and_a_rout
                 shown = json.loads(line.removeprefix(b"data: "))
         assert answered == {"alpha", "beta"} == models
         assert shown["pools"] == list(VOCABULARIES)
+        assert {name: it["hosts"] for name, it in shown["of_pools"].items()} == {
+            "alpha": 1,
+            "beta": 1,
+        }
         assert {one["model"] for one in shown["replicas"]} == models
         assert 'pagoda_answer_tokens_total{key="",model_name="beta"}' in metrics
