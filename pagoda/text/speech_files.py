@@ -20,6 +20,7 @@ from pagoda.whole_numbers import whole_numbers
 SpeechTask = Literal["transcribe", "translate"]
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+_NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 _INITIAL_TIMES = 50
 """Steps of time, at most, behind which a transcript may begin where files are silent (transformers)."""
 
@@ -32,6 +33,8 @@ class SpeechText:
     start: int
     previous: int | None
     """Token in front of what was said before."""
+    no_speech: int | None
+    """Token whose probability in front of all is that of no speech."""
     no_times: int
     first_time: int
     """Token of the time 0; each further one is a step later."""
@@ -119,6 +122,7 @@ def read_speech(
         features,
         start=token("<|startoftranscript|>"),
         previous=tokenizer.token_id("<|startofprev|>"),
+        no_speech=next((it for it in map(tokenizer.token_id, _NO_SPEECH) if it is not None), None),
         no_times=no_times,
         first_time=no_times + 1,
         end=token("<|endoftext|>"),

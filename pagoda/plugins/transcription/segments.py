@@ -76,7 +76,7 @@ def _figures(piece: HeardPiece, text: str) -> dict[str, float]:
     return {
         "avg_logprob": sum(logprobs) / max(1, len(logprobs)),
         "compression_ratio": len(said) / len(zlib.compress(said)),
-        "no_speech_prob": 0.0,  # clients want a number; it is not computed
+        "no_speech_prob": piece.no_speech or 0.0,  # models without a token for it do not say
     }
 
 

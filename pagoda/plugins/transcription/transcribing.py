@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -34,6 +35,8 @@ class HeardPiece:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
+    no_speech: float | None = None
+    """Probability that nobody speaks, once it is known."""
     deltas: asyncio.Queue[TextDelta | None] = field(default_factory=asyncio.Queue)
     """News of the piece; None at its end."""
 
@@ -60,6 +63,8 @@ class Transcription:
         self.language = form.language
         self._client_request = client_request
         self._before: list[int] = []
+        shown = form.response_format == "verbose_json"
+        self._no_speech = speech.no_speech if shown else None
         sampling = SamplingParams(
             temperature=form.temperature,
             seed=form.seed,
@@ -118,6 +123,9 @@ class Transcription:
             )
             while True:
                 try:
+                    if heard.no_speech is None and self._no_speech is not None:
+                        _, logprob = await self._first_of(features, (self._no_speech,))
+                        heard.no_speech = math.exp(logprob)
                     async for delta in self._answer(
                         [*self._before, *prompt], self._sampling, draft
                     ):
@@ -135,15 +143,27 @@ class Transcription:
     async def _language_of(self, features: AudioFeatures) -> str:
         """The likeliest language of a piece."""
         codes = {token_id: code for code, token_id in self.speech.languages.items()}
+        token_id, _ = await self._first_of(features, tuple(codes))
+        return codes[token_id]
+
+    async def _first_of(
+        self, features: AudioFeatures, token_ids: tuple[int, ...]
+    ) -> tuple[int, float]:
+        """The likeliest of `token_ids` in front of a transcript, and its log-probability among all tokens."""
         sampling = SamplingParams(
-            temperature=0, seed=0, max_tokens=1, allowed_token_ids=tuple(codes), ignore_eos=True
+            temperature=0,
+            seed=0,
+            max_tokens=1,
+            logprobs=0,
+            allowed_token_ids=token_ids,
+            ignore_eos=True,
         )
         draft = Draft(audio=features, speculates=False, client_request=self._client_request)
         checked = self.generator.check_sampling(sampling)
         async for delta in self._answer([self.speech.start], checked, draft):
-            for token_id in delta.token_ids:
-                return codes[token_id]
-        raise GenerationError("no language was found")
+            for token_id, entry in zip(delta.token_ids, delta.logprobs or (), strict=False):
+                return token_id, entry.logprob
+        raise GenerationError("an audio gave no token")
 
     async def _answer(
         self, prompt: Sequence[int], sampling: SamplingParams, draft: Draft
