@@ -21,10 +21,14 @@ import msgspec
 
 from pagoda.api.auth.key_shares import KeyShares
 from pagoda.api.errors import ApiError
+from pagoda.api.http.under_way import UnderWay
 from pagoda.errors import ConfigError, refuse
 from pagoda.files import open_private
-from pagoda.plugins.batches.uploads import Uploads
 
+MAX_UPLOADS = 64
+"""Uploads at a time; each has an open file."""
+MAX_UPLOADS_OF_KEY = 16
+"""Uploads at a time of one API key."""
 DEFAULT_MAX_BYTES = 16 * 2**30
 """Bytes of all files together, unless the operator says otherwise."""
 MAX_FILES = 10_000
@@ -111,7 +115,7 @@ class FileStore:
         self.directory = directory
         self._max_bytes = max_bytes
         self._records: dict[str, FileRecord] = {}
-        self.uploads = Uploads()
+        self.uploads = UnderWay("uploads", MAX_UPLOADS, MAX_UPLOADS_OF_KEY)
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = (directory / "files.lock").open("wb")

@@ -10,14 +10,14 @@ import logging
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import msgspec
 
 from pagoda.api.errors import ApiError
+from pagoda.api.http.under_way import UnderWay
 from pagoda.concurrency.async_utils import cancel_all
-from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError, refuse
+from pagoda.errors import DeadlineError, InvalidRequestError, refuse
 from pagoda.messages.audio import AudioFeatures, FeatureSpec, audio_features
 from pagoda.plugins.transcription.messages import ChildOptions, Heard, Piece
 
@@ -26,7 +26,7 @@ MAX_S = 3600
 SEARCH_S = 3
 """Seconds at the end of a piece in which it is cut at the quietest place."""
 _MAX_OPEN, _MAX_DECODING = 32, 2
-_MAX_ADMITTED = 128
+_MAX_UNDER_WAY = 128
 _START_S, _WHOLE_S = 60.0, 120.0
 """Seconds in which a process must have started, and a file must be decoded."""
 _PIECE_S = 60.0
@@ -63,25 +63,7 @@ class AudioDecoder:
     def __init__(self) -> None:
         self._open = asyncio.Semaphore(_MAX_OPEN)
         self._decoding = asyncio.Semaphore(_MAX_DECODING)
-        self._num_of: Counter[str] = Counter()
-        """Requests by the names of keys; none is 0."""
-
-    @contextlib.contextmanager
-    def admitted(self, key_name: str) -> Iterator[None]:
-        """Counts a request until the context ends.
-        Raises OverloadedError: there are as many as there may be, of all clients or of the key."""
-        if self._num_of.total() >= _MAX_ADMITTED:
-            raise OverloadedError(f"The server takes {_MAX_ADMITTED} audios at a time.")
-        if key_name and self._num_of[key_name] >= _MAX_ADMITTED // 2:
-            most = _MAX_ADMITTED // 2
-            raise OverloadedError(f"The API key {key_name} may send {most} audios at a time.")
-        self._num_of[key_name] += 1
-        try:
-            yield
-        finally:
-            self._num_of[key_name] -= 1
-            if not self._num_of[key_name]:
-                del self._num_of[key_name]
+        self.under_way = UnderWay("audios", _MAX_UNDER_WAY, _MAX_UNDER_WAY // 2)
 
     @contextlib.asynccontextmanager
     async def opened(

@@ -29,7 +29,7 @@ _CHARS_OF_TOKEN = 16
 
 async def transcribe(context: RequestContext, task: SpeechTask) -> web.StreamResponse:
     decoder, request = context.service.state(TranscriptionState).decoder, context.client_request
-    with decoder.admitted(context.key_name):
+    with decoder.under_way.admit(context.key_name):
         form, data = await read_form(context)
         generator = context.service.admit(form.model, request)
         speech = generator.text.speech

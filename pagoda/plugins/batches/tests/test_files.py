@@ -29,8 +29,9 @@ from pagoda.api.auth.key_limits import KeyLimits
 from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.api.errors import ApiError
 from pagoda.api.http import pace
+from pagoda.api.http.under_way import UnderWay
 from pagoda.errors import ConfigError
-from pagoda.plugins.batches import files, uploads
+from pagoda.plugins.batches import files
 from pagoda.plugins.batches.files import FileStore
 from pagoda.plugins.batches.runner import CONCURRENCY, BatchRunner
 from pagoda.plugins.batches.state import BatchState
@@ -142,8 +143,8 @@ async def test_uploads_under_way_are_bounded(
     api, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await attach(api)
-    monkeypatch.setattr(uploads, "MAX_UPLOADS", 2)
     files = api.service.state(BatchState).files
+    monkeypatch.setattr(files.uploads, "most", 2)
     async with half_upload(api), half_upload(api):
         while files.uploads.num_running < 2:
             await asyncio.sleep(0)
@@ -156,14 +157,14 @@ async def test_uploads_under_way_are_bounded(
 
 
 def test_one_key_leaves_room_for_uploads_of_others() -> None:
-    running = uploads.Uploads()
+    running = UnderWay("uploads", files.MAX_UPLOADS, files.MAX_UPLOADS_OF_KEY)
     with contextlib.ExitStack() as stack:
-        for _ in range(uploads.MAX_UPLOADS_OF_KEY):
+        for _ in range(files.MAX_UPLOADS_OF_KEY):
             stack.enter_context(running.admit("heavy"))
         with pytest.raises(ApiError, match="The API key heavy may send 16 uploads"):
             stack.enter_context(running.admit("heavy"))
         stack.enter_context(running.admit("light"))
-        for _ in range(uploads.MAX_UPLOADS - running.num_running):
+        for _ in range(files.MAX_UPLOADS - running.num_running):
             stack.enter_context(running.admit(""))
         with pytest.raises(ApiError, match="The server takes 64 uploads"):
             stack.enter_context(running.admit("other"))

@@ -17,7 +17,7 @@ from speech_models import RATE, sound, wav
 
 from pagoda.api.errors import ApiError
 from pagoda.concurrency import event_loop
-from pagoda.errors import InvalidRequestError, OverloadedError
+from pagoda.errors import InvalidRequestError
 from pagoda.messages.audio import FeatureSpec
 from pagoda.plugins.transcription import decoding
 from pagoda.plugins.transcription.child import AudioError, container_of, cut, decoded
@@ -145,19 +145,18 @@ def test_what_nobody_reads_ends_with_its_request() -> None:
     event_loop.run(leave())
 
 
-def test_audios_at_a_time_are_bounded_of_all_and_of_a_key() -> None:
-    decoder = AudioDecoder()
+def test_audios_under_way_are_bounded_of_all_and_of_a_key() -> None:
+    under_way = AudioDecoder().under_way
     with contextlib.ExitStack() as stack:
         for _ in range(64):
-            stack.enter_context(decoder.admitted("one"))
-        with pytest.raises(OverloadedError, match="key one may send 64"):
-            stack.enter_context(decoder.admitted("one"))
+            stack.enter_context(under_way.admit("one"))
+        with pytest.raises(ApiError, match="key one may send 64 audios"):
+            stack.enter_context(under_way.admit("one"))
         for _ in range(64):
-            stack.enter_context(decoder.admitted(""))
-        with pytest.raises(OverloadedError, match="takes 128 audios"):
-            stack.enter_context(decoder.admitted("other"))
-    with decoder.admitted("one"):
-        pass
+            stack.enter_context(under_way.admit(""))
+        with pytest.raises(ApiError, match="takes 128 audios"):
+            stack.enter_context(under_way.admit("other"))
+    assert under_way.num_running == 0
 
 
 async def test_a_decoder_that_does_not_start_is_no_fault_of_the_file(
