@@ -139,7 +139,8 @@ class KeyLimits:
         return usage
 
     def _on_start(self, record: RequestStatistics) -> None:
-        self._spend(record.client_request.key_name, record.num_prompt_tokens)
+        num_tokens = record.num_prompt_tokens + record.num_audio_positions
+        self._spend(record.client_request.key_name, num_tokens)
 
     def _on_tokens(self, record: RequestStatistics, num_tokens: int, _: int, __: bool) -> None:
         self._spend(record.client_request.key_name, num_tokens)
