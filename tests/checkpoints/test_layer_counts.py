@@ -18,5 +18,5 @@ def test_a_number_of_layers_that_no_model_has_is_refused_before_they_are_counted
     names = {own for own, usual in family.renamed.items() if usual == "num_hidden_layers"}
     counts = dict.fromkeys({"num_hidden_layers", *names}, 2**31 - 1)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64, "intermediate_size": 64}
-    with pytest.raises(ConfigError, match="num_hidden_layers must be .* 4096"):
+    with pytest.raises(ConfigError, match=r"num_hidden_layers must be .* 4096"):
         parse_model_config({"architectures": [architecture], **sizes, **counts}, source="c.json")
