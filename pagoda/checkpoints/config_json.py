@@ -35,7 +35,7 @@ from pagoda.checkpoints.sentence_modules import (
     read_modules,
     score_tokens,
 )
-from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
+from pagoda.checkpoints.tensor_names import HF_NAMES, with_apart_experts, with_joined_experts
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
 
@@ -43,8 +43,12 @@ _BARE, _WITH_HEAD, _OLD_HEAD = "Model", "ForCausalLM", "LMHeadModel"
 _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
-_MODELOPT_FILE = "hf_quant_config.json"
-"""The file that says how older checkpoints of NVIDIA are quantized."""
+_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files that say how older checkpoints are quantized, with their `quant_method`."""
 _COLBERT, _COLBERT_MAP = "ColBERT", "linear"
 """Part of the names of encoders that give vectors of tokens, and the map that makes them."""
 _SPLADE = "SpladePooling"
@@ -84,9 +88,12 @@ def read_model_config(
     path = directory / "config.json"
     try:
         values = read_object(path)
-        beside = directory / _MODELOPT_FILE
-        if values.get("quantization_config") is None and beside.is_file():
-            values["quantization_config"] = {"quant_method": "modelopt", **read_object(beside)}
+        if not any(values.get(name) for name in ("quantization_config", "compression_config")):
+            for beside, method in _BESIDE.items():
+                if (directory / beside).is_file():
+                    said = read_object(directory / beside)
+                    values["quantization_config"] = {"quant_method": method, **said}
+                    break
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a Hugging Face model directory.") from error
     except OSError as error:
@@ -94,10 +101,7 @@ def read_model_config(
     spec = parse_model_config(values, source=str(path))
     if _ties_differ(values) and any(directory.glob("*.safetensors")):
         spec = replace(spec, tie_word_embeddings=not _has_head(directory))
-    if spec.family.joins_experts and any(directory.glob("*.safetensors")):
-        joined = with_joined_experts(spec.names)
-        if any(name.endswith(joined.expert_down) for name in tensor_names(directory)):
-            spec = replace(spec, names=joined)
+    spec = _with_experts_as_stored(spec, directory)
     modules = read_modules(directory) if modules is None else modules
     tokens = score_tokens(directory, modules)
     if tokens is not None and max(tokens.yes, tokens.no or 0) >= spec.vocab_size:
@@ -109,6 +113,34 @@ def read_model_config(
     if modules and not spec.tie_word_embeddings and not _has_head(directory):
         spec = replace(spec, headless=True, tie_word_embeddings=True)
     return replace(spec, score_tokens=tokens)
+
+
+def _with_experts_as_stored(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The model with the names of its experts' tensors, which some files have joined and others apart; joined ones
+    of Qwen3-VL have outputs first where transformers 5 wrote them."""
+    names, experts, may_join = spec.names, spec.experts, spec.family.joins_experts
+    is_joined = names.expert_layout in ("bare", "transposed")
+    if experts is None or not (is_joined or may_join):
+        return spec
+    if not any(directory.glob("*.safetensors")):
+        return spec
+    joined = names if is_joined else with_joined_experts(names)
+    if not any(name.endswith(joined.expert_down) for name in tensor_names(directory)):
+        return replace(spec, names=with_apart_experts(names) if is_joined else names)
+    if may_join and joined.expert_layout == "transposed":
+        shape = _shape_of(directory, joined.expert_down)
+        if shape[1:] == (spec.hidden_size, experts.intermediate_size):
+            joined = replace(joined, expert_layout="bare")
+    return replace(spec, names=joined)
+
+
+def _shape_of(directory: Path, ending: str) -> tuple[int, ...]:
+    """Shape of the first tensor in a directory whose name ends so."""
+    for path in weight_files(directory):
+        for name, entry in read_header(path)[0].items():
+            if name.endswith(ending):
+                return entry.shape
+    return ()
 
 
 def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceModule]) -> ModelSpec:

@@ -303,6 +303,14 @@ def with_joined_experts(names: TensorNames) -> TensorNames:
     return replace(names, expert_gate=both, expert_up=both, expert_down=down, expert_layout="bare")
 
 
+def with_apart_experts(names: TensorNames) -> TensorNames:
+    """Names of files in which each expert has tensors of its own, of a family whose makers join them: tools that
+    quantize take them apart."""
+    stem = f"{names.expert_down.rpartition('.')[0]}.{{expert}}"
+    gate, up, down = (f"{stem}.{name}_proj" for name in ("gate", "up", "down"))
+    return replace(names, expert_gate=gate, expert_up=up, expert_down=down, expert_layout="linear")
+
+
 HF_NAMES = TensorNames()
 """Names of Llama's, which most families share."""
 GGUF_NAMES = TensorNames(

@@ -234,6 +234,7 @@ QWEN3_VL_MOE = Family(
     "text of Qwen3-VL with experts: 30B-A3B, 235B-A22B",
     _adapt_qwen3_vl_moe,
     names=replace(with_joined_experts(TensorNames()), expert_layout="transposed"),
+    joins_experts=True,
     own_keys=QWEN3_MOE.own_keys,
     model_types={
         "qwen3_vl_moe_text": {
