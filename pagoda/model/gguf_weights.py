@@ -33,8 +33,11 @@ class GgufWeights:
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._file.tensor(name)
-        # llama.cpp makes matrices of vectors of Mamba-2: of one column, or of a row for each group.
-        if out.dim() > 1 or math.prod(tensor.shape) != out.numel():
+        # llama.cpp makes matrices of vectors of Mamba-2: of one column, or of a row for each group. Dimensions of
+        # one come and go.
+        sizes = [[size for size in it if size > 1] for it in (tensor.shape, out.shape)]
+        is_vector = out.dim() < 2 and math.prod(tensor.shape) == out.numel()
+        if not is_vector and sizes[0] != sizes[1]:
             checked_tensor(self._file, name, tuple(out.shape))
         values = floats(self._rows(tensor), tensor.type).view(out.shape)
         out.copy_(values)

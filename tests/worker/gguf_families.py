@@ -6,7 +6,9 @@ A row has what the converter says of a family's config.json, and what it does to
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ from gguf_changes import (
 )
 from gguf_files import add_values, finish
 from gguf_models import Choose, frequency_factors, published, quantized
+from own_code_models import as_makers_publish
+from safetensors.torch import load_file
 from torch import Tensor
 
 
@@ -47,6 +51,8 @@ class Row(NamedTuple):
     """What becomes of a tensor, by names that the package `gguf` knows, or in files if they begin with `blk.`."""
     joins: bool = False
     """Queries, keys and values become one tensor."""
+    makers: str = ""
+    """The name in `own_code_models` of a family whose makers' files are converted, not those of transformers."""
 
 
 # ---- what is said of a family
@@ -372,6 +378,81 @@ def _gemma4(config: Config) -> Mapping[str, Any]:
     return found
 
 
+def _bamba(config: Config) -> Mapping[str, Any]:
+    heads, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
+    attending = config["attn_layer_indices"]
+    return {
+        **_hybrid(config),
+        "attention.head_count_kv": [heads * (layer in attending) for layer in layers],
+        "rope.dimension_count": rotated(config),
+        "rope.scaling.finetuned": True,
+    }
+
+
+def _permuted_and_scanned(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    for changed, own in permuted(name, values, config):
+        yield from scanned(changed, own, config)
+
+
+def _latent(config: Config) -> Mapping[str, Any]:
+    return {**_nemotron(config), "moe_latent_size": config["moe_latent_size"]}
+
+
+def _kimi(config: Config) -> Mapping[str, Any]:
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    attending = [int(kind == "full_attention") for kind in config["layer_types"]]
+    return {
+        **_sigmoids({**config, "head_dim": rotary, "rope_parameters": {}}),
+        "expert_used_count": config["num_experts_per_token"],
+        "leading_dense_block_count": 0,
+        "attention.head_count_kv": attending,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotary,
+        "attention.value_length": None,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "expert_shared_feed_forward_length": None,
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "kda.head_dim": config["linear_head_dim"],
+        "context_length": config["model_max_length"],
+    }
+
+
+def _channels(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Convolutions in four dimensions, and decays as factors."""
+    if "_conv1d" in name:
+        values = values.reshape(1, len(values), 1, -1)
+    if name.endswith(".A_log"):
+        values = -values.exp()
+    yield from corrected(name.replace(".dt_bias", ".dt_proj.bias"), values, config)
+
+
+def _mimo(config: Config) -> Mapping[str, Any]:
+    """Three layers that guess tokens are counted as well."""
+    windows = [kind[0] == "s" for kind in config["layer_types"]] + [True] * 3
+    heads = config["num_key_value_heads"], 2 * config["num_key_value_heads"]
+    experts = _sigmoids(config)
+    gone = ("expert_shared_count", "expert_shared_feed_forward_length", "leading_dense_block_count")
+    return {
+        **{key: it for key, it in experts.items() if key not in gone},
+        "block_count": len(windows),
+        "rope.dimension_count": int(config["head_dim"] * 0.334),
+        "attention.head_count_kv": [heads[it] for it in windows],
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": config["attention_value_scale"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windows,
+        "nextn_predict_layers": 3,
+    }
+
+
+def _sunk(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Scores of sinks have a name like a weight."""
+    if name.endswith("attention_sink_bias"):
+        name += ".weight"
+    yield from corrected(name, values, config)
+
+
 ROWS: dict[str, Row] = {
     "gpt2-new": Row("gpt2", _gpt2, turned),
     "gpt-bigcode": Row("starcoder", lambda c: {**_gpt2(c), "attention.head_count_kv": 1}),
@@ -407,9 +488,72 @@ ROWS: dict[str, Row] = {
     "gemma4-plain": Row("gemma4", _gemma4, weighed),
     "gemma4-moe": Row("gemma4", _gemma4, weighed),
     "hybrid-nemotron-dense": Row("nemotron_h", _nemotron, scanned),
+    "hybrid-nemotron-latent": Row("nemotron_h_moe", _latent, scanned),
+    "bamba": Row("granitehybrid", _bamba, _permuted_and_scanned),
+    "kimi-linear-sparse": Row("kimi-linear", _kimi, _channels),
+    "mimo-v2": Row("mimo2", _mimo, _sunk),
 }
 """Families by names of `family_models`."""
+
+
+def _jais(config: Config) -> Mapping[str, Any]:
+    return {"attention.max_alibi_bias": 8.0, "feed_forward_length": config["n_inner"]}
+
+
+def _jais_weights(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Outputs before inputs, and tables with their factors."""
+    factors = {
+        "wte": config["mup_embeddings_scale"],
+        "lm_head": config["mup_output_alpha"] * config["mup_width_scale"],
+    }
+    is_map = ".c_" in name and name.endswith(".weight")
+    factor = next((it for part, it in factors.items() if part in name), 1.0)
+    yield name, values.t() if is_map else values * factor
+
+
+def _plamo2(config: Config) -> Mapping[str, Any]:
+    layers = range(config["num_hidden_layers"])
+    kv, heads = config["num_key_value_heads"], config["num_attention_heads"]
+    size = config["hidden_size_per_head"]
+    return {
+        "attention.head_count": [heads * (at % 2) for at in layers],
+        "attention.head_count_kv": [kv * (at % 2) for at in layers],
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.freq_base": config["rope_theta"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.inner_size": config["mamba_num_heads"] * size,
+        "ssm.group_count": 0,
+    }
+
+
+def _plamo3(config: Config) -> Mapping[str, Any]:
+    return {
+        "attention.sliding_window": config["window_size"],
+        "attention.sliding_window_pattern": config["sliding_window_pattern"],
+        "rope.freq_base": config["rope_theta"],
+        "rope.freq_base_swa": config["rope_local_theta"],
+    }
+
+
+def _offset(name: str, values: Tensor, _: Config) -> Iterator[Named]:
+    """Norms with their offsets, and decays as factors."""
+    offsets = {"post_mixer_norm.weight": 1 / 5, "post_mlp_norm.weight": 5**-1.5}
+    if name.endswith("norm.weight"):
+        values = values + next((it for end, it in offsets.items() if name.endswith(end)), 1.0)
+    if name.endswith(".A_log"):
+        values = -values.exp()
+    for own in ("dt_norm", "B_norm", "C_norm", "k", "q"):
+        name = name.replace(f".{own}_weight", f".{own}.weight")
+    yield name.replace(".dt_bias", ".dt_proj.bias"), values
+
+
 OF_MAKERS = {
+    "jais": Row("jais", _jais, _jais_weights, makers="jais"),
+    "plamo2": Row("plamo2", _plamo2, _offset, makers="plamo2"),
+    "plamo3": Row("plamo3", _plamo3, _offset, makers="plamo3"),
     "internlm": Row("pangu-embedded", _rotated),
     "internlm3": Row("llama", _rotated, permuted),
     "minicpm": Row("minicpm", _minicpm, permuted),
@@ -421,6 +565,7 @@ OF_MAKERS = {
 }
 """Families by names of `own_code_models`."""
 SEEING = {
+    "llama": Row("xverse", _rotated, permuted),
     "qwen2": Row("qwen2vl", _of_pictures),
     "qwen3": Row("qwen3vl", _of_pictures),
     "qwen3-moe": Row("qwen3vlmoe", _of_pictures),
@@ -436,6 +581,13 @@ def save_family(
 ) -> None:
     """Writes a file as the converter does, with matrices of the types that `choose` gives, if blocks of 32 fit."""
     config = model.config.to_dict()
+    theirs: dict[str, Tensor] = {}
+    if row.makers:
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            model.save_pretrained(scratch)
+            as_makers_publish(row.makers, Path(scratch))
+            config = json.loads((Path(scratch) / "config.json").read_bytes())
+            theirs = load_file(Path(scratch) / "model.safetensors")
     writer = GGUFWriter(path, row.architecture)
     values = {**common(config), **row.values(config)}
     told = {key: value for key, value in values.items() if value is not None}
@@ -443,7 +595,8 @@ def save_family(
     arch = next(it for it, name in gguf.MODEL_ARCH_NAMES.items() if name == row.architecture)
     names = gguf.get_tensor_name_map(arch, 99)
     numbers: dict[str, list[float]] = {}
-    tensors = published(model, path.parent, {}, joins_latents=row.architecture != "glm-dsa")
+    joins = row.architecture not in ("glm-dsa", "kimi-linear")
+    tensors = theirs or published(model, path.parent, {}, joins_latents=joins)
     if row.architecture == "gemma3n":
         tensors = _stacked(tensors)
     for name, tensor in (_joined(tensors) if row.joins else tensors).items():
@@ -455,14 +608,15 @@ def save_family(
             if not changed.startswith("blk."):
                 short = names.get_name(changed, try_suffixes=(".weight", ".bias"))
             assert short is not None, changed
-            matrix = own if own.shape[-1:] == (1,) else own.squeeze()
+            matrix = own if own.shape[-1:] == (1,) or own.dim() == 4 else own.squeeze()
             fits = matrix.dim() > 1 and matrix.shape[-1] % 32 == 0
             kind = choose(short) if fits else Kind.F32
             data = quantized(matrix.contiguous().numpy(), kind)
             writer.add_tensor(short, data, raw_dtype=kind)
     add_values(writer, {f"xielu.{name}": its for name, its in numbers.items()})
     _add_factors(writer, config)
-    if config.get("rope_parameters") and (its := frequency_factors(model.config)) is not None:
+    rope = None if row.makers else config.get("rope_parameters")
+    if rope and (its := frequency_factors(model.config)) is not None:
         writer.add_tensor("rope_freqs.weight", its)
     finish(writer)
 

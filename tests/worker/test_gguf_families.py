@@ -44,6 +44,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "falcon-groups": {"ffn_hidden_size": None},
     "falcon-h1": {"mamba_norm_before_gate": False},
+    "mimo-v2": {"n_shared_experts": 0, "n_routed_experts": 6},
+    "bamba": {"mamba_proj_bias": False},
 }
 """Other sizes where a file cannot say those of the family."""
 _LAYERS = ["mamba", "E", "mamba", "attention", "mamba", "E", "attention"]
@@ -52,7 +54,11 @@ SIZES |= {
         "layers_block_type": [kind.replace("E", behind) for kind in _LAYERS],
         "initializer_range": 0.2,
     }
-    for name, behind in (("hybrid-nemotron", "moe"), ("hybrid-nemotron-dense", "mlp"))
+    for name, behind in (
+        ("hybrid-nemotron", "moe"),
+        ("hybrid-nemotron-dense", "mlp"),
+        ("hybrid-nemotron-latent", "moe"),
+    )
 }
 
 

@@ -37,6 +37,15 @@ LLAMA = Family(
     "Llama 2 and 3, SmolLM2, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distillations; text of SmolVLM, Idefics3",
     _adapt_llama,
     gguf=GgufFormat("llama", names=GGUF_NEIGHBOURS),
+    other_gguf=(
+        GgufFormat("xverse", names=GGUF_NEIGHBOURS),
+        GgufFormat(
+            "llama-embed",
+            names=GGUF_NEIGHBOURS,
+            values=lambda _: {"is_causal": False},
+            causal=False,
+        ),
+    ),
     model_types={"llama": text_sizes(32_000, 4096, 11_008, 32, 32, None, 2048)},
     partial_rotary=1.0,
     own_keys=frozenset({"mlp_bias"}),

@@ -308,7 +308,7 @@ def config_values(file: GgufFile) -> dict[str, object]:
     told = {**form.values(fields), **form.shown(file.tensors)}
     told |= {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
     hidden_size = fields.positive("embedding_length")
-    num_heads = fields.positive("attention.head_count")
+    num_heads = _num_heads(fields)
     values: dict[str, object] = {
         "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
@@ -369,6 +369,14 @@ def _rotated(
 def _num_rows(tensor: GgufTensor) -> int:
     """Rows of a matrix, of which llama.cpp writes a single one as a vector."""
     return tensor.shape[0] if len(tensor.shape) > 1 else 1
+
+
+def _num_heads(fields: Fields) -> int:
+    """Heads of queries, of which PLaMo 2's files tell the number in each layer: 0 where one keeps a state."""
+    name = "attention.head_count"
+    if not isinstance(fields.values.get(name), list):
+        return fields.positive(name)
+    return fields.updated({name: max(fields.integers(name), default=0)}).positive(name)
 
 
 def _num_kv_heads(fields: Fields, form: GgufFormat, num_heads: int) -> int:

@@ -36,8 +36,8 @@ _MAX_NAME_CHARS = 256
 _MAX_PARTS = 999
 _DEFAULT_ALIGNMENT = 32
 
-_BARE = ".ffn_norm"
-"""End of names of norms that Falcon-H1's files have without `.weight`."""
+_BARE = "_norm"
+"""End of names of norms that files of Falcon-H1 and PLaMo have without `.weight`."""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
