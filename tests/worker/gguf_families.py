@@ -609,8 +609,10 @@ def save_family(
                 short = names.get_name(changed, try_suffixes=(".weight", ".bias"))
             assert short is not None, changed
             matrix = own if own.shape[-1:] == (1,) or own.dim() == 4 else own.squeeze()
-            fits = matrix.dim() > 1 and matrix.shape[-1] % 32 == 0
-            kind = choose(short) if fits else Kind.F32
+            kind = choose(short)
+            size, _ = gguf.GGML_QUANT_SIZES[kind]
+            if matrix.dim() < 2 or matrix.shape[-1] % max(size, 32):
+                kind = Kind.F32
             data = quantized(matrix.contiguous().numpy(), kind)
             writer.add_tensor(short, data, raw_dtype=kind)
     add_values(writer, {f"xielu.{name}": its for name, its in numbers.items()})

@@ -15,8 +15,10 @@ import torch
 import transformers
 from encoder_models import ENCODERS, HEADS, MASKED, RANKERS, make_encoder
 from gguf_encoders import save_gguf_encoder, save_gguf_rotary
+from gguf_models import save_gguf
 from in_process import InProcessEngine
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from torch import Tensor
 
 from pagoda.checkpoints.config_json import read_model_config
@@ -356,6 +358,21 @@ def test_vectors_of_rotary_gguf_files_are_those_of_directories(name: str, tmp_pa
     for number, vector in expected.items():
         for weight in maps.values():
             vector = weight @ vector
+        torch.testing.assert_close(found[number], vector, atol=1e-5, rtol=1e-5)
+
+
+def test_vectors_of_a_decoder_that_sees_all_of_a_text_in_a_gguf_file(tmp_path: Path) -> None:
+    """llama.cpp's converter writes LlamaBidirectionalModel as `llama-embed`."""
+    model = make_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    changed = {"architectures": ["LlamaBidirectionalModel"], "is_causal": False}
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
+    save_gguf(model, tmp_path / "m.gguf", architecture="llama-embed")
+    requests = _requests(Pooling.MEAN)
+    expected = _vectors(_engine(tmp_path), requests)
+    found = _vectors(_engine(tmp_path / "m.gguf", dtype="float32"), requests)
+    for number, vector in expected.items():
         torch.testing.assert_close(found[number], vector, atol=1e-5, rtol=1e-5)
 
 

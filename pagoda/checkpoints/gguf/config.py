@@ -260,17 +260,26 @@ class GgufQuantization:
         if linear.role is LinearRole.LATENT_HEADS or linear.unit is not None:
             return DenseFormat()
         stored = self.file.tensor(f"{linear.stored.tensor}.weight")
-        held = stored_format(stored.type)
+        held, fill = stored_format(stored.type), linear.fill
+        if fill is not None and linear.role is LinearRole.ATTENTION_OUT:
+            one = math.gcd(fill.stored_dim, fill.dim)
+            return _cut(stored, fill.stored_heads * fill.stored_dim, one)
         if linear.role is not LinearRole.STATE_OUT or linear.value_order is None:
             return held
         # Its heads are brought into another order.
-        cut = part_format(held, linear.inputs, range(linear.inputs // len(linear.value_order)))
-        if cut is None:
-            raise ConfigError(
-                f"{stored.path}: tensor {stored.name} is of type {stored.type.name}, "
-                "whose blocks are not those of one head."
-            )
-        return cut
+        return _cut(stored, linear.inputs, linear.inputs // len(linear.value_order))
+
+
+def _cut(stored: GgufTensor, inputs: int, size: int) -> WeightFormat:
+    """Format in memory of a matrix whose inputs are cut into parts of `size`, those of a head or of a part of it.
+    Raises ConfigError: the matrix cannot be cut so."""
+    cut = part_format(stored_format(stored.type), inputs, range(size))
+    if cut is None:
+        raise ConfigError(
+            f"{stored.path}: tensor {stored.name} is of type {stored.type.name}, "
+            "whose blocks are not those of one head."
+        )
+    return cut
 
 
 def matrices(file: GgufFile) -> Iterator[GgufTensor]:
@@ -308,7 +317,7 @@ def config_values(file: GgufFile) -> dict[str, object]:
     told = {**form.values(fields), **form.shown(file.tensors)}
     told |= {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
     hidden_size = fields.positive("embedding_length")
-    num_heads = _num_heads(fields)
+    num_heads = _num_heads(fields, form)
     values: dict[str, object] = {
         "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
@@ -371,10 +380,10 @@ def _num_rows(tensor: GgufTensor) -> int:
     return tensor.shape[0] if len(tensor.shape) > 1 else 1
 
 
-def _num_heads(fields: Fields) -> int:
+def _num_heads(fields: Fields, form: GgufFormat) -> int:
     """Heads of queries, of which PLaMo 2's files tell the number in each layer: 0 where one keeps a state."""
     name = "attention.head_count"
-    if not isinstance(fields.values.get(name), list):
+    if _SCAN_WIDTH not in form.keys or not isinstance(fields.values.get(name), list):
         return fields.positive(name)
     return fields.updated({name: max(fields.integers(name), default=0)}).positive(name)
 
