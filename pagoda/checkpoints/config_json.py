@@ -21,7 +21,7 @@ from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.layer_spec import Activation, AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorMap
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorKind, VectorMap
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
@@ -49,8 +49,9 @@ _BESIDE = {
     "quant_config.json": "awq",
 }
 """Files that say how older checkpoints are quantized, with their `quant_method`."""
-_COLBERT, _COLBERT_MAP = "ColBERT", "linear"
-"""Part of the names of encoders that give vectors of tokens, and the map that makes them."""
+_COLBERT, _VOYAGE, _COLBERT_MAP = "ColBERT", "VoyageQwen3", "linear"
+"""Parts of the names of encoders that give vectors of tokens, or of texts, and the map that makes them."""
+_MAPPED: tuple[VectorKind, ...] = ("token_vectors", "vectors")
 _SPLADE = "SpladePooling"
 _BOTH_WAYS = "Bidirectional"
 """Part of the names of decoders that see all of a text (LlamaBidirectionalModel)."""
@@ -151,8 +152,8 @@ def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceMo
     dense = tuple(it.map for it in dense_modules(directory, modules))
     if dense:
         maps["vectors" if "Pooling" in kinds else "token_vectors"] = dense
-    elif "token_vectors" in maps:
-        maps["token_vectors"] = (_colbert_map(directory, hidden),)
+    else:
+        maps |= {kind: (_map_of_vectors(directory, hidden),) for kind in _MAPPED if kind in maps}
     beside = lexical_maps(directory)
     if COLBERT_MAP in beside:
         maps["token_vectors"] = (VectorMap(COLBERT_MAP, hidden, hidden, bias=True),)
@@ -169,7 +170,7 @@ def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceMo
     return with_masked
 
 
-def _colbert_map(directory: Path, hidden_size: int) -> VectorMap:
+def _map_of_vectors(directory: Path, hidden_size: int) -> VectorMap:
     """The map of hidden states to vectors of tokens, whose size config.json does not say."""
     name = f"{_COLBERT_MAP}.weight"
     for path in weight_files(directory):
@@ -268,9 +269,11 @@ def _with_named_vectors(spec: ModelSpec, fields: Fields) -> ModelSpec:
     """The model with the layers behind hidden states that its architecture is named after."""
     named = fields.values.get("architectures")
     names = " ".join(map(str, named)) if isinstance(named, list) else ""
+    usual = VectorMap(_COLBERT_MAP, spec.hidden_size, spec.hidden_size)
     if _COLBERT in names:
-        usual = VectorMap(_COLBERT_MAP, spec.hidden_size, spec.hidden_size)
         spec = replace(spec, vector_maps={"token_vectors": (usual,)})
+    if _VOYAGE in names:
+        spec = replace(spec, vector_maps={"vectors": (usual,)})
     return (with_masked_head(spec) or spec) if "Splade" in names else spec
 
 
@@ -318,7 +321,8 @@ def _family(fields: Fields) -> tuple[Family, bool]:
             f'{fields.source} names no architectures; it must have a list such as ["LlamaForCausalLM"].'
         )
     others: dict[str, Family] = {}
-    for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
+    spelled = [it for it in named if isinstance(it, str)]
+    for name in dict.fromkeys([*spelled, *(it.replace(_BOTH_WAYS, "") for it in spelled)]):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
         stem = _stem(name)
         if name in FAMILIES:

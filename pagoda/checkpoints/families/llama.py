@@ -135,7 +135,7 @@ SEED_OSS = Family(
 _JOINED = "self_attn.qkv_proj"
 PHI3 = Family(
     "Phi3ForCausalLM",
-    "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+    "Phi-3, Phi-3.5, Phi-4, Phi-4-mini, text of Phi-3.5-vision and VLM2Vec",
     with_given_window,
     names=TensorNames(
         query=_JOINED, key=_JOINED, value=_JOINED, gate="mlp.gate_up_proj", up="mlp.gate_up_proj"
@@ -143,6 +143,7 @@ PHI3 = Family(
     gguf=GgufFormat("phi3", keys={"attention.sliding_window": "sliding_window"}),
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=1.0,
+    aliases=frozenset({"Phi3VForCausalLM"}),
 )
 
 
