@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class GgufWeights:
         return weight
 
     def _rows(self, tensor: GgufTensor) -> Tensor:
-        """The tensor's bytes, [rows, bytes of a row] uint8."""
+        """The tensor's bytes, [rows, bytes of a row] uint8; what lies behind all rows is at the end of each."""
         path = tensor.path
         if path not in self._mapped:
             with path.open("rb") as file:
@@ -71,7 +72,11 @@ class GgufWeights:
         flat = torch.frombuffer(
             self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
         )
-        return flat.view(math.prod(tensor.shape[:-1]), -1)
+        num_rows, behind = math.prod(tensor.shape[:-1]), tensor.type.behind
+        if not behind:
+            return flat.view(num_rows, -1)
+        rows, end = flat[:-behind].view(num_rows, -1), flat[-behind:]
+        return torch.cat([rows, end.expand(num_rows, behind)], dim=1)
 
 
 def _filled_inputs(
@@ -95,7 +100,8 @@ def _changed(weight: LinearWeight, change: Callable[[str], Tensor]) -> LinearWei
     """A weight with other tensors, by their names."""
     if isinstance(weight, BlockWeight):
         names = [name for name, it in vars(weight).items() if isinstance(it, Tensor)]
-        return replace(weight, **{name: change(name) for name in names})
+        changed: dict[str, Any] = {name: change(name) for name in names}
+        return replace(weight, **changed)
     return DenseWeight(change("values"))
 
 

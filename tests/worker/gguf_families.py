@@ -28,12 +28,27 @@ from gguf_changes import (
     one_by_one,
     permuted,
     rotated,
+    rotations,
     scanned,
+    sigmoids,
     turned,
     weighed,
 )
 from gguf_files import add_values, finish
 from gguf_models import Choose, frequency_factors, published, quantized
+from gguf_states import (
+    bamba,
+    channels,
+    hybrid,
+    jamba,
+    kimi,
+    latent,
+    mamba,
+    nemotron,
+    offset,
+    permuted_and_scanned,
+    plamo2,
+)
 from own_code_models import as_makers_publish
 from safetensors.torch import load_file
 from torch import Tensor
@@ -142,35 +157,14 @@ def _first_names(name: str, values: Tensor, _: Config) -> Iterator[Named]:
     yield changed.replace("ffn_sub_norm", "ffn_layernorm"), values
 
 
-def _rotated(config: Config) -> Mapping[str, Any]:
-    return {"rope.dimension_count": rotated(config), "vocab_size": config["vocab_size"]}
-
-
-def _sigmoids(config: Config) -> Mapping[str, Any]:
-    """Experts scored by sigmoids, as several families have them."""
-    inner, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 1
-    return {
-        **_rotated(config),
-        "expert_count": config.get("num_experts") or config["n_routed_experts"],
-        "expert_feed_forward_length": inner,
-        "expert_shared_count": config.get("num_shared_experts") or shared,
-        "expert_shared_feed_forward_length": inner,
-        "expert_weights_norm": config.get("norm_topk_prob", True),
-        "expert_weights_scale": config.get("routed_scaling_factor") or config["route_scale"],
-        "expert_gating_func": 2,
-        "leading_dense_block_count": config.get("num_dense_layers")
-        or config.get("first_k_dense_replace", 1),
-    }
-
-
 def _solar(config: Config) -> Mapping[str, Any]:
-    return {**_sigmoids(config), "leading_dense_block_count": 0}
+    return {**sigmoids(config), "leading_dense_block_count": 0}
 
 
 def _windowed(config: Config) -> Mapping[str, Any]:
     kinds = [kind[0] == "s" for kind in config["layer_types"]]
     return {
-        **_sigmoids(config),
+        **sigmoids(config),
         "attention.sliding_window": config["sliding_window"],
         "attention.sliding_window_pattern": kinds,
         "nextn_predict_layers": 0,
@@ -195,89 +189,9 @@ def _minicpm3(config: Config) -> Mapping[str, Any]:
     }
 
 
-def _mamba(config: Config) -> Mapping[str, Any]:
-    zeros = ("feed_forward_length", "attention.head_count")
-    inner = config.get("intermediate_size") or 2 * config["hidden_size"]
-    if config["model_type"] == "mamba2":
-        inner = config["num_heads"] * config["head_dim"]
-    return {
-        **dict.fromkeys(zeros, 0),
-        **dict.fromkeys(("attention.head_count_kv", "attention.key_length"), None),
-        "attention.value_length": None,
-        "attention.layer_norm_epsilon": None,
-        "context_length": 2**20,
-        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["state_size"],
-        "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
-        **({"ssm.group_count": config["n_groups"]} if "n_groups" in config else {}),
-        **({"ssm.dt_b_c_rms": True} if config["model_type"] == "falcon_mamba" else {}),
-    }
-
-
-def _hybrid(config: Config) -> dict[str, Any]:
-    """Mamba layers beside others, by fields that begin with `mamba_`."""
-    inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
-    rank = config.get("mamba_dt_rank") or config["mamba_n_heads"]
-    found = {
-        "ssm.conv_kernel": config["mamba_d_conv"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["mamba_d_state"],
-        "ssm.time_step_rank": rank,
-    }
-    if "mamba_n_groups" in config:
-        found["ssm.group_count"] = config["mamba_n_groups"]
-    return found
-
-
-def _jamba(config: Config) -> Mapping[str, Any]:
-    first, every = config["attn_layer_offset"], config["attn_layer_period"]
-    heads = config["num_key_value_heads"]
-    attending = range(first, config["num_hidden_layers"], every)
-    counts = [heads * (layer in attending) for layer in range(config["num_hidden_layers"])]
-    return {**_hybrid(config), "attention.head_count_kv": counts}
-
-
-def _nemotron(config: Config) -> Mapping[str, Any]:
-    short = {"linear_attention": "mamba", "full_attention": "attention"}
-    kinds = [short.get(kind, kind) for kind in config["layers_block_type"]]
-    is_sparse = "moe" in kinds
-    sizes = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
-    heads, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
-    found = {
-        "block_count": len(kinds),
-        "attention.head_count_kv": [
-            config["num_key_value_heads"] * (kind == "attention") for kind in kinds
-        ],
-        "feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
-        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
-        "attention.layer_norm_epsilon": None,
-        "attention.key_length": config["head_dim"],
-        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
-        "rope.scaling.finetuned": False,
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["ssm_state_size"],
-        "ssm.time_step_rank": heads,
-        "ssm.group_count": config["n_groups"],
-    }
-    if not is_sparse:
-        gone = ("expert_count", "expert_used_count", "expert_group_count")
-        return found | dict.fromkeys((*gone, "expert_group_used_count"))
-    return found | {
-        "expert_count": config["n_routed_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_weights_norm": config["norm_topk_prob"],
-        "expert_weights_scale": config["routed_scaling_factor"],
-    }
-
-
 def _minicpm(config: Config) -> Mapping[str, Any]:
     return {
-        **_rotated(config),
+        **rotations(config),
         "embedding_scale": config["embedding_multiplier"],
         "residual_scale": config["residual_multiplier"],
         "logit_scale": config["logits_scaling"],
@@ -290,7 +204,7 @@ def _qwen(config: Config) -> Mapping[str, Any]:
 
 def _shared(config: Config) -> Mapping[str, Any]:
     return {
-        **_rotated(config),
+        **rotations(config),
         "rope.scaling.type": None,
         "leading_dense_block_count": 0,
         "expert_feed_forward_length": config["intermediate_size"],
@@ -301,7 +215,7 @@ def _shared(config: Config) -> Mapping[str, Any]:
 
 
 def _predicting(config: Config) -> Mapping[str, Any]:
-    return {**_sigmoids(config), "nextn_predict_layers": 0}
+    return {**sigmoids(config), "nextn_predict_layers": 0}
 
 
 def _of_pictures(config: Config) -> Mapping[str, Any]:
@@ -316,7 +230,7 @@ def _of_pictures(config: Config) -> Mapping[str, Any]:
 def _with_index(config: Config) -> Mapping[str, Any]:
     rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
     return {
-        **_sigmoids({**config, "head_dim": rotary}),
+        **sigmoids({**config, "head_dim": rotary}),
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": rank,
         "attention.q_lora_rank": config["q_lora_rank"],
@@ -378,60 +292,11 @@ def _gemma4(config: Config) -> Mapping[str, Any]:
     return found
 
 
-def _bamba(config: Config) -> Mapping[str, Any]:
-    heads, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
-    attending = config["attn_layer_indices"]
-    return {
-        **_hybrid(config),
-        "attention.head_count_kv": [heads * (layer in attending) for layer in layers],
-        "rope.dimension_count": rotated(config),
-        "rope.scaling.finetuned": True,
-    }
-
-
-def _permuted_and_scanned(name: str, values: Tensor, config: Config) -> Iterator[Named]:
-    for changed, own in permuted(name, values, config):
-        yield from scanned(changed, own, config)
-
-
-def _latent(config: Config) -> Mapping[str, Any]:
-    return {**_nemotron(config), "moe_latent_size": config["moe_latent_size"]}
-
-
-def _kimi(config: Config) -> Mapping[str, Any]:
-    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    attending = [int(kind == "full_attention") for kind in config["layer_types"]]
-    return {
-        **_sigmoids({**config, "head_dim": rotary, "rope_parameters": {}}),
-        "expert_used_count": config["num_experts_per_token"],
-        "leading_dense_block_count": 0,
-        "attention.head_count_kv": attending,
-        "attention.kv_lora_rank": rank,
-        "attention.key_length": rank + rotary,
-        "attention.value_length": None,
-        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
-        "attention.value_length_mla": config["v_head_dim"],
-        "expert_shared_feed_forward_length": None,
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-        "kda.head_dim": config["linear_head_dim"],
-        "context_length": config["model_max_length"],
-    }
-
-
-def _channels(name: str, values: Tensor, config: Config) -> Iterator[Named]:
-    """Convolutions in four dimensions, and decays as factors."""
-    if "_conv1d" in name:
-        values = values.reshape(1, len(values), 1, -1)
-    if name.endswith(".A_log"):
-        values = -values.exp()
-    yield from corrected(name.replace(".dt_bias", ".dt_proj.bias"), values, config)
-
-
 def _mimo(config: Config) -> Mapping[str, Any]:
     """Three layers that guess tokens are counted as well."""
     windows = [kind[0] == "s" for kind in config["layer_types"]] + [True] * 3
     heads = config["num_key_value_heads"], 2 * config["num_key_value_heads"]
-    experts = _sigmoids(config)
+    experts = sigmoids(config)
     gone = ("expert_shared_count", "expert_shared_feed_forward_length", "leading_dense_block_count")
     return {
         **{key: it for key, it in experts.items() if key not in gone},
@@ -467,30 +332,30 @@ ROWS: dict[str, Row] = {
     "phimoe": Row("phimoe", _phimoe),
     "ernie4.5-moe": Row("ernie4_5-moe", _ernie, corrected),
     "hunyuan-moe": Row("hunyuan-moe", _hunyuan),
-    "jais2": Row("jais2", _rotated),
+    "jais2": Row("jais2", rotations),
     "bitnet": Row("bitnet", _unscaled, _first_names),
-    "apertus": Row("apertus", _rotated),
+    "apertus": Row("apertus", rotations),
     "exaone-moe": Row("exaone-moe", _windowed, corrected),
     "afmoe": Row("afmoe", _windowed, corrected),
     "minimax-m2": Row("minimax-m2", _minimax, corrected),
     "solar-open": Row("glm4moe", _solar, corrected),
     "minicpm3": Row("minicpm3", _minicpm3),
-    "mamba": Row("mamba", _mamba, scanned),
-    "falcon-mamba": Row("mamba", _mamba, scanned),
-    "mamba2": Row("mamba2", _mamba, scanned),
-    "jamba": Row("jamba", _jamba, scanned),
-    "falcon-h1": Row("falcon-h1", _hybrid, multiplied),
-    "hybrid-nemotron": Row("nemotron_h_moe", _nemotron, scanned),
-    "glm4-moe-groups": Row("glm4moe", _sigmoids, corrected),
+    "mamba": Row("mamba", mamba, scanned),
+    "falcon-mamba": Row("mamba", mamba, scanned),
+    "mamba2": Row("mamba2", mamba, scanned),
+    "jamba": Row("jamba", jamba, scanned),
+    "falcon-h1": Row("falcon-h1", hybrid, multiplied),
+    "hybrid-nemotron": Row("nemotron_h_moe", nemotron, scanned),
+    "glm4-moe-groups": Row("glm4moe", sigmoids, corrected),
     "glm-5": Row("glm-dsa", _with_index, corrected),
     "gemma3n": Row("gemma3n", _gemma3n, weighed),
     "gemma4": Row("gemma4", _gemma4, weighed),
     "gemma4-plain": Row("gemma4", _gemma4, weighed),
     "gemma4-moe": Row("gemma4", _gemma4, weighed),
-    "hybrid-nemotron-dense": Row("nemotron_h", _nemotron, scanned),
-    "hybrid-nemotron-latent": Row("nemotron_h_moe", _latent, scanned),
-    "bamba": Row("granitehybrid", _bamba, _permuted_and_scanned),
-    "kimi-linear-sparse": Row("kimi-linear", _kimi, _channels),
+    "hybrid-nemotron-dense": Row("nemotron_h", nemotron, scanned),
+    "hybrid-nemotron-latent": Row("nemotron_h_moe", latent, scanned),
+    "bamba": Row("granitehybrid", bamba, permuted_and_scanned),
+    "kimi-linear-sparse": Row("kimi-linear", kimi, channels),
     "mimo-v2": Row("mimo2", _mimo, _sunk),
 }
 """Families by names of `family_models`."""
@@ -511,24 +376,6 @@ def _jais_weights(name: str, values: Tensor, config: Config) -> Iterator[Named]:
     yield name, values.t() if is_map else values * factor
 
 
-def _plamo2(config: Config) -> Mapping[str, Any]:
-    layers = range(config["num_hidden_layers"])
-    kv, heads = config["num_key_value_heads"], config["num_attention_heads"]
-    size = config["hidden_size_per_head"]
-    return {
-        "attention.head_count": [heads * (at % 2) for at in layers],
-        "attention.head_count_kv": [kv * (at % 2) for at in layers],
-        "attention.key_length": size,
-        "attention.value_length": size,
-        "rope.freq_base": config["rope_theta"],
-        "ssm.state_size": config["mamba_d_state"],
-        "ssm.conv_kernel": config["mamba_d_conv"],
-        "ssm.time_step_rank": config["mamba_num_heads"],
-        "ssm.inner_size": config["mamba_num_heads"] * size,
-        "ssm.group_count": 0,
-    }
-
-
 def _plamo3(config: Config) -> Mapping[str, Any]:
     return {
         "attention.sliding_window": config["window_size"],
@@ -538,34 +385,22 @@ def _plamo3(config: Config) -> Mapping[str, Any]:
     }
 
 
-def _offset(name: str, values: Tensor, _: Config) -> Iterator[Named]:
-    """Norms with their offsets, and decays as factors."""
-    offsets = {"post_mixer_norm.weight": 1 / 5, "post_mlp_norm.weight": 5**-1.5}
-    if name.endswith("norm.weight"):
-        values = values + next((it for end, it in offsets.items() if name.endswith(end)), 1.0)
-    if name.endswith(".A_log"):
-        values = -values.exp()
-    for own in ("dt_norm", "B_norm", "C_norm", "k", "q"):
-        name = name.replace(f".{own}_weight", f".{own}.weight")
-    yield name.replace(".dt_bias", ".dt_proj.bias"), values
-
-
 OF_MAKERS = {
     "jais": Row("jais", _jais, _jais_weights, makers="jais"),
-    "plamo2": Row("plamo2", _plamo2, _offset, makers="plamo2"),
-    "plamo3": Row("plamo3", _plamo3, _offset, makers="plamo3"),
-    "internlm": Row("pangu-embedded", _rotated),
-    "internlm3": Row("llama", _rotated, permuted),
+    "plamo2": Row("plamo2", plamo2, offset, makers="plamo2"),
+    "plamo3": Row("plamo3", _plamo3, offset, makers="plamo3"),
+    "internlm": Row("pangu-embedded", rotations),
+    "internlm3": Row("llama", rotations, permuted),
     "minicpm": Row("minicpm", _minicpm, permuted),
     "qwen": Row("qwen", _qwen, joins=True),
-    "baichuan": Row("baichuan", _rotated, permuted),
+    "baichuan": Row("baichuan", rotations, permuted),
     "deepseek": Row("deepseek", _shared, permuted),
     "ling": Row("bailingmoe", _shared, permuted),
     "ling2": Row("bailingmoe2", _predicting, corrected, joins=True),
 }
 """Families by names of `own_code_models`."""
 SEEING = {
-    "llama": Row("xverse", _rotated, permuted),
+    "llama": Row("xverse", rotations, permuted),
     "qwen2": Row("qwen2vl", _of_pictures),
     "qwen3": Row("qwen3vl", _of_pictures),
     "qwen3-moe": Row("qwen3vlmoe", _of_pictures),

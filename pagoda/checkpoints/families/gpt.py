@@ -138,7 +138,7 @@ def _adapt_jais(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 def _gguf_jais(fields: Fields) -> Mapping[str, object]:
-    """What llama.cpp always computes; factors of embeddings and logits are in the weights."""
+    """The form that llama.cpp always computes; factors of embeddings and logits are in the weights."""
     fields.require("attention.max_alibi_bias", 8.0)
     return {
         **_gguf_values(fields),

@@ -32,6 +32,7 @@ from pagoda.checkpoints.weight_formats import (
     IQ3_XXS_CODEBOOK,
     IQ4_CODEBOOK,
     MXFP4,
+    TERNARY,
     TERNARY_CODEBOOK,
     BlockFormat,
     DenseFormat,
@@ -79,9 +80,7 @@ BLOCKS = {
     "TQ1_0": BlockFormat(
         2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK, trits=True
     ),
-    "TQ2_0": BlockFormat(
-        2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK
-    ),
+    **dict.fromkeys(("TQ2_0", "I2_S"), TERNARY),
 }
 """Formats in memory of quantized types."""
 
