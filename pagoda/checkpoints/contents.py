@@ -176,9 +176,9 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
-    if spec.audio is not None:
-        for index in range(spec.audio.encoder.num_layers):
-            yield from _of_layer(spec.audio.encoder, index, ())
+    if spec.cross_encoder is not None:
+        for index in range(spec.cross_encoder.encoder.num_layers):
+            yield from _of_layer(spec.cross_encoder.encoder, index, ())
     if spec.head_bias:
         yield [f"{spec.names.head}.bias"]
     for name, _ in spec.map_vectors:

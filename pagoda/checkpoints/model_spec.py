@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.audio import AudioSpec
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.filled_heads import filled_linears
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
@@ -50,7 +51,6 @@ from pagoda.checkpoints.tensor_names import (
 from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
-    from pagoda.checkpoints.audio import AudioSpec
     from pagoda.checkpoints.family import Family
 
 
@@ -79,8 +79,8 @@ class ModelSpec:
     """Inputs of layers besides hidden states."""
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
-    audio: AudioSpec | None = None
-    """Encoder of what a decoder hears, to which half of its layers attend; None of one that hears nothing."""
+    cross_encoder: AudioSpec | None = None
+    """Encoder of what a decoder hears or reads, to which half of its layers attend; None of a decoder alone."""
     position_table: PositionTable | None = None
     """Learned positions of a decoder, which are added to the embeddings of tokens."""
     norms_embedding: bool = False
@@ -125,7 +125,12 @@ class ModelSpec:
         again = any(it.shared or it.begins_loop for it in self.layers)
         reads = again or any(it.attention.kv_layer is not None for it in self.layers)
         spans = self.beside is not None and self.beside.spans_layers
-        return reads or spans or self.audio is not None
+        return reads or spans or self.cross_encoder is not None
+
+    @property
+    def audio(self) -> AudioSpec | None:
+        """The encoder of a model that hears."""
+        return self.cross_encoder if isinstance(self.cross_encoder, AudioSpec) else None
 
     @property
     def num_layers(self) -> int:
@@ -325,8 +330,8 @@ class ModelSpec:
 
     @property
     def encoder_linears(self) -> list[LinearSpec]:
-        """Tables of a first stage besides that of tokens, the map behind them, and layers of what is heard."""
-        heard = () if self.audio is None else self.audio.linears()
+        """Tables of a first stage besides that of tokens, the map behind them, and layers of a cross encoder."""
+        heard = () if self.cross_encoder is None else self.cross_encoder.linears()
         tables = self.positions, self.token_types, self.embedding_projection
         return [*filter(None, tables), *heard]
 
@@ -532,13 +537,13 @@ class ModelSpec:
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of an encoder's norm of embeddings, of norms in front of a head, or of what is heard."""
+        """Names and sizes of a norm of embeddings, of norms in front of a head, or of a cross encoder's vectors."""
         if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
         found = [tensor for name in names for tensor in self._norm_tensors(name)]
         found += [] if self.beside is None else self.beside.outer_vectors
-        return found if self.audio is None else [*found, *self.audio.vectors()]
+        return found if self.cross_encoder is None else [*found, *self.cross_encoder.vectors()]
 
     def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias

@@ -282,8 +282,8 @@ class Batcher:
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
         one computes its blocks. False if it does not fit, so that nobody behind it is admitted; nor is anybody
-        behind one whose audio is to be encoded."""
-        if plan.hears:
+        behind one whose audio or text is to be encoded."""
+        if plan.encodes:
             return False
         if self.in_flight_prefixes.is_awaiting(first) or self.streams.awaits_turn(first, plan):
             return True

@@ -145,7 +145,8 @@ class Scheduler:
             problem = problem_with_spans(spans, request.num_prompt_tokens, hidden_size)
             if problem is not None:
                 return f"{problem[0].upper()}{problem[1:]}."
-        heard = 0 if request.work.audio is None else len(request.work.audio.values)
+        beside = request.work.encoder_input
+        heard = 0 if beside is None else len(beside.values)
         if heard != self.limits.feature_bytes:
             return _wrong_audio(heard, self.limits.feature_bytes)
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:

@@ -47,8 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if attention reads cold segments out of the host's memory (`pagoda.messages.segments`)."""
     embeds_spans: bool = False
     """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
-    encodes_audio: bool = False
-    """True if it computes the encoder of a model that hears."""
+    cross_attends: bool = False
+    """True if it computes the encoder of a model whose decoder attends to what that gives."""
     context_parallel: bool = False
     """True if it has `context_attention`."""
     lacks_operations: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
-from pagoda.model.audio_encoder import HEARD, AudioEncoder, heard_by
+from pagoda.model.cross_encoder import ENCODED, CrossEncoder, across
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
@@ -158,7 +158,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
         self._embedding_multiplier = rounded.item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
-        self._audio = None if config.audio is None else AudioEncoder(loader, config.audio)
+        self._encoder = CrossEncoder(loader) if config.cross_encoder else None
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -175,8 +175,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
-        if self._audio is not None:
-            self._audio.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
+        if self._encoder is not None:
+            self._encoder.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
         self._compiled = compiled = self._compile(embeds_spans=False)
         self._compiled_with_spans: Compiled[MetadataT] | None = None
         """The graph of steps with embedded spans; the first of them compiles it."""
@@ -209,9 +209,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         metadata = {
             group: plan(attended, heads, cache, group) for group, cache in self._groups.items()
         }
-        if self._audio is not None:
+        if self._encoder is not None:
             cache, group = self.caches[0].cache, self.caches[0].group
-            metadata[HEARD] = plan(heard_by(batch, self._audio.positions), heads, cache, group)
+            metadata[ENCODED] = plan(across(batch, self._encoder.positions), heads, cache, group)
         return PlannedBatch(batch, metadata, own)
 
     def forward(
@@ -239,10 +239,10 @@ class Decoder(Generic[LinearT, MetadataT]):
     ) -> tuple[Tensor, ...]:
         """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
         tracer = self._tracer
-        if self._audio is not None and planned.batch.audio:
+        if self._encoder is not None and planned.batch.to_encode:
             began = tracer.e2e()
-            self._audio.encode(planned.batch)
-            tracer.span("encode audio", began)
+            self._encoder.encode(planned.batch)
+            tracer.span("encode", began)
         began = tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
@@ -282,7 +282,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             # The embeddings that are given, of all tokens, and their sum with those of tokens.
             hidden_size = self._shard.config.hidden_size
             num_bytes += 2 * len(batch.token_ids) * hidden_size * torch.float32.itemsize
-        return num_bytes if self._audio is None else max(num_bytes, self._audio.profile())
+        return num_bytes if self._encoder is None else max(num_bytes, self._encoder.profile())
 
     def _input(
         self,
@@ -546,7 +546,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
         held, states = caches
         crosses = layer.spec.attention.crosses
-        cache, metadata = held.cache, ops.metadata(HEARD if crosses else held.group)
+        cache, metadata = held.cache, ops.metadata(ENCODED if crosses else held.group)
         qkv = with_adapters(
             ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
         )

@@ -347,13 +347,13 @@ class Shard:
 
 
 def least_block_size(config: ModelSpec, itemsize: int) -> int:
-    """Tokens of a block with room for half of a layer's state in K and in V, or all in latents, and for audio.
+    """Tokens of a block with room for half of a layer's state in K and in V, or all in latents, and for encoders.
 
     They do so on every rank of any tensor-parallel size, since engines of different sizes hand blocks over.
     `itemsize` is that of K and V.
     """
     kinds = {layer.state: index for index, layer in enumerate(config.layers) if layer.state}
-    least = 1 if config.audio is None else config.audio.positions
+    least = 1 if config.cross_encoder is None else config.cross_encoder.positions
     for size in range(1, config.num_heads + 1) if kinds else ():
         if not any(can_share(config, size, expert_parallel=it) for it in (False, True)):
             continue

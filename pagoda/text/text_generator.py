@@ -328,7 +328,7 @@ class TextGenerator:
                         adapter=self.adapter.digest if self.adapter else "",
                         second_text_at=draft.second_text_at,
                         spans=draft.spans,
-                        audio=draft.audio,
+                        encoder_input=draft.audio,
                         speech=draft.speech,
                     ),
                     priority=draft.priority,

@@ -55,9 +55,9 @@ from pagoda.parallel.config import RankPlace
 from pagoda.parallel.segments import BlockNumbers
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
-from pagoda.worker.audio import check_audio
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.context import check_context_parallel
+from pagoda.worker.cross_encoder import check_cross_encoder
 from pagoda.worker.dp_attention import check_dp_attention
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
 from pagoda.worker.drafting.planning import with_drafter
@@ -91,7 +91,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
     check_dp_attention(config, shape, backend)
-    check_audio(config, shape, backend)
+    check_cross_encoder(config, shape, backend)
     _check_batch_invariant(config, backend)
     dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
     quantization = choose_quantization(config, shape, capabilities)

@@ -78,7 +78,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
             return replace(layer, attention=replace(layer.attention, crosses=True))
         return replace(layer, mlp=None)
 
-    return replace(spec.with_layers(halved), audio=audio)
+    return replace(spec.with_layers(halved), cross_encoder=audio)
 
 
 def _encoder(spec: ModelSpec, fields: Fields, positions: int) -> ModelSpec:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of what a decoder hears, which leaves keys and values in blocks (Radford et al. 2022).
+"""The encoder of what a decoder hears or reads, which leaves keys and values in blocks (Vaswani et al. 2017).
 
 A block has room for those of all that the encoder gives, and a sequence's first block holds them for each layer
-that attends to audio. So they live and die with the sequence's KV, and no scheduler knows of them.
+that attends to them. So they live and die with the sequence's KV, and no scheduler knows of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.audio import AudioSpec
 from pagoda.model.mlp import whole_mlp
-from pagoda.model.recording import normed
+from pagoda.model.recording import added, normed
 from pagoda.model.sharding import Shard
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from pagoda.model.loaded_layers import Layer
     from pagoda.model.loader import WeightLoader
 
-HEARD = -1
-"""Number of the metadata of attention to audio, beside those of KV groups."""
+ENCODED = -1
+"""Number of the metadata of attention to what an encoder gives, beside those of KV groups."""
 _ENCODED = "encoded"
 
 
-def heard_by(batch: TokenBatch, positions: int) -> TokenBatch:
-    """The step as attention sees it that goes to all of an audio: the tokens stand at the end of its positions."""
+def across(batch: TokenBatch, positions: int) -> TokenBatch:
+    """The step as attention sees it that goes to all that an encoder gives, of so many positions at most: a
+    sequence's tokens stand at the end of its positions."""
     moved = positions - batch.context_lens
     return replace(
         batch,
@@ -46,17 +47,12 @@ def heard_by(batch: TokenBatch, positions: int) -> TokenBatch:
     )
 
 
-class AudioEncoder(Generic[LinearT]):
-    """One rank's part of an encoder, and of the maps to keys and values that a decoder attends to."""
+class AudioFront:
+    """Two convolutions, and learned positions, in front of an encoder's layers (Radford et al. 2022)."""
 
-    def __init__(self, loader: WeightLoader[LinearT], spec: AudioSpec) -> None:
-        """Loads the weights; `loader` is that of the decoder's shard."""
-        shard = loader.shard
-        encoder, hidden = spec.encoder, spec.encoder.hidden_size
-        own = loader.of_shard(
-            Shard(encoder, range(encoder.num_layers), shard.tp_rank, shard.tp_size)
-        )
-        self._spec, self._shard, self._backend = spec, own.shard, loader.backend
+    def __init__(self, loader: WeightLoader[Any], spec: AudioSpec) -> None:
+        hidden = spec.encoder.hidden_size
+        self._spec, self._device = spec, loader.backend.device
         self._convolutions = [
             (
                 loader.vector(f"{name}.weight", (hidden, channels, 3)),
@@ -64,8 +60,45 @@ class AudioEncoder(Generic[LinearT]):
             )
             for name, channels in spec.convolutions
         ]
-        table = f"{encoder.names.positions}.weight"
+        table = f"{spec.encoder.names.positions}.weight"
         self._places = loader.vector(table, (spec.positions, hidden))
+
+    @property
+    def longest(self) -> bytes:
+        return bytes(self._spec.feature_bytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of memory that convolutions take, besides the graph's."""
+        return 4 * self._spec.encoder.hidden_size * 4 * self._spec.positions * 4
+
+    def record(self, ops: GraphBuilder) -> Value:
+        """Hidden states [positions, hidden] in front of the first layer."""
+        return ops.input("hidden", self._spec.encoder.hidden_size)
+
+    def inputs(self, values: bytes) -> dict[str, Tensor]:
+        """Inputs of the graph, of features [mel_bins, frames] float32."""
+        features = torch.frombuffer(bytearray(values), dtype=torch.float32)
+        x = features.view(1, self._spec.mel_bins, self._spec.frames).to(self._device)
+        for stride, (weight, bias) in enumerate(self._convolutions, start=1):
+            x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
+        return {"hidden": (x[0].t() + self._places).contiguous()}
+
+
+class CrossEncoder(Generic[LinearT]):
+    """One rank's part of an encoder, and of the maps to keys and values that a decoder attends to."""
+
+    def __init__(self, loader: WeightLoader[LinearT]) -> None:
+        """Loads the weights; `loader` is that of the shard of a decoder with an encoder."""
+        shard, spec = loader.shard, loader.shard.config.cross_encoder
+        if spec is None:
+            raise TypeError("The model is a decoder alone.")
+        encoder = spec.encoder
+        own = loader.of_shard(
+            Shard(encoder, range(encoder.num_layers), shard.tp_rank, shard.tp_size)
+        )
+        self._spec, self._shard, self._backend = spec, own.shard, loader.backend
+        self._front = AudioFront(loader, spec)
         self._layers = [own.layer(index) for index in range(encoder.num_layers)]
         self._norm = own.norm(encoder.names.norm)
         self._keys_values = {
@@ -77,7 +110,7 @@ class AudioEncoder(Generic[LinearT]):
 
     @property
     def positions(self) -> int:
-        """Hidden states of an audio."""
+        """The most hidden states that the encoder gives."""
         return self._spec.positions
 
     def use_caches(self, caches: Mapping[int, LayerCache]) -> None:
@@ -88,7 +121,7 @@ class AudioEncoder(Generic[LinearT]):
             raise TypeError("The cache of plain attention holds keys and values.")
         self._group, self._cache = first.group, first.cache
         ops = GraphBuilder(self._backend.group)
-        x = ops.input("hidden", self._spec.encoder.hidden_size)
+        x = self._front.record(ops)
         for layer in self._layers:
             x = self._layer(ops, layer, x, first.cache)
         encoded = normed(ops, x, self._norm, self._spec.encoder.norm.eps)
@@ -104,39 +137,31 @@ class AudioEncoder(Generic[LinearT]):
         self._compiled: Compiled[Any] = self._backend.compile(ops.build())
 
     def encode(self, batch: TokenBatch) -> None:
-        """Writes keys and values of the audio of a step's sequences, one after the other: how many there are
+        """Writes keys and values of what a step's sequences are about, one after the other: how many there are
         changes no bit."""
-        for sequence, features in batch.audio:
+        for sequence, values in batch.to_encode:
             tables = tuple(table[sequence : sequence + 1] for table in batch.block_tables)
-            step = self._step(self._convolved(features), tables)
+            step = self._step(values, tables)
             (encoded,) = self._compiled(step, [_ENCODED])
             known = StepInput({_ENCODED: encoded}, step.metadata)
             for index in self._keys_values:
                 self._compiled(known, [f"layer_{index}"])
 
     def profile(self) -> int:
-        """Bytes of memory that an audio takes while it is encoded."""
-        hidden = self._spec.encoder.hidden_size
+        """Bytes of memory that the longest input takes while it is encoded."""
         table = torch.zeros((1, 1), dtype=torch.int64)
-        step = self._step(torch.zeros(self.positions, hidden), (table,) * (self._group + 1))
-        convolved = 4 * hidden * 4 * self.positions * torch.float32.itemsize
-        return self._compiled.profile(step, [_ENCODED]) + convolved
+        step = self._step(self._front.longest, (table,) * (self._group + 1))
+        return self._compiled.profile(step, [_ENCODED]) + self._front.taken_bytes
 
-    def _step(self, x: Tensor, tables: tuple[Tensor, ...]) -> StepInput[Any]:
-        """The step of one audio, whose hidden states [positions, hidden] go into the first layer."""
-        places = torch.arange(self.positions)
-        lens = torch.tensor([self.positions])
+    def _step(self, values: bytes, tables: tuple[Tensor, ...]) -> StepInput[Any]:
+        """The step of one sequence's input."""
+        inputs = self._front.inputs(values)
+        count = len(next(iter(inputs.values())))
+        places, lens = torch.arange(count), torch.tensor([count])
         batch = TokenBatch(places, places, torch.zeros_like(places), lens, lens, tables)
         heads = len(self._shard.heads)
         metadata = self._backend.attention_metadata(batch, heads, self._cache, self._group)
-        return StepInput({"hidden": x}, {self._group: metadata})
-
-    def _convolved(self, features: Tensor) -> Tensor:
-        """Hidden states [positions, hidden] in front of the first layer, of features [mel_bins * frames]."""
-        x = features.view(1, self._spec.mel_bins, self._spec.frames).to(self._backend.device)
-        for stride, (weight, bias) in enumerate(self._convolutions, start=1):
-            x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
-        return (x[0].t() + self._places).contiguous()
+        return StepInput(inputs, {self._group: metadata})
 
     def _layer(self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, cache: KVCache) -> Value:
         """x [positions, hidden] behind a layer; all of them write keys and values to the same cache."""
@@ -153,9 +178,11 @@ class AudioEncoder(Generic[LinearT]):
             window=None,
             causal=False,
         )
-        x = ops.add(x, ops.all_reduce(ops.linear(attended, layer.attention_out)))
+        out = ops.all_reduce(ops.linear(attended, layer.attention_out))
+        x = added(ops, encoder, layer, x, out, layer.attention_post_norm)
         h = normed(ops, x, layer.mlp_norm, eps)
-        return ops.add(x, whole_mlp(ops, self._shard, layer, None, h, None, x))
+        out = whole_mlp(ops, self._shard, layer, None, h, None, x)
+        return added(ops, encoder, layer, x, out, layer.mlp_post_norm)
 
     def _written(self, ops: GraphBuilder, qkv: Value, cache: KVCache) -> Value:
         """Queries of qkv, whose keys and values are written to the cache."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusal of backends and flags that do not go with a model that hears."""
+"""Refusal of backends and flags that do not go with a decoder that attends to what an encoder gives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pagoda.messages.speculation import HEAD_IF_ANY
 from pagoda.messages.worker_config import WorkerConfig
 
 
-def check_audio(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any]) -> None:
-    """Raises ConfigError: the model hears, and the backend or a flag does not go with it."""
-    if spec.audio is None:
+def check_cross_encoder(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any]) -> None:
+    """Raises ConfigError: the model has such an encoder, and the backend or a flag does not go with it."""
+    if spec.cross_encoder is None:
         return
-    if not backend.capabilities.encodes_audio:
+    if not backend.capabilities.cross_attends:
         raise UnsupportedError(
             f"{backend.arithmetic} does not compute the encoder of {config.model}; "
             "choose --backend cpu or reference."
@@ -32,5 +32,5 @@ def check_audio(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any
     ):
         if is_given:
             raise ConfigError(
-                f"{config.model} transcribes audio, which does not go with {what}; leave it out."
+                f"{config.model} has an encoder beside its decoder, which does not go with {what}; leave it out."
             )
