@@ -537,7 +537,7 @@ class ModelSpec:
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of a norm of embeddings, of norms in front of a head, or of a cross encoder's vectors."""
+        """Names and sizes of a norm of embeddings, norms in front of a head, or of a cross encoder."""
         if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
