@@ -50,10 +50,10 @@ _PARTS = frozenset(
 _FOLLOWING = re.compile(
     r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
     r"|self_attn\.(slope_rate|(query|key|diagonal)_decay)|(attn|attention)\.(masked_)?bias"
-    r"|feed_forward_ve\.w[123]\.weight)$"
+    r"|feed_forward_ve\.w[123]\.weight|EncDecAttention\.relative_attention_bias\.weight)$"
 )
 """Frequencies and rates that follow from the configuration, scales of KV caches in the files' own format, masks,
-and MLPs of tokens of pictures (Mono-InternVL)."""
+MLPs of tokens of pictures (Mono-InternVL), and distances from texts, which nobody reads (T5)."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
 """Linear layers that have biases if experts do."""
@@ -139,6 +139,7 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
         }
         linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
+        read |= {name for name, _ in distance_tensors(spec)}
         for index in layers[number]:
             if spec.layers[index].attention.kv_layer is not None:
                 # Keys and values that nobody reads, as their makers publish them.

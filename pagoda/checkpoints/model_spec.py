@@ -52,6 +52,7 @@ from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
     from pagoda.checkpoints.family import Family
+    from pagoda.checkpoints.text_encoder import TextEncoderSpec
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,14 @@ class ModelSpec:
     """Inputs of layers besides hidden states."""
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
-    cross_encoder: AudioSpec | None = None
+    cross_encoder: AudioSpec | TextEncoderSpec | None = None
     """Encoder of what a decoder hears or reads, to which half of its layers attend; None of a decoder alone."""
     position_table: PositionTable | None = None
     """Learned positions of a decoder, which are added to the embeddings of tokens."""
     norms_embedding: bool = False
     """A decoder's embeddings are normed (Bloom)."""
+    norms_last: bool = True
+    """Hidden states behind a decoder's last layer are normed; not where norms are of sums (BART)."""
     head_bias: bool = False
     norms_head: Literal["rows", "columns"] | None = None
     """Rows (Baichuan 2) or columns (Ling) of the head are brought to length one as it is loaded."""
@@ -94,6 +97,8 @@ class ModelSpec:
     """Layers behind hidden states of texts or tokens, besides those of the head that scores."""
     logit_bias: str = ""
     """Tensor that is added to logits of the layers `masked`; empty where there are none."""
+    usual_length: int | None = None
+    """Tokens of the longest sequence where nothing else is asked for; None for as many as there may be."""
     headless: bool = False
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
@@ -191,20 +196,6 @@ class ModelSpec:
             outputs = self.draft_head.num_outputs or outputs
         name, hidden = self.names.head, self.hidden_size
         return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit=self.norms_head)
-
-    @property
-    def head_of_next_token(self) -> ModelSpec | None:
-        """The head that comes with the model, whose layer is like the model's last one with attention."""
-        head = self.next_token
-        if head is None:
-            return None
-        names = replace(
-            self.names, layers=head.layers, first_layer=head.first_layer, norm=head.norm
-        )
-        layers = [layer for layer in self.layers if layer.state is None]
-        return replace(
-            self, names=names, layers=tuple(layers[-1:]), next_token=None, draft_head=head
-        )
 
     @property
     def outer_linears(self) -> list[LinearSpec]:
@@ -485,7 +476,8 @@ class ModelSpec:
         names, spec = self.names, self.layers[layer]
         before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
         before += [names.mlp_norm] * spec.has_mlp_norm
-        behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
+        behind = [names.attention_post_norm] * spec.post_norm
+        behind += [names.mlp_post_norm] * spec.has_mlp_post_norm
         size = self.attention_input(layer)
         found = [
             tensor
@@ -533,7 +525,7 @@ class ModelSpec:
     @property
     def norms_output(self) -> bool:
         """Hidden states behind the last layer are normed."""
-        return self.encoder is None or self.encoder.norms_output
+        return self.norms_last if self.encoder is None else self.encoder.norms_output
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:

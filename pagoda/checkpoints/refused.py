@@ -22,7 +22,6 @@ REFUSED: Mapping[str, Refusal] = {
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
     "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
-    "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
     "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
 }
 """Refusals by the names of architectures."""

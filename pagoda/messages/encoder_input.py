@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -11,6 +13,8 @@ from msgspec import Meta
 
 MAX_INPUT_BYTES = 2**24
 """Bytes of an input: features of 30 s of Whisper's audio have 1.5 MB."""
+TOKEN_BYTES = 4
+"""Bytes of the id of a token of a text."""
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -29,3 +33,8 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def encoder_input(values: bytes, positions: int = 0) -> EncoderInput:
     """An input with its digest."""
     return EncoderInput(hashlib.sha256(values).digest(), values, positions)
+
+
+def text_input(token_ids: Sequence[int]) -> EncoderInput:
+    """A text as an encoder reads it."""
+    return encoder_input(array("i", token_ids).tobytes(), len(token_ids))

@@ -40,7 +40,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""

@@ -21,6 +21,8 @@ from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.audio import AudioSpec
+from pagoda.messages.encoder_input import TOKEN_BYTES
+from pagoda.model.embedding import embed
 from pagoda.model.mlp import whole_mlp
 from pagoda.model.recording import added, normed
 from pagoda.model.sharding import Shard
@@ -38,11 +40,26 @@ _ENCODED = "encoded"
 def across(batch: TokenBatch, positions: int) -> TokenBatch:
     """The step as attention sees it that goes to all that an encoder gives, of so many positions at most: a
     sequence's tokens stand at the end of its positions."""
-    moved = positions - batch.context_lens
+    lens = batch.encoded_lens
+    if lens is None:
+        lens = torch.full_like(batch.context_lens, positions)
+    if bool((batch.query_lens > lens).any()):
+        # More tokens than they see: each is a sequence of its own.
+        ids = batch.sequence_ids
+        return replace(
+            batch,
+            positions=lens[ids] - 1,
+            sequence_ids=torch.arange(len(ids)),
+            query_lens=torch.ones_like(ids),
+            context_lens=lens[ids],
+            block_tables=tuple(table[ids] for table in batch.block_tables),
+            draft_lens=None,
+        )
+    moved = lens - batch.context_lens
     return replace(
         batch,
         positions=batch.positions + moved[batch.sequence_ids],
-        context_lens=torch.full_like(batch.context_lens, positions),
+        context_lens=lens,
         draft_lens=None,
     )
 
@@ -85,11 +102,42 @@ class AudioFront:
         return {"hidden": (x[0].t() + self._places).contiguous()}
 
 
+class TextFront(Generic[LinearT]):
+    """Embeddings of tokens and of positions in front of an encoder's layers."""
+
+    taken_bytes = 0
+
+    def __init__(
+        self, loader: WeightLoader[LinearT], embedding: LinearT | None, multiplier: float
+    ) -> None:
+        """`loader` is that of the encoder; the table of tokens is the decoder's, if this stage has it."""
+        self._shard = loader.shard
+        self._embedding = embedding or loader.linear([loader.shard.config.embedding])
+        self._tables, self._multiplier = loader.input_tables(), multiplier
+
+    @property
+    def longest(self) -> bytes:
+        return bytes(TOKEN_BYTES * self._shard.config.max_position_embeddings)
+
+    def record(self, ops: GraphBuilder) -> Value:
+        """Hidden states [tokens, hidden] in front of the first layer."""
+        given = self._embedding, self._tables, self._multiplier
+        return embed(ops, self._shard, *given, embeds_spans=False)
+
+    def inputs(self, values: bytes) -> dict[str, Tensor]:
+        """Inputs of the graph, of ids [tokens] int32."""
+        ids = torch.frombuffer(bytearray(values), dtype=torch.int32).long()
+        return {"token_ids": ids, "positions": torch.arange(len(ids))}
+
+
 class CrossEncoder(Generic[LinearT]):
     """One rank's part of an encoder, and of the maps to keys and values that a decoder attends to."""
 
-    def __init__(self, loader: WeightLoader[LinearT]) -> None:
-        """Loads the weights; `loader` is that of the shard of a decoder with an encoder."""
+    def __init__(
+        self, loader: WeightLoader[LinearT], embedding: LinearT | None, multiplier: float
+    ) -> None:
+        """Loads the weights; `loader` is that of the shard of a decoder, whose `embedding`, if it has one, and the
+        multiplier of that serve an encoder of texts as well."""
         shard, spec = loader.shard, loader.shard.config.cross_encoder
         if spec is None:
             raise TypeError("The model is a decoder alone.")
@@ -98,13 +146,17 @@ class CrossEncoder(Generic[LinearT]):
             Shard(encoder, range(encoder.num_layers), shard.tp_rank, shard.tp_size)
         )
         self._spec, self._shard, self._backend = spec, own.shard, loader.backend
-        self._front = AudioFront(loader, spec)
+        self._front: AudioFront | TextFront[LinearT] = (
+            AudioFront(loader, spec)
+            if isinstance(spec, AudioSpec)
+            else TextFront(own, embedding, multiplier)
+        )
         self._layers = [own.layer(index) for index in range(encoder.num_layers)]
-        self._norm = own.norm(encoder.names.norm)
+        self._norm = own.norm(encoder.names.norm) if encoder.norms_output else None
         self._keys_values = {
-            index: loader.linear(shard.config.plain_linears(index)[1:3], bias=True)
+            index: loader.linear(shard.config.plain_linears(index)[1:3], bias=attention.qkv_bias)
             for index in shard.layers
-            if shard.config.layers[index].attention.crosses
+            if (attention := shard.config.layers[index].attention).crosses
         }
         self._group = 0
 
@@ -169,15 +221,12 @@ class CrossEncoder(Generic[LinearT]):
         eps, attention = encoder.norm.eps, layer.spec.attention
         qkv = ops.linear(normed(ops, x, layer.attention_norm, eps), layer.qkv)
         queries = self._written(ops, qkv, cache)
-        attended = ops.attention(
-            queries,
-            ops.metadata(self._group),
-            cache,
-            head_dim=encoder.head_dim,
-            scale=attention.scale,
-            window=None,
-            causal=False,
-        )
+        metadata, scale = ops.metadata(self._group), attention.scale
+        if layer.distances is not None:
+            attended = layer.distances.record(ops, qkv, queries, metadata, cache, scale)
+        else:
+            sizes = {"head_dim": encoder.head_dim, "scale": scale}
+            attended = ops.attention(queries, metadata, cache, window=None, causal=False, **sizes)
         out = ops.all_reduce(ops.linear(attended, layer.attention_out))
         x = added(ops, encoder, layer, x, out, layer.attention_post_norm)
         h = normed(ops, x, layer.mlp_norm, eps)

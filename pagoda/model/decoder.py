@@ -158,7 +158,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
         self._embedding_multiplier = rounded.item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
-        self._encoder = CrossEncoder(loader) if config.cross_encoder else None
+        own = self._embedding, self._embedding_multiplier
+        self._encoder = CrossEncoder(loader, *own) if config.cross_encoder else None
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:

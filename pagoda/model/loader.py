@@ -169,7 +169,7 @@ class WeightLoader(Generic[LinearT]):
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
-            mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
+            mlp_post_norm=norm(names.mlp_post_norm, has=spec.has_mlp_post_norm),
             block=None,
             joined=self.linear([joined_linear(config, index)]) if spec.joins_before else None,
             spec=spec,

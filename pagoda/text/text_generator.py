@@ -25,8 +25,8 @@ from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.fleet.endpoint import BodyEndpoint
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.encoder_input import text_input
 from pagoda.messages.frontend import (
-    EngineReady,
     FinishReason,
     GenerateRequest,
     KVSource,
@@ -40,6 +40,7 @@ from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.draft import Draft
 from pagoda.text.json_size import json_size
 from pagoda.text.model_text import ModelText
+from pagoda.text.prompt_checks import PromptTooLongError, check_prompt, check_read, resolve
 from pagoda.text.reasoning_border import BorderFinder, ReasoningBorder
 from pagoda.text.stop import StopHit, StopMatcher, StopStrings
 from pagoda.text.templates.conversation import Message, render_conversation, text_size, texts_of
@@ -55,16 +56,6 @@ _MAX_LONG_TEXTS = 2
 
 _CHARS_OF_SCORE = 8
 """Characters of a text that takes as long as a log-probability."""
-
-
-class PromptTooLongError(InvalidRequestError):
-    """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
-
-    def __init__(self, message: str, *, param: str, num_tokens: int, context: int) -> None:
-        """`num_tokens` are those of the prompt, or the fewest that it may have; `context` is their bound."""
-        super().__init__(message, param=param)
-        self.num_tokens = num_tokens
-        self.context = context
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -104,6 +95,8 @@ class TextRequest:
     """The user's parameters, with stop strings."""
     prompt: str | None
     client_request: ClientRequest
+    read_token_ids: Sequence[int] = ()
+    """Tokens of the prompt that the model's encoder reads, if it has one."""
     draft: Draft = _PLAIN
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
@@ -113,6 +106,11 @@ class TextRequest:
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
     on_kv_source: Callable[[KVSource], None] | None = None
     """Listener for the place of the prompt's KV, as soon as it is known; with `holds_kv`."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Tokens of the client's prompt."""
+        return self.read_token_ids or self.request.prompt_token_ids
 
 
 async def start_generator(
@@ -299,10 +297,15 @@ class TextGenerator:
                 prompt, add_special_tokens=draft.add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
-        more = self._more_context()
-        _check_prompt(token_ids, limits, param, more, has_answer=sampling.max_tokens != 0)
+        more, begun = self._more_context(), self.text.decoder_prompt
+        has_answer = sampling.max_tokens != 0 and not begun
+        check_prompt(token_ids, limits, param, more, has_answer=has_answer)
+        read, beside = (), draft.audio
+        if begun:
+            check_read(sampling, draft)
+            read, token_ids, beside = token_ids, [*begun], text_input(token_ids)
         clamp, context = draft.clamp_max_tokens, limits.max_model_len
-        resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp)
+        resolved = resolve(sampling, len(token_ids), context, more, clamp=clamp)
         stops = await self._stops_of(sampling) if sampling.stop else None
         border = draft.border
         if border is not None and any(map(border.names_a_tag, sampling.stop)):
@@ -328,7 +331,7 @@ class TextGenerator:
                         adapter=self.adapter.digest if self.adapter else "",
                         second_text_at=draft.second_text_at,
                         spans=draft.spans,
-                        encoder_input=draft.audio,
+                        encoder_input=beside,
                         speech=draft.speech,
                     ),
                     priority=draft.priority,
@@ -347,6 +350,7 @@ class TextGenerator:
                 sampling=sampling,
                 prompt=text,
                 client_request=client_request,
+                read_token_ids=read,
                 draft=draft,
                 stops=stops,
                 border=border,
@@ -450,57 +454,6 @@ def derive_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.sha256(f"{seed % 2**64}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-def _check_prompt(
-    token_ids: Sequence[int], limits: EngineReady, param: str, more: str, *, has_answer: bool
-) -> None:
-    vocab_size, context = limits.vocab_size, limits.max_model_len
-    if not token_ids:
-        refuse(param, "is empty; it must hold at least one token")
-    if len(token_ids) + has_answer > context:
-        rest = ", and at least one must be left for the answer" if has_answer else ""
-        raise PromptTooLongError(
-            f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
-            f"This model's maximum context length is {context} tokens{rest}{more}.",
-            param=param,
-            num_tokens=len(token_ids),
-            context=context,
-        )
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-        refuse(
-            param,
-            f"takes token ids from 0 to {vocab_size - 1}, got {wrong}, which is out of vocabulary",
-        )
-
-
-def _resolve(
-    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, more: str, *, clamp: bool
-) -> SamplingParams:
-    """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
-    room = max_model_len - num_prompt_tokens
-    max_tokens = sampling.max_tokens
-    if max_tokens is None or (clamp and max_tokens > room):
-        max_tokens = room
-    elif max_tokens > room:
-        raise PromptTooLongError(
-            "Requested token count exceeds the model's maximum context length: "
-            f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
-            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
-            f"max_completion_tokens is too large{more}.",
-            param="max_tokens",
-            num_tokens=num_prompt_tokens,
-            context=max_model_len,
-        )
-    return msgspec.structs.replace(
-        sampling,
-        max_tokens=max_tokens,
-        n=1,
-        stop=(),
-        structured_outputs=None,
-        min_tokens=min(sampling.min_tokens, max_tokens),
-    )
 
 
 class TextAssembler:

@@ -3,13 +3,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pagoda.backend.base import Backend, UnsupportedError
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.text_encoder import TextEncoderSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.speculation import HEAD_IF_ANY
 from pagoda.messages.worker_config import WorkerConfig
+
+
+def within(spec: ModelSpec, max_model_len: int) -> ModelSpec:
+    """The model whose sequences, and the texts that they are about, have at most so many tokens."""
+    beside = spec.cross_encoder
+    if isinstance(beside, TextEncoderSpec):
+        encoder = replace(beside.encoder, max_position_embeddings=max_model_len)
+        spec = replace(spec, cross_encoder=TextEncoderSpec(encoder))
+    return replace(spec, max_position_embeddings=max_model_len)
 
 
 def check_cross_encoder(config: WorkerConfig, spec: ModelSpec, backend: Backend[Any, Any]) -> None:

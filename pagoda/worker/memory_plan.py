@@ -100,6 +100,7 @@ class WorkerMemoryPlan:
         if (
             not self.backend.capabilities.streams_segments
             or self.drafter is not None
+            or self.shard.config.cross_encoder is not None
             or config.parallel.num_pools > 1
             or (self.shard.config.latent is not None and self.shard.config.latent.index is not None)
             or not (config.kv_host_bytes or config.kv_tiers)

@@ -13,7 +13,7 @@ class Scores(NamedTuple):
 
     softcap: float | None
     slopes: Tensor | None = None
-    """[tiles, kv_heads, rows], of the place of a key behind its query (ALiBi); numbers of heads with `distances`."""
+    """[tiles, kv_heads, rows], of the place of a key behind its query (ALiBi), or numbers of heads."""
     distances: Tensor | None = None
     """[heads, 2 reach + 1], added by the place of a key behind its query (T5)."""
 

@@ -325,6 +325,19 @@ def with_alibi(spec: ModelSpec) -> ModelSpec:
     return with_attention(spec, alibi=True)
 
 
+def with_cross_attention(spec: ModelSpec) -> ModelSpec:
+    """The decoder whose layers come in pairs: one sees its own tokens and has no MLP, the next one what an encoder
+    gives."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        if index % 2:
+            crossing = replace(layer.attention, crosses=True, distances=None)
+            return replace(layer, attention=crossing)
+        return replace(layer, mlp=None)
+
+    return spec.with_layers(change)
+
+
 def own_heads(fields: Fields) -> Mapping[str, object]:
     """Sizes of models whose heads of queries all have keys and values, and of whose size files are silent."""
     heads = fields.positive("num_attention_heads")

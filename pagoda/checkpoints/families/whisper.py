@@ -12,12 +12,12 @@ from pagoda.checkpoints.families.shared import (
     own_heads,
     with_attention,
     with_biases,
+    with_cross_attention,
     with_layer_norm,
     with_position_table,
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import EncoderSpec
 from pagoda.checkpoints.tensor_names import TensorNames
@@ -72,13 +72,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = with_layer_norm(with_biases(spec), fields.updated({"layer_norm_eps": 1e-5}), bias=True)
     spec = with_attention(with_position_table(spec), key_bias=False, rotary="none")
     audio = AudioSpec(_encoder(spec, fields, positions), fields.positive("num_mel_bins"), positions)
-
-    def halved(index: int, layer: LayerSpec) -> LayerSpec:
-        if index % 2:
-            return replace(layer, attention=replace(layer.attention, crosses=True))
-        return replace(layer, mlp=None)
-
-    return replace(spec.with_layers(halved), cross_encoder=audio)
+    return replace(with_cross_attention(spec), cross_encoder=audio)
 
 
 def _encoder(spec: ModelSpec, fields: Fields, positions: int) -> ModelSpec:
