@@ -97,6 +97,8 @@ def read_model_config(
     is_doubtful = _ties_differ(values) or isinstance(spec.cross_encoder, TextEncoderSpec)
     if is_doubtful and any(directory.glob("*.safetensors")):
         spec = replace(spec, tie_word_embeddings=not _has_head(directory))
+        if spec.names.head_bias:
+            spec = replace(spec, head_bias=spec.names.head_bias in tensor_names(directory))
     if spec.family.joins_experts and any(directory.glob("*.safetensors")):
         joined = with_joined_experts(spec.names)
         if any(name.endswith(joined.expert_down) for name in tensor_names(directory)):

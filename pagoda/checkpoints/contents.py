@@ -174,14 +174,15 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     """Names of each tensor of a model, any one of which will do."""
     experts = range(spec.experts.num_stored if spec.experts else 0)
     for linear in spec.outer_linears:
-        yield _weight(linear)
+        if not linear.sinusoidal:
+            yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
     if spec.cross_encoder is not None:
         for index in range(spec.cross_encoder.encoder.num_layers):
             yield from _of_layer(spec.cross_encoder.encoder, index, ())
     if spec.head_bias:
-        yield [f"{spec.names.head}.bias"]
+        yield [spec.names.head_bias or f"{spec.names.head}.bias"]
     for name, _ in spec.map_vectors:
         yield [name]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
@@ -204,8 +205,8 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
         yield [name]
     attention = spec.attention_linears(index)
     biased = [*attention.into] * layer.attention.qkv_bias
-    if layer.attention.crosses:
-        biased.append(spec.plain_linears(index).v)
+    if layer.attention.crosses and layer.attention.qkv_bias:
+        biased += spec.plain_linears(index)[1:3]
     biased += [attention.out] * layer.attention.output_bias
     if isinstance(layer.attention.distances, Disentangled):
         for linear in distance_linears(spec, index):

@@ -118,8 +118,10 @@ class ModelSpec:
 
     @property
     def layer_runs(self) -> list[range]:
-        """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other."""
-        each = 2 if self.experts is not None and self.experts.carried else 1
+        """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other, or
+        one sees what an encoder gives."""
+        carried = self.experts is not None and self.experts.carried
+        each = 2 if carried or self.cross_encoder is not None else 1
         follow = [layer.same_input or layer.joins_before for layer in self.layers]
         begins = [at for at in range(0, self.num_layers, each) if not follow[at]]
         return [*map(range, begins, [*begins[1:], self.num_layers])]
@@ -130,7 +132,7 @@ class ModelSpec:
         again = any(it.shared or it.begins_loop for it in self.layers)
         reads = again or any(it.attention.kv_layer is not None for it in self.layers)
         spans = self.beside is not None and self.beside.spans_layers
-        return reads or spans or self.cross_encoder is not None
+        return reads or spans
 
     @property
     def audio(self) -> AudioSpec | None:
@@ -178,8 +180,11 @@ class ModelSpec:
 
     @property
     def embedding(self) -> LinearSpec:
-        size = self.embedding_size
-        return LinearSpec(self.names.embedding, self.vocab_size, size, LinearRole.EMBEDDING)
+        names, size = self.names, self.embedding_size
+        bias = names.head_bias if self.tie_word_embeddings and self.head_bias else ""
+        return LinearSpec(
+            names.embedding, self.vocab_size, size, LinearRole.EMBEDDING, row_bias=bias
+        )
 
     @property
     def embedding_size(self) -> int:
@@ -194,8 +199,9 @@ class ModelSpec:
         outputs = self.vocab_size
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
-        name, hidden = self.names.head, self.hidden_size
-        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit=self.norms_head)
+        names, hidden, unit = self.names, self.hidden_size, self.norms_head
+        bias = names.head_bias
+        return LinearSpec(names.head, outputs, hidden, LinearRole.HEAD, unit=unit, row_bias=bias)
 
     @property
     def outer_linears(self) -> list[LinearSpec]:
@@ -302,7 +308,8 @@ class ModelSpec:
             return None
         rows = StoredRows(name, (table.num_positions, size), table.first_position)
         count = table.num_positions - table.first_position
-        return LinearSpec(name, count, size, LinearRole.WHOLE, rows)
+        is_fixed = table.sinusoidal
+        return LinearSpec(name, count, size, LinearRole.WHOLE, rows, sinusoidal=is_fixed)
 
     @property
     def token_types(self) -> LinearSpec | None:

@@ -108,6 +108,8 @@ class TensorNames:
     distance_key: str = "attention.self.pos_key_proj"
     norm: str = "model.norm"
     head: str = "lm_head"
+    head_bias: str = ""
+    """Numbers [1, tokens] that are added to logits, in full; empty where they are named after the head."""
     layers: str = "model.layers"
     first_layer: int = 0
     """Number that files give the first layer."""

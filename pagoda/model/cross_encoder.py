@@ -26,6 +26,7 @@ from pagoda.model.embedding import embed
 from pagoda.model.mlp import whole_mlp
 from pagoda.model.recording import added, normed
 from pagoda.model.sharding import Shard
+from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
     from pagoda.model.decoder import LayerCache
@@ -188,9 +189,10 @@ class CrossEncoder(Generic[LinearT]):
                 ops.result(f"layer_{index}", written)
         self._compiled: Compiled[Any] = self._backend.compile(ops.build())
 
-    def encode(self, batch: TokenBatch) -> None:
+    def encode(self, batch: TokenBatch, tracer: Tracer) -> None:
         """Writes keys and values of what a step's sequences are about, one after the other: how many there are
         changes no bit."""
+        began = tracer.e2e()
         for sequence, values in batch.to_encode:
             tables = tuple(table[sequence : sequence + 1] for table in batch.block_tables)
             step = self._step(values, tables)
@@ -198,6 +200,8 @@ class CrossEncoder(Generic[LinearT]):
             known = StepInput({_ENCODED: encoded}, step.metadata)
             for index in self._keys_values:
                 self._compiled(known, [f"layer_{index}"])
+        if batch.to_encode:
+            tracer.span("encode", began)
 
     def profile(self) -> int:
         """Bytes of memory that the longest input takes while it is encoded."""

@@ -136,7 +136,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         if draft is not None and not draft.has_embedding:
             self._embedding = None if lent is None else lent._embedding
         elif shard.is_first:
-            self._embedding = loader.linear([config.embedding])
+            table = config.embedding
+            self._embedding = loader.linear([table], bias=bool(table.row_bias))
         self._tables = loader.input_tables()
         self._beside = load_beside(loader)
         self._vector_layers = loader.vector_layers()
@@ -155,8 +156,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             for name, rotary in config.rotary.items()
             if rotary.dim
         }
-        rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
-        self._embedding_multiplier = rounded.item()
+        factor = torch.tensor(config.multipliers.embedding)
+        self._embedding_multiplier = factor.to(loader.dtype).item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
         own = self._embedding, self._embedding_multiplier
         self._encoder = CrossEncoder(loader, *own) if config.cross_encoder else None
@@ -240,10 +241,8 @@ class Decoder(Generic[LinearT, MetadataT]):
     ) -> tuple[Tensor, ...]:
         """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
         tracer = self._tracer
-        if self._encoder is not None and planned.batch.to_encode:
-            began = tracer.e2e()
-            self._encoder.encode(planned.batch)
-            tracer.span("encode", began)
+        if self._encoder is not None:
+            self._encoder.encode(planned.batch, tracer)
         began = tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)

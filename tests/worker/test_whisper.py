@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one at a time": {"num_blocks": 2},
     "prefix-cached": {"enable_prefix_caching": True},
     "tp 3": {"parallel": ParallelConfig(tensor_parallel_size=3)},
+    "pp 2": {"parallel": ParallelConfig(pipeline_parallel_size=2)},
 }
 
 
@@ -200,7 +201,6 @@ def test_a_model_of_text_hears_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "pipeline-parallel-size 2 does"),
         ({"parallel": ParallelConfig(context_parallel_size=2)}, "does not go with --context"),
         ({"loads_adapters": True}, "does not go with adapters"),
         ({"block_size": 64}, "--block-size must be at least 128"),

@@ -3,12 +3,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     UMT5Config,
@@ -30,6 +45,22 @@ _T5: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": None,
 }
+_BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 42,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 72,
+    "max_position_embeddings": 99,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "T5": (T5ForConditionalGeneration, T5Config, _T5),
     "Flan-T5, whose head is its own": (
@@ -43,6 +74,18 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         _T5 | {"num_layers": 1, "num_decoder_layers": 1, "d_kv": 66},
     ),
     "UMT5": (UMT5ForConditionalGeneration, UMT5Config, _T5 | {"num_decoder_layers": None}),
+    "BART": (BartForConditionalGeneration, BartConfig, _BART),
+    "mBART": (
+        MBartForConditionalGeneration,
+        MBartConfig,
+        _BART | {"scale_embedding": True, "activation_function": "relu"},
+    ),
+    "PEGASUS": (
+        PegasusForConditionalGeneration,
+        PegasusConfig,
+        _BART | {"encoder_layers": 1, "decoder_layers": 1, "scale_embedding": True},
+    ),
+    "Marian": (MarianMTModel, MarianConfig, _BART | {"activation_function": "swish"}),
 }
 """Classes of transformers, and sizes."""
 
@@ -55,11 +98,38 @@ def make_pair(name: str) -> Any:
     if "its own" in name:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     with torch.no_grad():
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_(std=0.5)
         for key, parameter in model.named_parameters():
             if "layer_norm" in key or "layernorm" in key:
                 parameter.normal_(mean=0 if key.endswith("bias") else 1, std=0.2)
             elif key.endswith("bias"):
                 parameter.normal_(std=0.3)
-            elif "lm_head" not in key:
-                parameter.normal_(std=1.0 if "relative" in key or "shared" in key else 0.2)
+            elif "lm_head" not in key and parameter.requires_grad:
+                is_table = "relative" in key or "shared" in key
+                parameter.normal_(std=(1.0 if "d_kv" in sizes else 0.4) if is_table else 0.2)
+    return model
+
+
+END, START, FIRST = 256, 257, 258
+"""Tokens of the model that `save_text_pair` saves: what ends texts, and what answers begin with."""
+
+
+def save_text_pair(directory: Path) -> Any:
+    """Saves a BART with all that belongs to it, whose tokens of text are bytes."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["</s>", "<start>", "<first>"])
+    tokenizer.post_processor = TemplateProcessing("$A </s>", None, [("</s>", END)])
+    model = make_pair("BART")
+    with torch.no_grad():  # printable ASCII alone is said
+        said = [i for i, it in enumerate(alphabet) if len(it.encode()) == 1]
+        model.final_logits_bias.fill_(-100)[:, said] = 0
+    model.generation_config = GenerationConfig(
+        eos_token_id=END, decoder_start_token_id=START, forced_bos_token_id=FIRST
+    )
+    model.save_pretrained(directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
     return model

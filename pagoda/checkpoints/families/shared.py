@@ -313,10 +313,11 @@ def with_biases(
     return spec.with_layers(change)
 
 
-def with_position_table(spec: ModelSpec, first: int = 0) -> ModelSpec:
-    """The model with learned positions in place of rotary ones; `first` is the row of the first position."""
+def with_position_table(spec: ModelSpec, first: int = 0, *, sinusoidal: bool = False) -> ModelSpec:
+    """The model with learned or fixed positions in place of rotary ones; `first` is the row of the first one."""
     spec = without_rotation(spec, [True] * spec.num_layers)
-    return replace(spec, position_table=PositionTable(spec.max_position_embeddings + first, first))
+    table = PositionTable(spec.max_position_embeddings + first, first, sinusoidal)
+    return replace(spec, position_table=table)
 
 
 def with_alibi(spec: ModelSpec) -> ModelSpec:
