@@ -439,6 +439,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     feature_bytes: Count = 0
     """Bytes of the features of the audio that each request must have; 0 of a model that is given text alone."""
+    encodes_text: bool = False
+    """Requests bring a text for the model's encoder."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
     roles: Annotated[tuple[Role, ...], Meta(max_length=len(Role))] = ()

@@ -229,7 +229,7 @@ class CrossEncoder(Generic[LinearT]):
         if layer.distances is not None:
             attended = layer.distances.record(ops, qkv, queries, metadata, cache, scale)
         else:
-            sizes = {"head_dim": encoder.head_dim, "scale": scale}
+            sizes: dict[str, Any] = {"head_dim": encoder.head_dim, "scale": scale}
             attended = ops.attention(queries, metadata, cache, window=None, causal=False, **sizes)
         out = ops.all_reduce(ops.linear(attended, layer.attention_out))
         x = added(ops, encoder, layer, x, out, layer.attention_post_norm)

@@ -159,8 +159,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         factor = torch.tensor(config.multipliers.embedding)
         self._embedding_multiplier = factor.to(loader.dtype).item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
-        own = self._embedding, self._embedding_multiplier
-        self._encoder = CrossEncoder(loader, *own) if config.cross_encoder else None
+        shared = self._embedding, self._embedding_multiplier
+        self._encoder = CrossEncoder(loader, *shared) if config.cross_encoder else None
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:

@@ -50,9 +50,15 @@ class Distances:
         scale: float,
     ) -> Value:
         """Values of what queries [n, heads d] attended to."""
-        sizes = {"head_dim": queries.width // len(self.numbers), "scale": scale}
         return relative_attention(
-            ops, queries, metadata, cache, self.numbers, **sizes, causal=self.causal
+            ops,
+            queries,
+            metadata,
+            cache,
+            self.numbers,
+            head_dim=queries.width // len(self.numbers),
+            scale=scale,
+            causal=self.causal,
         )
 
 

@@ -25,7 +25,6 @@ from pagoda.fleet.adapters import AdapterRegistry
 from pagoda.fleet.endpoint import BodyEndpoint
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.adapters import Adapter
-from pagoda.messages.encoder_input import text_input
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
@@ -297,13 +296,13 @@ class TextGenerator:
                 prompt, add_special_tokens=draft.add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
-        more, begun = self._more_context(), self.text.decoder_prompt
-        has_answer = sampling.max_tokens != 0 and not begun
+        more, decoder = self._more_context(), self.text.decoder
+        has_answer = sampling.max_tokens != 0 and decoder is None
         check_prompt(token_ids, limits, param, more, has_answer=has_answer)
-        read, beside = (), draft.audio
-        if begun:
+        read, beside, rules = list[int](), draft.audio, draft.speech
+        if decoder is not None:
             check_read(sampling, draft)
-            read, token_ids, beside = token_ids, [*begun], text_input(token_ids)
+            (token_ids, beside), read, rules = decoder.begin(token_ids), token_ids, decoder.rules
         clamp, context = draft.clamp_max_tokens, limits.max_model_len
         resolved = resolve(sampling, len(token_ids), context, more, clamp=clamp)
         stops = await self._stops_of(sampling) if sampling.stop else None
@@ -332,14 +331,14 @@ class TextGenerator:
                         second_text_at=draft.second_text_at,
                         spans=draft.spans,
                         encoder_input=beside,
-                        speech=draft.speech,
+                        speech=rules,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,
                     weight=client_request.weight,
                     body=client_request.body_id,
                     cache_salt=draft.cache_salt,
-                    speculates=draft.speculates,
+                    speculates=draft.speculates and rules is None,
                     session=draft.session,
                     data_parallel_rank=client_request.data_parallel_rank,
                     holds_kv=draft.holds_kv,

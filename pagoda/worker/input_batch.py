@@ -449,8 +449,8 @@ class InputBatch:
         if not self._to_encode.keys().isdisjoint(slots):
             batch = replace(batch, to_encode=self._beginning(slots))
         if self._encoded_positions is not None:
-            lens = torch.tensor([self._encoded_lens[slot] for slot in slots])
-            batch = replace(batch, encoded_lens=lens)
+            encoded = torch.tensor([self._encoded_lens[slot] for slot in slots])
+            batch = replace(batch, encoded_lens=encoded)
         if self.segment != SEGMENT:
             batch = replace(batch, segment=self.segment)
         segments = self._segments(slots) if self._cold else None

@@ -37,6 +37,7 @@ class Pair:
             encoded = self.model.get_encoder()(torch.tensor([token_ids]))
             for _ in range(LENGTH):
                 logits = self.model(encoder_outputs=encoded, decoder_input_ids=ids).logits[0, -1]
+                logits[START] = -torch.inf
                 ids = torch.cat([ids, logits.argmax()[None, None]], 1)
         return str(self.tokenizer.decode(ids[0, 2:].tolist()))
 

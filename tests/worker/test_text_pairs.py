@@ -98,7 +98,7 @@ def _engine(directory: Path, **options: Any) -> InProcessEngine:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [(name, way) for name in MODELS for way in (WAYS if name in ("T5", "BART") else ["batched"])],
+    [(name, way) for name in MODELS for way in (WAYS if name in ("T5", "Bart") else ["batched"])],
 )
 def test_answers_are_those_of_transformers(name: str, way: str, backend: str, saved: Save) -> None:
     directory, expected = saved(name)

@@ -68,24 +68,24 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         T5Config,
         _T5 | {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu", "d_kv": 6},
     ),
-    "mT5": (
+    "MT5": (
         MT5ForConditionalGeneration,
         MT5Config,
         _T5 | {"num_layers": 1, "num_decoder_layers": 1, "d_kv": 66},
     ),
     "UMT5": (UMT5ForConditionalGeneration, UMT5Config, _T5 | {"num_decoder_layers": None}),
-    "BART": (BartForConditionalGeneration, BartConfig, _BART),
-    "mBART": (
+    "Bart": (BartForConditionalGeneration, BartConfig, _BART),
+    "MBart": (
         MBartForConditionalGeneration,
         MBartConfig,
         _BART | {"scale_embedding": True, "activation_function": "relu"},
     ),
-    "PEGASUS": (
+    "Pegasus": (
         PegasusForConditionalGeneration,
         PegasusConfig,
         _BART | {"encoder_layers": 1, "decoder_layers": 1, "scale_embedding": True},
     ),
-    "Marian": (MarianMTModel, MarianConfig, _BART | {"activation_function": "swish"}),
+    "MarianMTModel": (MarianMTModel, MarianConfig, _BART | {"activation_function": "swish"}),
 }
 """Classes of transformers, and sizes."""
 
@@ -123,12 +123,16 @@ def save_text_pair(directory: Path) -> Any:
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens(["</s>", "<start>", "<first>"])
     tokenizer.post_processor = TemplateProcessing("$A </s>", None, [("</s>", END)])
-    model = make_pair("BART")
+    model = make_pair("Bart")
     with torch.no_grad():  # printable ASCII alone is said
         said = [i for i, it in enumerate(alphabet) if len(it.encode()) == 1]
         model.final_logits_bias.fill_(-100)[:, said] = 0
+        model.final_logits_bias[:, START] = 100
     model.generation_config = GenerationConfig(
-        eos_token_id=END, decoder_start_token_id=START, forced_bos_token_id=FIRST
+        eos_token_id=END,
+        decoder_start_token_id=START,
+        forced_bos_token_id=FIRST,
+        bad_words_ids=[[START], [1, 2]],
     )
     model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))

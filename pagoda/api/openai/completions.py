@@ -46,7 +46,7 @@ async def begin_completion(
         refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
     if body.use_beam_search and body.echo and body.logprobs is not None:
         refuse("echo", "does not go together with logprobs and use_beam_search", "not_supported")
-    if body.echo and generator.text.decoder_prompt:
+    if body.echo and generator.text.decoder is not None:
         refuse("echo", "does not go with a model whose encoder reads the prompt")
     prompts: list[Prompt] = [*prompts_of(body)]
     if body.suffix:

@@ -31,11 +31,12 @@ def relative_attention(
     if causal:
         if max(metadata.context_lens) > reach + 1:
             raise ValueError(f"A context is longer than the {reach + 1} tokens of all distances.")
-        options = dict.fromkeys(("window", "softcap", "chunk"))
-        numbers = {"head_dim": head_dim, "scale": scale, "causal": True}
+        options: dict[str, Any] = {
+            **{"head_dim": head_dim, "scale": scale, "causal": True, "distances": distances},
+            **dict.fromkeys(("window", "softcap", "chunk")),
+        }
         heads = torch.arange(len(distances), dtype=torch.float32)
-        added = {"slopes": heads, "distances": distances}
-        return attention(queries, metadata, cache, **numbers, **options, **added)
+        return attention(queries, metadata, cache, slopes=heads, **options)
 
     def added(tokens: slice) -> Tensor:
         return distances[:, _distances(tokens) + reach]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pagoda.checkpoints.audio import AudioSpec
 from pagoda.checkpoints.families.shared import (
@@ -44,7 +45,7 @@ NAMES = TensorNames(
 
 def of_encoder(names: TensorNames) -> TensorNames:
     """Names of the encoder beside a decoder that has these."""
-    changed = {
+    changed: dict[str, Any] = {
         name: told.replace("model.decoder", "model.encoder").replace("{half}", "self")
         for name, told in vars(names).items()
         if isinstance(told, str)
