@@ -75,7 +75,7 @@ def _adapt(
 BART = replace(
     WHISPER,
     architecture="BartForConditionalGeneration",
-    models="BART, DistilBART, BARTpho (summaries)",
+    models="BART, DistilBART (summaries)",
     adapt=partial(_adapt, pre_norm=False),
     names=replace(
         NAMES,
