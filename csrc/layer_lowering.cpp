@@ -81,14 +81,17 @@ void rotate_and_cache(Program& program, const Graph& graph, int index) {
                     .weight_bytes = norms.queries == nullptr ? 0 : normed * size_of(Dtype::f32)});
 }
 
-// Attention with scores by distance takes sequences whole, and none that is longer than it knows distances.
-void check_distances(const AttentionMetadata& metadata, const RelativeScores& relative) {
-    if (relative.reach < 0) return;
+// Attention with scores by distance takes no sequence that is longer than it knows distances, and whole ones where tokens
+// see those behind them.
+void check_distances(const AttentionMetadata& metadata, const AttentionOptions& options) {
+    const int64_t reach = options.relative.reach;
+    if (reach < 0) return;
     for (const auto& sequence : metadata.sequences) {
-        if (sequence.query_len == sequence.context_len && sequence.context_len <= relative.reach + 1) continue;
+        const bool is_whole = options.reach.causal || sequence.query_len == sequence.context_len;
+        if (is_whole && sequence.context_len <= reach + 1) continue;
         throw std::invalid_argument(std::to_string(sequence.query_len) + " tokens of a context of " +
-                                    std::to_string(sequence.context_len) + " are not a whole one of at most " +
-                                    std::to_string(relative.reach + 1) + ".");
+                                    std::to_string(sequence.context_len) + " are not of a whole one of at most " +
+                                    std::to_string(reach + 1) + ".");
     }
 }
 
@@ -130,7 +133,7 @@ void record_attention(Program& program, const Graph& graph, int index, const Cac
                     .check = [=, &p = program](const Step&) {
                         const auto& step = *p.at<const AttentionMetadata>(metadata);
                         check_metadata(step, shape, cache->num_blocks);
-                        check_distances(step, options.relative);
+                        check_distances(step, options);
                         if (step.spread && ranks == nullptr) {
                             throw std::out_of_range("Blocks of other ranks do not fit a graph of one.");
                         }
@@ -185,7 +188,7 @@ void relative_attention(Program& program, const Graph& graph, int index) {
             (*padded)[static_cast<size_t>(head * stride + i)] = given[head * distances + i] * kLog2E;
         }
     }
-    AttentionOptions options{static_cast<float>(own.numbers.at(1)), {kUnlimited, kUnlimited, false}};
+    AttentionOptions options{static_cast<float>(own.numbers.at(1)), {kUnlimited, kUnlimited, own.numbers.at(3) != 0}};
     options.relative.of_distances = padded->data();
     options.relative.head_stride = stride;
     options.relative.reach = reach;

@@ -16,7 +16,7 @@ from pagoda.errors import (
     PagodaError,
 )
 from pagoda.telemetry.logging import withheld
-from pagoda.text.text_generator import PromptTooLongError
+from pagoda.text.prompt_checks import PromptTooLongError
 
 INTERNAL_ERROR = "The server made an error; its log says more."
 

@@ -43,13 +43,13 @@ class EmbeddedRows(NamedTuple):
         return EmbeddedRows(rows, self.vectors[kept]) if len(rows) else None
 
 
-class HeardAudio(NamedTuple):
-    """Audio of a sequence whose first tokens a step computes."""
+class ToEncode(NamedTuple):
+    """Audio or text of a sequence whose first tokens a step computes."""
 
     sequence: int
     """Place of the sequence in the step."""
-    features: Tensor
-    """[mel_bins * frames] float32."""
+    values: bytes
+    """Features of audio or ids of tokens, as `EncoderInput` has them."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,10 @@ class TokenBatch:
     """Segments that lie outside of the cache, by KV group; block tables have any valid ids for their blocks."""
     ranks: Tensor | None = None
     """[s] int64, ascending: the rank that attends to each sequence and has its blocks; None where all do."""
-    audio: tuple[HeardAudio, ...] = ()
-    """Audio of sequences that begin in the step, which is encoded before it."""
+    to_encode: tuple[ToEncode, ...] = ()
+    """Audio or text of sequences that begin in the step, which is encoded before it."""
+    encoded_lens: Tensor | None = None
+    """[s] int64, positions of each sequence that its encoder gave; None where all have as many, or none."""
 
     def of(self, chosen: Tensor, cold: Mapping[int, ColdContexts] | None = None) -> TokenBatch:
         """The part of the sequences that are chosen [s] bool, whose token ids are written; `cold` is theirs."""
@@ -111,11 +113,12 @@ class TokenBatch:
             segment=self.segment,
             cold=cold or {},
             ranks=None if self.ranks is None else self.ranks[chosen],
-            audio=tuple(
-                HeardAudio(int(chosen[: it.sequence].sum()), it.features)
-                for it in self.audio
+            to_encode=tuple(
+                ToEncode(int(chosen[: it.sequence].sum()), it.values)
+                for it in self.to_encode
                 if chosen[it.sequence]
             ),
+            encoded_lens=None if self.encoded_lens is None else self.encoded_lens[chosen],
         )
 
 

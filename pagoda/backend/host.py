@@ -55,7 +55,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
             max_model_len=2**20,
             window_multiple=64,
             embeds_spans=True,
-            encodes_audio=True,
+            cross_attends=True,
             streams_segments=True,
             weight_formats=("float32", "bfloat16", "float16", "int8", "int4", "fp8"),
             kv_cache_dtypes=tuple(KV_FORMATS),

@@ -84,7 +84,10 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         "attention", ("queries", "metadata"), ("cache", "slopes", "ranks?"), ("head_dim", "scale")
     ),
     "relative_attention": OperationSpec(
-        "attention", ("queries", "metadata"), ("cache", "distances"), ("head_dim", "scale", "reach")
+        "attention",
+        ("queries", "metadata"),
+        ("cache", "distances"),
+        ("head_dim", "scale", "reach", "causal"),
     ),
     "disentangled_attention": OperationSpec(
         "attention",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of encoders whose scores depend on distances of tokens, recorded by a `GraphBuilder`.
+"""Attention whose scores depend on distances of tokens, recorded by a `GraphBuilder`.
 
-A token sees all of its sequence, which is computed in one step.
+A token of an encoder sees all of its sequence, which is computed in one step.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def relative_attention(
     *,
     head_dim: int,
     scale: float,
+    causal: bool = False,
 ) -> Value:
     """Attention of queries [n, heads d] over all tokens of their sequences: [n, heads d] (Shaw et al. 2018).
 
     A number of `distances` [heads, 2 reach + 1] float32 is added to the score of a query and a key: that of the
-    key's place behind the query plus `reach` (T5, Raffel et al. 2020; MPNet). Raises ValueError: shapes do not
-    fit. Steps raise ValueError: a sequence is longer than `reach + 1` tokens, or not whole.
+    key's place behind the query plus `reach` (T5, Raffel et al. 2020; MPNet). With `causal`, tokens see those up
+    to themselves. Raises ValueError: shapes do not fit. Steps raise ValueError: a sequence is longer than
+    `reach + 1` tokens, or is not whole and not causal.
     """
     heads, count = distances.shape
     if heads * head_dim != queries.width or count % 2 == 0:
@@ -50,7 +52,7 @@ def relative_attention(
         "relative_attention",
         [queries, metadata],
         [cache, distances],
-        {"head_dim": head_dim, "scale": scale, "reach": count // 2},
+        {"head_dim": head_dim, "scale": scale, "reach": count // 2, "causal": causal},
         queries.width,
     )
 

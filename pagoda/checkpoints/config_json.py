@@ -36,6 +36,7 @@ from pagoda.checkpoints.sentence_modules import (
     score_tokens,
 )
 from pagoda.checkpoints.tensor_names import HF_NAMES, with_apart_experts, with_joined_experts
+from pagoda.checkpoints.text_encoder import TextEncoderSpec
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
 
@@ -100,8 +101,12 @@ def read_model_config(
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     spec = parse_model_config(values, source=str(path))
-    if _ties_differ(values) and any(directory.glob("*.safetensors")):
+    # transformers 5 calls the heads of all T5 tied, and takes one that a file has.
+    is_doubtful = _ties_differ(values) or isinstance(spec.cross_encoder, TextEncoderSpec)
+    if is_doubtful and any(directory.glob("*.safetensors")):
         spec = replace(spec, tie_word_embeddings=not _has_head(directory))
+        if spec.names.head_bias:
+            spec = replace(spec, head_bias=spec.names.head_bias in tensor_names(directory))
     spec = _with_experts_as_stored(spec, directory)
     modules = read_modules(directory) if modules is None else modules
     tokens = score_tokens(directory, modules)

@@ -54,10 +54,10 @@ _FOLLOWING = re.compile(
     r"(rotary_emb\.inv_freq|attn_rot_embd\.weight"
     r"|(attn|mixer|_proj)\.([qkv]|kv|prob_output)_scale|(attn|mixer|_proj)\.[kv]_zero_point"
     r"|self_attn\.(slope_rate|(query|key|diagonal)_decay)|(attn|attention)\.(masked_)?bias"
-    r"|feed_forward_ve\.w[123]\.weight)$"
+    r"|feed_forward_ve\.w[123]\.weight|EncDecAttention\.relative_attention_bias\.weight)$"
 )
 """Frequencies and rates that follow from the configuration, scales of KV caches in the files' own format, masks,
-and MLPs of tokens of pictures (Mono-InternVL)."""
+MLPs of tokens of pictures (Mono-InternVL), and distances from texts, which nobody reads (T5)."""
 _NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED_EXPERTS = (LinearRole.ROUTER, LinearRole.EXPERT_IN, LinearRole.EXPERT_OUT)
 """Linear layers that have biases if experts do."""
@@ -143,6 +143,7 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
             name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
         }
         linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
+        read |= {name for name, _ in distance_tensors(spec)}
         for index in layers[number]:
             if spec.layers[index].attention.kv_layer is not None:
                 # Keys and values that nobody reads, as their makers publish them.
@@ -177,14 +178,15 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     """Names of each tensor of a model, any one of which will do."""
     experts = range(spec.experts.num_stored if spec.experts else 0)
     for linear in spec.outer_linears:
-        yield _weight(linear)
+        if not linear.sinusoidal:
+            yield _weight(linear)
     for index in range(spec.num_layers):
         yield from _of_layer(spec, index, experts)
-    if spec.audio is not None:
-        for index in range(spec.audio.encoder.num_layers):
-            yield from _of_layer(spec.audio.encoder, index, ())
+    if spec.cross_encoder is not None:
+        for index in range(spec.cross_encoder.encoder.num_layers):
+            yield from _of_layer(spec.cross_encoder.encoder, index, ())
     if spec.head_bias:
-        yield [f"{spec.names.head}.bias"]
+        yield [spec.names.head_bias or f"{spec.names.head}.bias"]
     for name, _ in spec.map_vectors:
         yield [name]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
@@ -207,8 +209,8 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
         yield [name]
     attention = spec.attention_linears(index)
     biased = [*attention.into] * layer.attention.qkv_bias
-    if layer.attention.crosses:
-        biased.append(spec.plain_linears(index).v)
+    if layer.attention.crosses and layer.attention.qkv_bias:
+        biased += spec.plain_linears(index)[1:3]
     biased += [attention.out] * layer.attention.output_bias
     if isinstance(layer.attention.distances, Disentangled):
         for linear in distance_linears(spec, index):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of an encoder's tokens that depend on their distance; no torch."""
+"""Scores of tokens that depend on their distance; no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.tensor_names import TensorNames
 
 if TYPE_CHECKING:
     from pagoda.checkpoints.model_spec import ModelSpec
@@ -17,7 +18,8 @@ class DistanceBuckets:
     """A number of each head and bucket of distances is added to scores (Raffel et al. 2020, part 2.1; MPNet)."""
 
     count: int
-    """Buckets, half of them of keys behind a query; half of these are of one distance each, others grow."""
+    """Buckets, half of them of keys behind a query, if it sees any; half of those of each side are of one distance
+    each, others grow."""
     farthest: int
     """Distance from which on all are in the last bucket."""
 
@@ -45,10 +47,17 @@ def distance_tensors(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     if distances is None:
         return []
     if isinstance(distances, DistanceBuckets):
-        return [(f"{names.distances}.weight", (distances.count, spec.num_heads))]
+        own = (i for i, layer in enumerate(spec.layers) if layer.attention.distances is not None)
+        tables = dict.fromkeys(distance_table(names, index) for index in own)
+        return [(name, (distances.count, spec.num_heads)) for name in tables]
     norm = [(f"{names.distance_norm}.{end}", (size,)) for end in ("weight", "bias")]
     table = (f"{names.distance_embeddings}.weight", (2 * distances.span, size))
     return [table, *norm * distances.norms_table]
+
+
+def distance_table(names: TensorNames, layer: int) -> str:
+    """Name of the table of what distances add to the scores of a layer."""
+    return f"{names.distances.replace('{layer}', str(names.number_of(layer)))}.weight"
 
 
 def distance_linears(spec: ModelSpec, layer: int) -> tuple[LinearSpec, LinearSpec]:

@@ -8,10 +8,14 @@ are of both, and the hidden state is made of three of the model's (EAGLE-3, Li e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.tensor_names import TensorNames
+
+if TYPE_CHECKING:
+    from pagoda.checkpoints.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,13 @@ def head_behind(
         embedding_norm=named("enorm"),
         joined=named("eh_proj"),
     )
+
+
+def head_of_next_token(spec: ModelSpec) -> ModelSpec | None:
+    """The head that comes with a model, whose layer is like the model's last one with attention."""
+    head = spec.next_token
+    if head is None:
+        return None
+    names = replace(spec.names, layers=head.layers, first_layer=head.first_layer, norm=head.norm)
+    layers = [layer for layer in spec.layers if layer.state is None]
+    return replace(spec, names=names, layers=tuple(layers[-1:]), next_token=None, draft_head=head)

@@ -92,9 +92,9 @@ class AttentionSpec:
     kv_layer: int | None = None
     """The layer before this one whose keys and values it attends to, where it has none of its own (Gemma 3n)."""
     crosses: bool = False
-    """Keys and values are those of an encoder's outputs, all of which a token sees (Whisper)."""
+    """Keys and values are those of an encoder's outputs, all of which a token sees (Whisper, T5)."""
     distances: DistanceBuckets | Disentangled | None = None
-    """Scores of an encoder's tokens that depend on their distance, alike in all layers of a model."""
+    """Scores that depend on distances of tokens, alike in all layers of a model that see its own tokens."""
 
     @property
     def kind(self) -> Literal["full", "latent", "window", "chunk", "step"]:
@@ -268,6 +268,10 @@ class LayerSpec:
         """True if there is a norm in front of the MLP alone."""
         beside = self.parallel and not self.parallel_norms
         return self.mlp is not None and self.pre_norm and not beside
+
+    @property
+    def has_mlp_post_norm(self) -> bool:
+        return self.mlp is not None and self.post_norm
 
     def inner_norms(self, names: TensorNames, layer: int, heads: int) -> list[tuple[str, int]]:
         """Names and sizes of norms in front of maps back, of elements of all `heads` and of an MLP."""

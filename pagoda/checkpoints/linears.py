@@ -80,6 +80,10 @@ class LinearSpec:
     """Heads of the outputs, or of the inputs of a map back to hidden states, that are not as they are stored."""
     has_bias: bool = True
     """False of a map that has no bias where those of the same input do (Whisper's keys)."""
+    row_bias: str = ""
+    """Tensor [1, outputs] of its bias; empty where that is named after the weight."""
+    sinusoidal: bool = False
+    """Weights are sines and cosines of positions, and in no file."""
     grain: int = 1
     """Outputs, or inputs, of a layer with a state that stay on one rank; 0 for one number of each head."""
 

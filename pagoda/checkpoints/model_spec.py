@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.audio import AudioSpec
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.filled_heads import filled_linears
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
@@ -50,8 +51,8 @@ from pagoda.checkpoints.tensor_names import (
 from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
-    from pagoda.checkpoints.audio import AudioSpec
     from pagoda.checkpoints.family import Family
+    from pagoda.checkpoints.text_encoder import TextEncoderSpec
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,14 @@ class ModelSpec:
     """Inputs of layers besides hidden states."""
     encoder: EncoderSpec | None = None
     """Tables of an encoder; None of a decoder."""
-    audio: AudioSpec | None = None
-    """Encoder of what a decoder hears, to which half of its layers attend; None of one that hears nothing."""
+    cross_encoder: AudioSpec | TextEncoderSpec | None = None
+    """Encoder of what a decoder hears or reads, to which half of its layers attend; None of a decoder alone."""
     position_table: PositionTable | None = None
     """Learned positions of a decoder, which are added to the embeddings of tokens."""
     norms_embedding: bool = False
     """A decoder's embeddings are normed (Bloom)."""
+    norms_last: bool = True
+    """Hidden states behind a decoder's last layer are normed; not where norms are of sums (BART)."""
     head_bias: bool = False
     norms_head: Literal["rows", "columns"] | None = None
     """Rows (Baichuan 2) or columns (Ling) of the head are brought to length one as it is loaded."""
@@ -94,6 +97,8 @@ class ModelSpec:
     """Layers behind hidden states of texts or tokens, besides those of the head that scores."""
     logit_bias: str = ""
     """Tensor that is added to logits of the layers `masked`; empty where there are none."""
+    usual_length: int | None = None
+    """Tokens of the longest sequence where nothing else is asked for; None for as many as there may be."""
     headless: bool = False
     """True of a decoder whose files have no head: it gives vectors alone."""
     score_tokens: ScoreTokens | None = None
@@ -113,8 +118,10 @@ class ModelSpec:
 
     @property
     def layer_runs(self) -> list[range]:
-        """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other."""
-        each = 2 if self.experts is not None and self.experts.carried else 1
+        """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other, or
+        one sees what an encoder gives."""
+        carried = self.experts is not None and self.experts.carried
+        each = 2 if carried or self.cross_encoder is not None else 1
         follow = [layer.same_input or layer.joins_before for layer in self.layers]
         begins = [at for at in range(0, self.num_layers, each) if not follow[at]]
         return [*map(range, begins, [*begins[1:], self.num_layers])]
@@ -125,7 +132,12 @@ class ModelSpec:
         again = any(it.shared or it.begins_loop for it in self.layers)
         reads = again or any(it.attention.kv_layer is not None for it in self.layers)
         spans = self.beside is not None and self.beside.spans_layers
-        return reads or spans or self.audio is not None
+        return reads or spans
+
+    @property
+    def audio(self) -> AudioSpec | None:
+        """The encoder of a model that hears."""
+        return self.cross_encoder if isinstance(self.cross_encoder, AudioSpec) else None
 
     @property
     def num_layers(self) -> int:
@@ -168,8 +180,11 @@ class ModelSpec:
 
     @property
     def embedding(self) -> LinearSpec:
-        size = self.embedding_size
-        return LinearSpec(self.names.embedding, self.vocab_size, size, LinearRole.EMBEDDING)
+        names, size = self.names, self.embedding_size
+        bias = names.head_bias if self.tie_word_embeddings and self.head_bias else ""
+        return LinearSpec(
+            names.embedding, self.vocab_size, size, LinearRole.EMBEDDING, row_bias=bias
+        )
 
     @property
     def embedding_size(self) -> int:
@@ -184,22 +199,9 @@ class ModelSpec:
         outputs = self.vocab_size
         if self.draft_head is not None:
             outputs = self.draft_head.num_outputs or outputs
-        name, hidden = self.names.head, self.hidden_size
-        return LinearSpec(name, outputs, hidden, LinearRole.HEAD, unit=self.norms_head)
-
-    @property
-    def head_of_next_token(self) -> ModelSpec | None:
-        """The head that comes with the model, whose layer is like the model's last one with attention."""
-        head = self.next_token
-        if head is None:
-            return None
-        names = replace(
-            self.names, layers=head.layers, first_layer=head.first_layer, norm=head.norm
-        )
-        layers = [layer for layer in self.layers if layer.state is None]
-        return replace(
-            self, names=names, layers=tuple(layers[-1:]), next_token=None, draft_head=head
-        )
+        names, hidden, unit = self.names, self.hidden_size, self.norms_head
+        bias = names.head_bias
+        return LinearSpec(names.head, outputs, hidden, LinearRole.HEAD, unit=unit, row_bias=bias)
 
     @property
     def outer_linears(self) -> list[LinearSpec]:
@@ -308,7 +310,8 @@ class ModelSpec:
             return None
         rows = StoredRows(name, (table.num_positions, size), table.first_position)
         count = table.num_positions - table.first_position
-        return LinearSpec(name, count, size, LinearRole.WHOLE, rows)
+        is_fixed = table.sinusoidal
+        return LinearSpec(name, count, size, LinearRole.WHOLE, rows, sinusoidal=is_fixed)
 
     @property
     def token_types(self) -> LinearSpec | None:
@@ -327,8 +330,8 @@ class ModelSpec:
 
     @property
     def encoder_linears(self) -> list[LinearSpec]:
-        """Tables of a first stage besides that of tokens, the map behind them, and layers of what is heard."""
-        heard = () if self.audio is None else self.audio.linears()
+        """Tables of a first stage besides that of tokens, the map behind them, and layers of a cross encoder."""
+        heard = () if self.cross_encoder is None else self.cross_encoder.linears()
         tables = self.positions, self.token_types, self.embedding_projection
         return [*filter(None, tables), *heard]
 
@@ -482,7 +485,8 @@ class ModelSpec:
         names, spec = self.names, self.layers[layer]
         before = [names.attention_norm] * (spec.pre_norm and not spec.bare_attention)
         before += [names.mlp_norm] * spec.has_mlp_norm
-        behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
+        behind = [names.attention_post_norm] * spec.post_norm
+        behind += [names.mlp_post_norm] * spec.has_mlp_post_norm
         size = self.attention_input(layer)
         found = [
             tensor
@@ -530,17 +534,17 @@ class ModelSpec:
     @property
     def norms_output(self) -> bool:
         """Hidden states behind the last layer are normed."""
-        return self.encoder is None or self.encoder.norms_output
+        return self.norms_last if self.encoder is None else self.encoder.norms_output
 
     @property
     def embedding_norm_tensors(self) -> list[tuple[str, int]]:
-        """Names and sizes of an encoder's norm of embeddings, of norms in front of a head, or of what is heard."""
+        """Names and sizes of a norm of embeddings, norms in front of a head, or of a cross encoder."""
         if self.norms_embedding or (self.encoder is not None and self.encoder.norms_embeddings):
             return self._norm_tensors(self.names.embedding_norm, self.embedding_size)
         names = self.draft_head.norms if self.draft_head else []
         found = [tensor for name in names for tensor in self._norm_tensors(name)]
         found += [] if self.beside is None else self.beside.outer_vectors
-        return found if self.audio is None else [*found, *self.audio.vectors()]
+        return found if self.cross_encoder is None else [*found, *self.cross_encoder.vectors()]
 
     def _norm_tensors(self, name: str, size: int | None = None) -> list[tuple[str, int]]:
         ends = ["weight"] * self.norm.weight + ["bias"] * self.norm.bias

@@ -20,6 +20,8 @@ class PositionTable:
     """Rows of the table."""
     first_position: int = 0
     """Row of the first token's position."""
+    sinusoidal: bool = False
+    """Rows are sines and cosines, which are in no file (Vaswani et al. 2017)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class EncoderSpec:
     """Elements of embeddings that a map makes hidden states (ELECTRA); None where they are hidden states."""
     norms_output: bool = False
     """Hidden states behind the last layer are normed."""
+    sinusoidal: bool = False
+    """Positions are sines and cosines, as those of `PositionTable` may be."""
 
 
 class ScoreTokens(NamedTuple):

@@ -16,13 +16,10 @@ class Refusal(NamedTuple):
     """The family that is most like it."""
 
 
-_BETWEEN = "attends to what an encoder gives of a text"
 REFUSED: Mapping[str, Refusal] = {
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
     "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
     "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
-    "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
-    "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
 }
 """Refusals by the names of architectures."""

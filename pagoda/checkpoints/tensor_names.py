@@ -99,7 +99,8 @@ class TensorNames:
     embedding_projection: str = "embeddings_project"
     """Map of an encoder's normed embeddings to hidden states."""
     distances: str = "encoder.relative_attention_bias"
-    """Table [buckets, heads] of what distances of tokens add to scores."""
+    """Table [buckets, heads] of what distances of tokens add to scores; layers with tables of their own have their
+    numbers in place of `{layer}`."""
     distance_embeddings: str = "encoder.rel_embeddings"
     """Table [buckets, hidden] of distances, of which layers make queries and keys, and its norm."""
     distance_norm: str = "encoder.LayerNorm"
@@ -107,6 +108,8 @@ class TensorNames:
     distance_key: str = "attention.self.pos_key_proj"
     norm: str = "model.norm"
     head: str = "lm_head"
+    head_bias: str = ""
+    """Numbers [1, tokens] that are added to logits, in full; empty where they are named after the head."""
     layers: str = "model.layers"
     first_layer: int = 0
     """Number that files give the first layer."""

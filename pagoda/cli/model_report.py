@@ -22,7 +22,7 @@ from pagoda.messages.kv_groups import KVKind, layer_groups
 
 _BLOCK_SIZE = 16
 """Tokens of a block, as servers have it unless told otherwise."""
-_HEARD_MULTIPLE = 128
+_ENCODED_MULTIPLE = 128
 """Tokens of which blocks with room for what is heard are a multiple."""
 _LONG_CONTEXT = 32_768
 _KV_BYTES = 2
@@ -110,6 +110,8 @@ def _gives(spec: ModelSpec) -> str:
         return "labels of tokens (POST /pooling)"
     if spec.audio is not None:
         return "transcripts of audio (POST /v1/audio/transcriptions, /v1/audio/translations)"
+    if spec.cross_encoder is not None:
+        return "text made of a text (POST /v1/completions)"
     if "masked" in spec.vector_maps:
         return "a weight for each token of the vocabulary (POST /v1/embeddings)"
     if "token_vectors" in spec.vector_maps and "token_weights" not in spec.vector_maps:
@@ -136,9 +138,11 @@ def _kv_cache(spec: ModelSpec) -> Iterator[str]:
     states = [layer.state for layer in spec.layers if layer.state is not None]
     kept = sum(it is not None for it in spec.kept_layers)
     per_token = (kept - len(states)) * per_layer
-    if spec.audio is not None:
-        positions = -(-spec.audio.positions // _HEARD_MULTIPLE) * _HEARD_MULTIPLE
-        yield f"{format_bytes(positions * per_token)} a transcript in 16 bits, with what is heard"
+    if spec.cross_encoder is not None:
+        longest = spec.usual_length or spec.cross_encoder.positions
+        positions = -(-longest // _ENCODED_MULTIPLE) * _ENCODED_MULTIPLE
+        each = "a transcript" if spec.audio is not None else "an answer"
+        yield f"{format_bytes(positions * per_token)} {each} in 16 bits, with what is encoded"
         return
     if per_token:
         yield f"{format_bytes(per_token)} a token in 16 bits, about half in int8"
@@ -171,7 +175,7 @@ def context_rows(
         layer.state is None and KVKind(layer.kv_kind) in _STREAMED for layer in spec.layers
     )
     per_token = layers * vectors * spec.num_kv_heads * numbers * _KV_BYTES
-    if not per_token or not spec.gives_logits or spec.audio is not None:
+    if not per_token or not spec.gives_logits or spec.cross_encoder is not None:
         return
     left = max(0, free_bytes - weight_bytes)
     storeys = [("memory", left, bytes_per_s), ("disk here", disk_bytes, _DISK_BYTES_PER_S)]
@@ -204,7 +208,7 @@ def _kind(layer: LayerSpec) -> str:
     if layer.kind is not None:
         return layer.kind.name
     if layer.attention.crosses:
-        return "attention to what is heard"
+        return "attention to what is encoded"
     if not layer.attention.causal:
         return "attention both ways"
     if layer.attention.chunk is not None:

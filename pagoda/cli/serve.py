@@ -389,7 +389,8 @@ def run_server(
         seconds = time.perf_counter() - started
         console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
         has_keys, hears = bool(config.api.api_keys), limits.feature_bytes > 0
-        curl = curl_line(url, own_name, asks_for_key=has_keys, hears=hears)
+        asked = {"asks_for_key": has_keys, "hears": hears, "reads": limits.encodes_text}
+        curl = curl_line(url, own_name, **asked)
         console.print(f"\n{curl}\n", soft_wrap=True)
         sys.stdout.flush()
         settle_heap()
@@ -444,12 +445,15 @@ def _facts(
         yield "API keys", (", ".join(names[:_SHOWN_KEYS]) or "none yet") + more
 
 
-def curl_line(url: str, model: str, *, asks_for_key: bool, hears: bool = False) -> str:
-    """A command that asks the server one question, or has it transcribe a file."""
+def curl_line(
+    url: str, model: str, *, asks_for_key: bool, hears: bool = False, reads: bool = False
+) -> str:
+    """A command that asks the server one question, or has it transcribe a file or make a text of one."""
     question = "What is 17 + 25?" if model == EMBEDDED_MODEL else "What is the capital of Japan?"
     body = {"model": model, "messages": [{"role": "user", "content": question}]}
     key = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if asks_for_key else ""
     if hears:
         return f"curl {url}/v1/audio/transcriptions{key} -F file=@audio.mp3"
-    data = shlex.quote(json.dumps(body))
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"
+    route = "completions" if reads else "chat/completions"
+    data = shlex.quote(json.dumps({"model": model, "prompt": question} if reads else body))
+    return f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"

@@ -58,7 +58,7 @@ def held_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
     """Bytes of all weights in memory, without norms and biases; arguments are those of `weight_traffic`."""
     every = range(spec.experts.routing.num_experts if spec.experts else 0)
     linears = [it for layer in range(spec.num_layers) for it in spec.layer_linears(layer, every)]
-    linears += () if spec.audio is None else spec.audio.linears()
+    linears += () if spec.cross_encoder is None else spec.cross_encoder.linears()
     tables = [spec.embedding] if spec.tie_word_embeddings else [spec.embedding, spec.head]
     itemsize = BYTES_PER_WEIGHT[spec.dtype if dtype == "auto" else dtype]
     stored = spec.quantization

@@ -52,6 +52,9 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     feature_bytes: int = 0
     """Bytes of the features of each request's audio; 0 of a model that is given text alone."""
+    encodes_text: bool = False
+    """Each request brings a text for the model's encoder, of tokens below `vocab_size`."""
+    vocab_size: int = 0
     gives_logits: bool = True
     """The model can be asked for tokens, not for vectors or scores alone."""
 
@@ -78,6 +81,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             gives_hidden=not capabilities.whole_models,
             hidden_size=worker.hidden_size,
             feature_bytes=worker.feature_bytes,
+            vocab_size=worker.vocab_size,
+            encodes_text=worker.encodes_text,
             gives_logits=worker.gives_logits,
         )
 
@@ -282,8 +287,8 @@ class Batcher:
     def _admit_first(self, first: Request, plan: PlanBuilder) -> bool:
         """Admits the first in line, or passes it over: it may not ask yet whether there is KV for it, or another
         one computes its blocks. False if it does not fit, so that nobody behind it is admitted; nor is anybody
-        behind one whose audio is to be encoded."""
-        if plan.hears:
+        behind one whose audio or text is to be encoded."""
+        if plan.encodes:
             return False
         if self.in_flight_prefixes.is_awaiting(first) or self.streams.awaits_turn(first, plan):
             return True

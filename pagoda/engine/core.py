@@ -169,6 +169,7 @@ class EngineCore:
             vocab_size=worker.vocab_size,
             hidden_size=worker.hidden_size,
             feature_bytes=worker.feature_bytes,
+            encodes_text=worker.encodes_text,
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             max_num_seqs=limits.max_num_seqs,

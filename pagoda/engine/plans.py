@@ -139,9 +139,10 @@ class PlanBuilder:
         self._max_chunk_tokens = limits.max_chunk_tokens
 
     @property
-    def hears(self) -> bool:
-        """True if audio of a request that begins is encoded before the step, which takes as long as many steps."""
-        return bool(self.starts) and self.starts[-1].work.audio is not None
+    def encodes(self) -> bool:
+        """True if audio or text of a request that begins is encoded before the step, which may take as long as
+        many steps."""
+        return bool(self.starts) and self.starts[-1].work.encoder_input is not None
 
     def count_for(
         self, available: int, behind: DemandBehind | None = None, most: int = UNLIMITED_RUN

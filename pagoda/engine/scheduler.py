@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pagoda.engine.batching import Batcher, SchedulerLimits
+from pagoda.engine.encoder_inputs import problem_with_input
 from pagoda.engine.kv_hooks import KVHooks
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_queue import Quarantine, RequestQueue
@@ -145,9 +146,8 @@ class Scheduler:
             problem = problem_with_spans(spans, request.num_prompt_tokens, hidden_size)
             if problem is not None:
                 return f"{problem[0].upper()}{problem[1:]}."
-        heard = 0 if request.work.audio is None else len(request.work.audio.values)
-        if heard != self.limits.feature_bytes:
-            return _wrong_audio(heard, self.limits.feature_bytes)
+        if problem := problem_with_input(request.work.encoder_input, self.limits):
+            return problem
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "
@@ -523,12 +523,3 @@ def _with_queue_time(chunk: TokenChunk, request: Request) -> TokenChunk:
     """The chunk, with how long the request waited if no chunk has said so before."""
     queue_time_s, request.queue_time_s = request.queue_time_s, None
     return msgspec.structs.replace(chunk, queue_time_s=queue_time_s)
-
-
-def _wrong_audio(heard: int, wanted: int) -> str:
-    """Sentence about a request whose audio has so many bytes of features, of which others are wanted."""
-    if not wanted:
-        return "The model is given text alone, and hears no audio."
-    if not heard:
-        return "The model transcribes audio; ask POST /v1/audio/transcriptions."
-    return f"The features of an audio have {wanted} bytes, got {heard}."

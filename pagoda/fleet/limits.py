@@ -93,6 +93,7 @@ class LimitSums:
             vocab_size=min(limit.vocab_size for limit in limits),
             hidden_size=min(limit.hidden_size for limit in limits),
             feature_bytes=first.feature_bytes,
+            encodes_text=first.encodes_text,
             block_size=first.block_size,
             summary=(prefix + "; ".join(islice(self._summaries, _MOST_SUMMARIES)))[:MAX_ITEMS],
             role=_sum_of_roles({limit.role for limit in limits}),

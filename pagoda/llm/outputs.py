@@ -141,7 +141,7 @@ def request_output(
     return RequestOutput(
         request_id=request_id,
         prompt=first.prompt,
-        prompt_token_ids=first.request.prompt_token_ids,
+        prompt_token_ids=[*first.prompt_token_ids],
         outputs=[answer.output() for answer in answers],
         finished=all(answer.finished for answer in answers),
         num_cached_tokens=answers[0].num_cached_tokens,

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from pagoda.messages.encoder_input import EncoderInput, encoder_input
 from pagoda.messages.sampling_params import MAX_TOKEN_LIST, TokenId
-
-MAX_FEATURE_BYTES = 2**24
-"""Bytes of the features of an audio: of 30 s, Whisper has 1.5 MB."""
-_Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 @dataclass(frozen=True)
@@ -42,21 +38,13 @@ class FeatureSpec:
         return self.frames * self.hop
 
 
-class AudioFeatures(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Features of up to 30 s, which an encoder makes keys and values of."""
-
-    digest: _Digest
-    """SHA-256 of the features: tokens of requests with other ones never share KV. Who makes the features computes
-    it (`audio_features`), and hands on none of a client's."""
-    values: Annotated[bytes, Meta(max_length=MAX_FEATURE_BYTES)]
-    """[mel_bins, frames] float32, little-endian."""
-    positions: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    """Positions that the encoder computes of them, which count as tokens of a prompt between tenants."""
+AudioFeatures = EncoderInput
+"""Features of up to 30 s."""
 
 
 def audio_features(values: bytes, positions: int = 0) -> AudioFeatures:
     """Features with their digest."""
-    return AudioFeatures(hashlib.sha256(values).digest(), values, positions)
+    return encoder_input(values, positions)
 
 
 class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

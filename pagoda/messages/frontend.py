@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
-from pagoda.messages.audio import AudioFeatures, SpeechRules
+from pagoda.messages.audio import SpeechRules
+from pagoda.messages.encoder_input import EncoderInput
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.ranges import (
@@ -39,7 +40,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -116,8 +117,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
     spans: Annotated[tuple[EmbeddedSpan, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Parts of the prompt that are no tokens, in their order."""
-    audio: AudioFeatures | None = None
-    """Audio that the request is about, of a model that hears."""
+    encoder_input: EncoderInput | None = None
+    """Audio or text that the request is about, of a model that has an encoder for it."""
     speech: SpeechRules | None = None
     """Tokens that a transcript may have; None of an answer that is none."""
 
@@ -173,9 +174,11 @@ class GenerateRequest(
 
     @property
     def salt(self) -> str | None:
-        """The salt of the keys of the request's blocks: KV of tokens depends on what is heard beside them."""
-        audio = self.work.audio
-        return self.cache_salt if audio is None else f"{audio.digest.hex()}{self.cache_salt or ''}"
+        """The salt of the keys of the request's blocks: KV of tokens depends on what is encoded beside them."""
+        beside = self.work.encoder_input
+        return (
+            self.cache_salt if beside is None else f"{beside.digest.hex()}{self.cache_salt or ''}"
+        )
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -436,6 +439,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     feature_bytes: Count = 0
     """Bytes of the features of the audio that each request must have; 0 of a model that is given text alone."""
+    encodes_text: bool = False
+    """Requests bring a text for the model's encoder."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
     roles: Annotated[tuple[Role, ...], Meta(max_length=len(Role))] = ()

@@ -16,7 +16,7 @@ from pagoda.messages.segments import ColdSegment
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVRank, TierPlace
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -47,8 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if attention reads cold segments out of the host's memory (`pagoda.messages.segments`)."""
     embeds_spans: bool = False
     """True if tokens of a step may have embeddings that are given (`EmbeddedSpan`)."""
-    encodes_audio: bool = False
-    """True if it computes the encoder of a model that hears."""
+    cross_attends: bool = False
+    """True if it computes the encoder of a model whose decoder attends to what that gives."""
     context_parallel: bool = False
     """True if it has `context_attention`."""
     lacks_operations: tuple[str, ...] = ()
@@ -124,6 +124,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Numbers of an embedding that may be given in place of a token; 0 if none can be."""
     feature_bytes: Count = 0
     """Bytes of the features of the audio that each request must have; 0 of a model that is given text alone."""
+    encodes_text: bool = False
+    """Requests bring a text for the model's encoder, beside the tokens that its decoder goes on from."""
     gives_logits: bool = True
     """False of a model for vectors or scores alone, which nothing can be sampled from."""
     arithmetic: Sentence = ""

@@ -38,7 +38,7 @@ from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
-from pagoda.model.audio_encoder import HEARD, AudioEncoder, heard_by
+from pagoda.model.cross_encoder import ENCODED, CrossEncoder, across
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
@@ -136,7 +136,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         if draft is not None and not draft.has_embedding:
             self._embedding = None if lent is None else lent._embedding
         elif shard.is_first:
-            self._embedding = loader.linear([config.embedding])
+            table = config.embedding
+            self._embedding = loader.linear([table], bias=bool(table.row_bias))
         self._tables = loader.input_tables()
         self._beside = load_beside(loader)
         self._vector_layers = loader.vector_layers()
@@ -155,10 +156,11 @@ class Decoder(Generic[LinearT, MetadataT]):
             for name, rotary in config.rotary.items()
             if rotary.dim
         }
-        rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
-        self._embedding_multiplier = rounded.item()
+        factor = torch.tensor(config.multipliers.embedding)
+        self._embedding_multiplier = factor.to(loader.dtype).item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
-        self._audio = None if config.audio is None else AudioEncoder(loader, config.audio)
+        shared = self._embedding, self._embedding_multiplier
+        self._encoder = CrossEncoder(loader, *shared) if config.cross_encoder else None
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -175,8 +177,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
-        if self._audio is not None:
-            self._audio.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
+        if self._encoder is not None:
+            self._encoder.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
         self._compiled = compiled = self._compile(embeds_spans=False)
         self._compiled_with_spans: Compiled[MetadataT] | None = None
         """The graph of steps with embedded spans; the first of them compiles it."""
@@ -209,9 +211,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         metadata = {
             group: plan(attended, heads, cache, group) for group, cache in self._groups.items()
         }
-        if self._audio is not None:
+        if self._encoder is not None:
             cache, group = self.caches[0].cache, self.caches[0].group
-            metadata[HEARD] = plan(heard_by(batch, self._audio.positions), heads, cache, group)
+            metadata[ENCODED] = plan(across(batch, self._encoder.positions), heads, cache, group)
         return PlannedBatch(batch, metadata, own)
 
     def forward(
@@ -239,10 +241,8 @@ class Decoder(Generic[LinearT, MetadataT]):
     ) -> tuple[Tensor, ...]:
         """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
         tracer = self._tracer
-        if self._audio is not None and planned.batch.audio:
-            began = tracer.e2e()
-            self._audio.encode(planned.batch)
-            tracer.span("encode audio", began)
+        if self._encoder is not None:
+            self._encoder.encode(planned.batch, tracer)
         began = tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
@@ -282,7 +282,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             # The embeddings that are given, of all tokens, and their sum with those of tokens.
             hidden_size = self._shard.config.hidden_size
             num_bytes += 2 * len(batch.token_ids) * hidden_size * torch.float32.itemsize
-        return num_bytes if self._audio is None else max(num_bytes, self._audio.profile())
+        return num_bytes if self._encoder is None else max(num_bytes, self._encoder.profile())
 
     def _input(
         self,
@@ -546,7 +546,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
         held, states = caches
         crosses = layer.spec.attention.crosses
-        cache, metadata = held.cache, ops.metadata(HEARD if crosses else held.group)
+        cache, metadata = held.cache, ops.metadata(ENCODED if crosses else held.group)
         qkv = with_adapters(
             ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
         )

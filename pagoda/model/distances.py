@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of an encoder's tokens that depend on their distance: weights of a layer, and what it records."""
+"""Scores that depend on distances of tokens: weights of a layer, and what it records."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from pagoda.checkpoints.distances import (
     Disentangled,
     DistanceBuckets,
     distance_linears,
+    distance_table,
     distance_tensors,
 )
 from pagoda.checkpoints.linears import LinearSpec
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 class Distances:
     numbers: Tensor
     """[heads, 2 longest - 1] float32."""
+    causal: bool
 
     def record(
         self,
@@ -48,9 +50,15 @@ class Distances:
         scale: float,
     ) -> Value:
         """Values of what queries [n, heads d] attended to."""
-        head_dim = queries.width // len(self.numbers)
         return relative_attention(
-            ops, queries, metadata, cache, self.numbers, head_dim=head_dim, scale=scale
+            ops,
+            queries,
+            metadata,
+            cache,
+            self.numbers,
+            head_dim=queries.width // len(self.numbers),
+            scale=scale,
+            causal=self.causal,
         )
 
 
@@ -96,10 +104,11 @@ def load_distances(
     longest = config.max_position_embeddings
     behind = torch.arange(1 - longest, longest)
     if isinstance(spec, DistanceBuckets):
-        ((name, shape),) = distance_tensors(config)
+        name, shape = distance_table(config.names, index), (spec.count, config.num_heads)
         table = _table(loader, name, shape)[:, heads.start : heads.stop]
-        numbers = table[_growing_buckets(behind, spec)].t().contiguous()
-        return Distances(numbers.to(loader.backend.device))
+        causal = config.layers[index].attention.causal
+        numbers = table[_growing_buckets(behind, spec, causal=causal)].t().contiguous()
+        return Distances(numbers.to(loader.backend.device), causal)
     query, key = distance_linears(config, index)
     places = _places(loader, spec)
     buckets = _buckets(behind, spec)
@@ -108,13 +117,14 @@ def load_distances(
     )
 
 
-def _growing_buckets(behind: Tensor, spec: DistanceBuckets) -> Tensor:
+def _growing_buckets(behind: Tensor, spec: DistanceBuckets, *, causal: bool) -> Tensor:
     """Buckets of keys so many tokens behind a query, in float32 as transformers computes them."""
-    half, exact = spec.count // 2, spec.count // 4
-    place = behind.abs()
+    half = spec.count if causal else spec.count // 2
+    exact, place = half // 2, behind.clamp(max=0).abs() if causal else behind.abs()
     grown = torch.log(place.clamp(min=1).float() / exact) / math.log(spec.farthest / exact)
     bucket = exact + (grown * (half - exact)).long()
-    return torch.where(place < exact, place, bucket.clamp(max=half - 1)) + half * (behind > 0)
+    bucket = torch.where(place < exact, place, bucket.clamp(max=half - 1))
+    return bucket if causal else bucket + half * (behind > 0)
 
 
 def _buckets(behind: Tensor, spec: Disentangled) -> Tensor:

@@ -20,6 +20,7 @@ from pagoda.backend.base import (
     LinearT,
 )
 from pagoda.backend.weights import (
+    DenseWeight,
     GroupedWeight,
     LinearWeight,
     same_order,
@@ -60,6 +61,7 @@ from pagoda.model.scan_layers import (
 )
 from pagoda.model.sharding import LinearShard, Shard, take_part
 from pagoda.model.shared_blocks import load_block_use
+from pagoda.model.sinusoids import sinusoids
 from pagoda.model.state_layers import (
     load_channel_delta,
     load_conv,
@@ -169,7 +171,7 @@ class WeightLoader(Generic[LinearT]):
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
-            mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
+            mlp_post_norm=norm(names.mlp_post_norm, has=spec.has_mlp_post_norm),
             block=None,
             joined=self.linear([joined_linear(config, index)]) if spec.joins_before else None,
             spec=spec,
@@ -250,6 +252,8 @@ class WeightLoader(Generic[LinearT]):
         part = self.shard.part_of(linear)
         if inputs is not None:
             part = LinearShard(part.outputs, inputs)
+        if linear.sinusoidal:
+            return DenseWeight(sinusoids(linear.outputs, linear.inputs).to(self.dtype))
         weight = self.source.linear(linear, self.dtype)
         if self._quantization is not None:
             # Outputs are rounded whole, so that ranks which share their inputs have the codes of one alone.
@@ -264,8 +268,9 @@ class WeightLoader(Generic[LinearT]):
         stored, part = linear.stored, self.shard.part_of(linear)
         if not linear.has_bias:
             return torch.zeros(len(part.outputs), dtype=self.dtype, device=self.backend.device)
-        whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
-        self.source.read_into(stored.bias, whole)
+        shape = (1, linear.outputs) if linear.row_bias else stored.shape[:-1]
+        whole = torch.empty(shape, dtype=self.dtype, device=self.backend.device)
+        self.source.read_into(linear.row_bias or stored.bias, whole)
         values = own_rows(whole.flatten(), linear)
         if len(part.inputs) < linear.inputs and self.shard.tp_rank > 0:
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias

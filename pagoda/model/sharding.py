@@ -227,6 +227,9 @@ class Shard:
             yield from config.encoder_linears
             if config.beside is not None:
                 yield from config.beside.outer_linears(config.hidden_size)
+        elif config.cross_encoder is not None:  # which all stages have
+            yield from [config.embedding] * (config.audio is None)
+            yield from config.cross_encoder.linears()
         tied = self.is_first and config.tie_word_embeddings
         if self.is_last and config.gives_logits and not tied:
             yield config.head
@@ -312,8 +315,7 @@ class Shard:
         total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
         total += sum(size for _, size in config.map_vectors) * self.is_last
         total += self.is_last * config.head_bias * len(self.vocabulary)
-        if self.is_first and config.embedding_projection is not None:
-            total += config.hidden_size
+        total += self.is_first * bool(config.embedding_projection) * config.hidden_size
         total += len(self.layers) * self._distance_numbers()
         for layer in self.layers:
             attention, spec = config.attention_linears(layer), config.layers[layer]
@@ -347,13 +349,12 @@ class Shard:
 
 
 def least_block_size(config: ModelSpec, itemsize: int) -> int:
-    """Tokens of a block with room for half of a layer's state in K and in V, or all in latents, and for audio.
+    """Tokens of a block with room for half of a layer's state in K and in V, or all in latents, and for encoders.
 
-    They do so on every rank of any tensor-parallel size, since engines of different sizes hand blocks over.
-    `itemsize` is that of K and V.
+    Ranks of any tensor-parallel size have it, as engines hand blocks over. `itemsize` is that of K and V.
     """
     kinds = {layer.state: index for index, layer in enumerate(config.layers) if layer.state}
-    least = 1 if config.audio is None else config.audio.positions
+    least = 1 if config.cross_encoder is None else config.cross_encoder.positions
     for size in range(1, config.num_heads + 1) if kinds else ():
         if not any(can_share(config, size, expert_parallel=it) for it in (False, True)):
             continue

@@ -87,8 +87,8 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     request_id: str
     client_request: ClientRequest
     num_prompt_tokens: int
-    num_audio_positions: int = 0
-    """Positions of audio that an encoder computes, which are no tokens, but as much work."""
+    num_encoded_positions: int = 0
+    """Positions of audio or text that an encoder computes, which are no tokens of a prompt, but as much work."""
     max_tokens: int
     started_ns: int
     """Time at which the request had been tokenized and checked, and went to an engine."""
@@ -238,7 +238,7 @@ class RequestTracker:
 
         Without a `client_request` the request itself is taken as the client's.
         """
-        audio = request.work.audio
+        beside = request.work.encoder_input
         record = self.start(
             request.request_id,
             client_request
@@ -250,7 +250,7 @@ class RequestTracker:
             ),
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.work.sampling.max_tokens or 0,
-            num_audio_positions=0 if audio is None else audio.positions,
+            num_encoded_positions=0 if beside is None else beside.positions,
         )
         try:
             yield record
@@ -273,14 +273,14 @@ class RequestTracker:
         *,
         num_prompt_tokens: int,
         max_tokens: int,
-        num_audio_positions: int = 0,
+        num_encoded_positions: int = 0,
     ) -> RequestStatistics:
         record = RequestStatistics(
             request_id=request_id,
             client_request=client_request,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
-            num_audio_positions=num_audio_positions,
+            num_encoded_positions=num_encoded_positions,
             started_ns=self.clock_ns(),
             traceparent=client_request.traceparent,
             tracestate=client_request.tracestate,

@@ -19,6 +19,7 @@ from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.files import read_regular
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.answer_formats import AUTO, AnswerFormats, ParserChoice
+from pagoda.text.encoder_files import DecoderText, read_decoder_text
 from pagoda.text.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
 from pagoda.text.speech_files import SpeechText, read_speech
 from pagoda.text.templates.chat_template import ChatTemplate, read_template
@@ -59,6 +60,8 @@ class ModelText:
     parsers: ParserChoice = field(default_factory=ParserChoice)
     speech: SpeechText | None = None
     """Tokens around transcripts; None of a model that hears nothing."""
+    decoder: DecoderText | None = None
+    """Tokens around answers to prompts that the model's encoder reads; None of a decoder alone."""
     longest: int = 0
     """Tokens of the longest sequence that the model can take, whatever the server does; 0 if it is not known."""
     special_tokens_in_text: SpecialTokensInText = "allow"
@@ -186,6 +189,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
         pooling=read_pooling(directory),
         speech=read_speech(directory, tokenizer, generation),
+        decoder=read_decoder_text(directory, generation),
     )
 
 

@@ -26,7 +26,6 @@ from pagoda.fleet.endpoint import BodyEndpoint
 from pagoda.fleet.fleet import Fleet
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
-    EngineReady,
     FinishReason,
     GenerateRequest,
     KVSource,
@@ -40,6 +39,7 @@ from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 from pagoda.text.draft import Draft
 from pagoda.text.json_size import json_size
 from pagoda.text.model_text import ModelText
+from pagoda.text.prompt_checks import PromptTooLongError, check_prompt, check_read, resolve
 from pagoda.text.reasoning_border import BorderFinder, ReasoningBorder
 from pagoda.text.stop import StopHit, StopMatcher, StopStrings
 from pagoda.text.templates.conversation import Message, render_conversation, text_size, texts_of
@@ -55,16 +55,6 @@ _MAX_LONG_TEXTS = 2
 
 _CHARS_OF_SCORE = 8
 """Characters of a text that takes as long as a log-probability."""
-
-
-class PromptTooLongError(InvalidRequestError):
-    """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
-
-    def __init__(self, message: str, *, param: str, num_tokens: int, context: int) -> None:
-        """`num_tokens` are those of the prompt, or the fewest that it may have; `context` is their bound."""
-        super().__init__(message, param=param)
-        self.num_tokens = num_tokens
-        self.context = context
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -104,6 +94,8 @@ class TextRequest:
     """The user's parameters, with stop strings."""
     prompt: str | None
     client_request: ClientRequest
+    read_token_ids: Sequence[int] = ()
+    """Tokens of the prompt that the model's encoder reads, if it has one."""
     draft: Draft = _PLAIN
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
@@ -113,6 +105,11 @@ class TextRequest:
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
     on_kv_source: Callable[[KVSource], None] | None = None
     """Listener for the place of the prompt's KV, as soon as it is known; with `holds_kv`."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Tokens of the client's prompt."""
+        return self.read_token_ids or self.request.prompt_token_ids
 
 
 async def start_generator(
@@ -299,10 +296,15 @@ class TextGenerator:
                 prompt, add_special_tokens=draft.add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
-        more = self._more_context()
-        _check_prompt(token_ids, limits, param, more, has_answer=sampling.max_tokens != 0)
+        more, decoder = self._more_context(), self.text.decoder
+        has_answer = sampling.max_tokens != 0 and decoder is None
+        check_prompt(token_ids, limits, param, more, has_answer=has_answer)
+        read, beside, rules = list[int](), draft.audio, draft.speech
+        if decoder is not None:
+            check_read(sampling, draft)
+            (token_ids, beside), read, rules = decoder.begin(token_ids), token_ids, decoder.rules
         clamp, context = draft.clamp_max_tokens, limits.max_model_len
-        resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp)
+        resolved = resolve(sampling, len(token_ids), context, more, clamp=clamp)
         stops = await self._stops_of(sampling) if sampling.stop else None
         border = draft.border
         if border is not None and any(map(border.names_a_tag, sampling.stop)):
@@ -328,15 +330,15 @@ class TextGenerator:
                         adapter=self.adapter.digest if self.adapter else "",
                         second_text_at=draft.second_text_at,
                         spans=draft.spans,
-                        audio=draft.audio,
-                        speech=draft.speech,
+                        encoder_input=beside,
+                        speech=rules,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,
                     weight=client_request.weight,
                     body=client_request.body_id,
                     cache_salt=draft.cache_salt,
-                    speculates=draft.speculates,
+                    speculates=draft.speculates and rules is None,
                     session=draft.session,
                     data_parallel_rank=client_request.data_parallel_rank,
                     holds_kv=draft.holds_kv,
@@ -347,6 +349,7 @@ class TextGenerator:
                 sampling=sampling,
                 prompt=text,
                 client_request=client_request,
+                read_token_ids=read,
                 draft=draft,
                 stops=stops,
                 border=border,
@@ -450,57 +453,6 @@ def derive_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.sha256(f"{seed % 2**64}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-def _check_prompt(
-    token_ids: Sequence[int], limits: EngineReady, param: str, more: str, *, has_answer: bool
-) -> None:
-    vocab_size, context = limits.vocab_size, limits.max_model_len
-    if not token_ids:
-        refuse(param, "is empty; it must hold at least one token")
-    if len(token_ids) + has_answer > context:
-        rest = ", and at least one must be left for the answer" if has_answer else ""
-        raise PromptTooLongError(
-            f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
-            f"This model's maximum context length is {context} tokens{rest}{more}.",
-            param=param,
-            num_tokens=len(token_ids),
-            context=context,
-        )
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-        refuse(
-            param,
-            f"takes token ids from 0 to {vocab_size - 1}, got {wrong}, which is out of vocabulary",
-        )
-
-
-def _resolve(
-    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, more: str, *, clamp: bool
-) -> SamplingParams:
-    """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
-    room = max_model_len - num_prompt_tokens
-    max_tokens = sampling.max_tokens
-    if max_tokens is None or (clamp and max_tokens > room):
-        max_tokens = room
-    elif max_tokens > room:
-        raise PromptTooLongError(
-            "Requested token count exceeds the model's maximum context length: "
-            f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
-            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
-            f"max_completion_tokens is too large{more}.",
-            param="max_tokens",
-            num_tokens=num_prompt_tokens,
-            context=max_model_len,
-        )
-    return msgspec.structs.replace(
-        sampling,
-        max_tokens=max_tokens,
-        n=1,
-        stop=(),
-        structured_outputs=None,
-        min_tokens=min(sampling.min_tokens, max_tokens),
-    )
 
 
 class TextAssembler:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import EmbeddedRows, HeardAudio, TokenBatch
+from pagoda.backend.base import EmbeddedRows, ToEncode, TokenBatch
 from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.transfers import HostSlots, TierBlocks
@@ -195,13 +195,15 @@ class InputBatch:
         keeps_states: bool = False,
         segment: int = SEGMENT,
         rank_blocks: int | None = None,
+        encoded_positions: Callable[[int], int] | None = None,
     ) -> None:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
         `keeps_states`, states stay behind known tokens: drafts that were right are computed again. Where ranks
         attend to requests of their own, each has `rank_blocks` blocks.
 
         `adapter_number` finds the number of a loaded adapter by its digest; None where there are none. `blocks`
-        says which blocks are this rank's.
+        says which blocks are this rank's. `encoded_positions` are those that an encoder gives of so many bytes;
+        None where there is none, or all inputs are alike.
         """
         self._adapter_number = adapter_number
         self.segment = segment
@@ -239,8 +241,11 @@ class InputBatch:
         """Places of the second of two texts; 0 for none."""
         self._pairs: set[int] = set()
         """Slots with two texts."""
-        self._audio: dict[int, bytes] = {}
-        """Features of slots that have not begun."""
+        self._to_encode: dict[int, bytes] = {}
+        """Inputs of the encoder of slots that have not begun."""
+        self._encoded_positions = encoded_positions
+        self._encoded_lens = [1] * max_num_seqs
+        """Positions of each slot that its encoder gives."""
         self._spans: dict[int, list[_Span]] = {}
         """Embedded spans of slots whose places are not all computed."""
         self._slots: set[int] = set()
@@ -298,8 +303,11 @@ class InputBatch:
             self._pairs.add(slot)
         if start.work.spans and self._embeds_spans:
             self._spans[slot] = list(map(_Span.of, start.work.spans))
-        if start.work.audio is not None and start.num_computed_tokens == 0:
-            self._audio[slot] = start.work.audio.values
+        if (beside := start.work.encoder_input) is not None:
+            if start.num_computed_tokens == 0:
+                self._to_encode[slot] = beside.values
+            if self._encoded_positions is not None:
+                self._encoded_lens[slot] = self._encoded_positions(len(beside.values))
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
@@ -342,7 +350,7 @@ class InputBatch:
         self._cold.pop(slot, None)
         self._pairs.discard(slot)
         self._spans.pop(slot, None)
-        self._audio.pop(slot, None)
+        self._to_encode.pop(slot, None)
         if self._num_adapted:
             self._num_adapted -= self._adapters[slot] != _NO_ADAPTER
 
@@ -438,8 +446,11 @@ class InputBatch:
             batch = replace(batch, draft_lens=torch.tensor(lens))
         if not self._spans.keys().isdisjoint(slots):
             batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
-        if not self._audio.keys().isdisjoint(slots):
-            batch = replace(batch, audio=self._heard(slots))
+        if not self._to_encode.keys().isdisjoint(slots):
+            batch = replace(batch, to_encode=self._beginning(slots))
+        if self._encoded_positions is not None:
+            encoded = torch.tensor([self._encoded_lens[slot] for slot in slots])
+            batch = replace(batch, encoded_lens=encoded)
         if self.segment != SEGMENT:
             batch = replace(batch, segment=self.segment)
         segments = self._segments(slots) if self._cold else None
@@ -520,14 +531,12 @@ class InputBatch:
                 del self._spans[slot]
         return EmbeddedRows(torch.cat(rows), torch.cat(vectors)) if rows else None
 
-    def _heard(self, slots: list[int]) -> tuple[HeardAudio, ...]:
-        """Audio of the slots that begin, which is forgotten."""
+    def _beginning(self, slots: list[int]) -> tuple[ToEncode, ...]:
+        """Inputs of the encoder of the slots that begin, which are forgotten."""
         return tuple(
-            HeardAudio(
-                place, torch.frombuffer(bytearray(self._audio.pop(slot)), dtype=torch.float32)
-            )
+            ToEncode(place, self._to_encode.pop(slot))
             for place, slot in enumerate(slots)
-            if slot in self._audio
+            if slot in self._to_encode
         )
 
     def _refuse(

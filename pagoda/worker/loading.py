@@ -25,10 +25,12 @@ from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.resolve import load_model_config
+from pagoda.checkpoints.text_encoder import TextEncoderSpec
 from pagoda.checkpoints.weight_formats import DenseFormat
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
+from pagoda.messages.encoder_input import TOKEN_BYTES
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.segments import LEAST_SEGMENT
@@ -55,9 +57,9 @@ from pagoda.parallel.config import RankPlace
 from pagoda.parallel.segments import BlockNumbers
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
-from pagoda.worker.audio import check_audio
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.context import check_context_parallel
+from pagoda.worker.cross_encoder import check_cross_encoder, within
 from pagoda.worker.dp_attention import check_dp_attention
 from pagoda.worker.drafting.drafter import Drafter, DraftLimits
 from pagoda.worker.drafting.planning import with_drafter
@@ -91,7 +93,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
     check_dp_attention(config, shape, backend)
-    check_audio(config, shape, backend)
+    check_cross_encoder(config, shape, backend)
     _check_batch_invariant(config, backend)
     dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
     quantization = choose_quantization(config, shape, capabilities)
@@ -99,7 +101,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerMemor
     _check_max_num_seqs(config.max_num_seqs, capabilities)
     _check_segment(config.segment_tokens)
     max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
-    shape = replace(shape, max_position_embeddings=max_model_len)
+    shape = within(shape, max_model_len)
     kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
     block_size = _block_size(config, shape, kv_dtype_name, capabilities)
     if config.parallel.context_parallel_size > 1:
@@ -194,6 +196,7 @@ def load_runner(
     tracer.span("profile", began)
     weight_bytes = backend.memory.taken_bytes() - plan.taken_bytes
     num_blocks = agree_on_kv(measured_blocks(plan, weight_bytes, step_bytes))
+    encodes_text = isinstance(shard.config.cross_encoder, TextEncoderSpec)
     began = tracer.e2e()
     caches, store = allocate_kv(plan, num_blocks)
     tracer.span("allocate kv cache", began)
@@ -206,6 +209,7 @@ def load_runner(
         vocab_size=shard.config.vocab_size,
         hidden_size=shard.config.hidden_size if backend.capabilities.embeds_spans else 0,
         feature_bytes=0 if shard.config.audio is None else shard.config.audio.feature_bytes,
+        encodes_text=encodes_text,
         summary=_summary(plan, num_blocks),
         gives_logits=shard.config.gives_logits,
         arithmetic=_arithmetic(backend.arithmetic, config),
@@ -225,6 +229,7 @@ def load_runner(
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
         segment=config.segment_tokens,
         rank_blocks=num_blocks if config.parallel.dp_attention else None,
+        encoded_positions=(lambda size: size // TOKEN_BYTES) if encodes_text else None,
     )
     drafter = None
     if plan.drafter is not None and own is not None:
@@ -453,7 +458,7 @@ def _arithmetic(name: str, config: WorkerConfig) -> str:
 def _max_model_len(wanted: int | None, shape: ModelSpec, capabilities: Capabilities) -> int:
     longest = min(shape.max_position_embeddings, capabilities.max_model_len)
     if wanted is None:
-        return longest
+        return min(longest, shape.usual_length or longest)
     if not 1 <= wanted <= longest:
         raise ConfigError(
             f"--max-model-len must be from 1 to the model's own {longest}, got {wanted}."

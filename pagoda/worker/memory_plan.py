@@ -81,8 +81,8 @@ class WorkerMemoryPlan:
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * self.max_model_len)
         if self.computes_whole_prompts:
             tokens = max(tokens, self.max_model_len)
-        if self.shard.config.audio is not None:
-            tokens = max(tokens, self.shard.config.audio.positions)
+        if (beside := self.shard.config.cross_encoder) is not None:
+            tokens = max(tokens, beside.positions)
         return min(tokens, most)
 
     @property
@@ -100,6 +100,7 @@ class WorkerMemoryPlan:
         if (
             not self.backend.capabilities.streams_segments
             or self.drafter is not None
+            or self.shard.config.cross_encoder is not None
             or config.parallel.num_pools > 1
             or (self.shard.config.latent is not None and self.shard.config.latent.index is not None)
             or not (config.kv_host_bytes or config.kv_tiers)

@@ -130,7 +130,7 @@ def test_a_bucket_fills_with_time_and_debt_is_paid_first() -> None:
     assert admits()
     client_request = ClientRequest(id="r", arrived_ns=0, key_name="k")
     record = tracker.start(
-        "r", client_request, num_prompt_tokens=10, num_audio_positions=30, max_tokens=60
+        "r", client_request, num_prompt_tokens=10, num_encoded_positions=30, max_tokens=60
     )
     tracker.add_tokens(record, 60)
     assert limits.headers(one)["x-ratelimit-remaining-tokens"] == "0"

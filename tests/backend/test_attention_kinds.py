@@ -97,6 +97,7 @@ KINDS = {
     "slopes": _Kind(by_distance="slopes"),
     "slopes, unrotated": _Kind(rotated=0, by_distance="slopes"),
     "numbers of distances": _Kind(causal=False, by_distance="numbers"),
+    "numbers of distances before a token": _Kind(by_distance="numbers"),
     "buckets of distances": _Kind(causal=False, by_distance="buckets"),
 }
 
@@ -127,7 +128,14 @@ def _attend(
             )
         if kind.by_distance == "numbers":
             return relative_attention(
-                graph, queries, metadata, cache, kind.distances, head_dim=HEAD_DIM, scale=0.3
+                graph,
+                queries,
+                metadata,
+                cache,
+                kind.distances,
+                head_dim=HEAD_DIM,
+                scale=0.3,
+                causal=kind.causal,
             )
         if kind.by_distance == "buckets":
             parts = (columns(graph, numbers, i * width, width) for i in range(2))

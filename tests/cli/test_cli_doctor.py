@@ -320,9 +320,33 @@ def test_a_model_that_hears() -> None:
     spec = parse_model_config(values, source="config.json")
     facts = dict(model_facts(spec, "auto"))
     assert facts["gives"].startswith("transcripts of audio (POST /v1/audio/transcriptions")
-    assert "6 with full attention and 6 with attention to what is heard" in facts["layers"]
+    assert "6 with full attention and 6 with attention to what is encoded" in facts["layers"]
     # 12 layers keep 2 vectors of 512 numbers of 2 bytes for 1,536 places.
-    assert facts["KV cache"] == "36.0 MiB a transcript in 16 bits, with what is heard"
+    assert facts["KV cache"] == "36.0 MiB a transcript in 16 bits, with what is encoded"
     # Of the 72.6 million of whisper-base those of maps and of the table of tokens.
     assert facts["weights"].startswith("269 MiB in float32")
+    assert not [*context_rows(spec, 0, 2**30, 2**30, 1e9)]
+
+
+def test_a_model_that_reads() -> None:
+    """The sizes are those of flan-t5-small."""
+    values = {
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 1024,
+        "num_layers": 8,
+        "num_decoder_layers": 8,
+        "num_heads": 6,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
+    spec = parse_model_config(values, source="config.json")
+    facts = dict(model_facts(spec, "auto"))
+    assert facts["gives"] == "text made of a text (POST /v1/completions)"
+    assert "8 with full attention and 8 with attention to what is encoded" in facts["layers"]
+    # 16 layers keep 2 vectors of 384 numbers of 2 bytes for 512 places.
+    assert facts["KV cache"] == "12.0 MiB an answer in 16 bits, with what is encoded"
+    # Of the 77.0 million of flan-t5-small those of maps and of both tables of tokens.
+    assert facts["weights"].startswith("294 MiB in float32")
     assert not [*context_rows(spec, 0, 2**30, 2**30, 1e9)]

@@ -84,6 +84,12 @@ def test_the_curl_line_of_a_model_that_hears_sends_a_file() -> None:
     assert line.endswith(" -F file=@audio.mp3")
 
 
+def test_the_curl_line_of_a_model_that_reads_sends_a_prompt() -> None:
+    line = curl_line("http://127.0.0.1:1", "t", asks_for_key=False, reads=True)
+    assert line.startswith("curl http://127.0.0.1:1/v1/completions -H ")
+    assert '"prompt": ' in line
+
+
 def test_the_curl_line_is_quoted_for_the_shell() -> None:
     line = curl_line("http://127.0.0.1:1", "it's", asks_for_key=False)
     printed = subprocess.run(

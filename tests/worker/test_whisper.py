@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one at a time": {"num_blocks": 2},
     "prefix-cached": {"enable_prefix_caching": True},
     "tp 3": {"parallel": ParallelConfig(tensor_parallel_size=3)},
+    "pp 2": {"parallel": ParallelConfig(pipeline_parallel_size=2)},
 }
 
 
@@ -56,7 +57,7 @@ class Heard(NamedTuple):
     def request(self, name: str, *, priority: int = 0) -> GenerateRequest:
         audio = audio_features(self.features.numpy().tobytes())
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=LENGTH, logprobs=0)
-        work = Work(sampling, audio=audio, speech=self.rules)
+        work = Work(sampling, encoder_input=audio, speech=self.rules)
         return GenerateRequest(
             request_id=name, prompt_token_ids=self.prompt, work=work, priority=priority
         )
@@ -170,7 +171,7 @@ def test_prefixes_are_shared_by_requests_of_one_audio_alone(tmp_path: Path) -> N
     for values in (*features, features[0]):
         audio = audio_features(values.numpy().tobytes())
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=40, ignore_eos=True)
-        work = Work(sampling, audio=audio)
+        work = Work(sampling, encoder_input=audio)
         request = GenerateRequest(request_id="0", prompt_token_ids=[*range(24)], work=work)
         found += engine.answer([request])
     assert found[0] == found[2] != found[1]
@@ -183,7 +184,7 @@ def test_what_is_not_heard_is_refused(directory: Path) -> None:
     silent = GenerateRequest(request_id="0", prompt_token_ids=[1], work=Work(sampling))
     with pytest.raises(RuntimeError, match="The model transcribes audio"):
         engine.answer([silent])
-    work = Work(sampling, audio=audio_features(bytes(400)))
+    work = Work(sampling, encoder_input=audio_features(bytes(400)))
     short = GenerateRequest(request_id="0", prompt_token_ids=[1], work=work)
     with pytest.raises(RuntimeError, match=f"have {4 * BINS * FRAMES} bytes, got 400"):
         engine.answer([short])
@@ -200,7 +201,6 @@ def test_a_model_of_text_hears_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "pipeline-parallel-size 2 does"),
         ({"parallel": ParallelConfig(context_parallel_size=2)}, "does not go with --context"),
         ({"loads_adapters": True}, "does not go with adapters"),
         ({"block_size": 64}, "--block-size must be at least 128"),

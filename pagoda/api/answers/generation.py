@@ -103,7 +103,7 @@ class Generation:
         self._beams = beams
         self.transfer_fields = transfer_fields
         self.requests = requests
-        prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
+        prompts = [r.prompt_token_ids for r in requests if r.index == 0]
         self.usage = TokenUsage(sum(map(len, prompts)))
         self.kv_source: KVSource | None = None
         """The place of a prompt's KV that is held for another engine, once it is there."""

@@ -139,7 +139,7 @@ class KeyLimits:
         return usage
 
     def _on_start(self, record: RequestStatistics) -> None:
-        num_tokens = record.num_prompt_tokens + record.num_audio_positions
+        num_tokens = record.num_prompt_tokens + record.num_encoded_positions
         self._spend(record.client_request.key_name, num_tokens)
 
     def _on_tokens(self, record: RequestStatistics, num_tokens: int, _: int, __: bool) -> None:

@@ -30,7 +30,7 @@ def times_of(generation: Generation, index: int) -> AnswerTimes:
     """The times of answer `index` of a generation, which runs."""
     tracker = generation.generator.tracker
     request = generation.requests[index]
-    num_prompt_tokens = len(request.request.prompt_token_ids)
+    num_prompt_tokens = len(request.prompt_token_ids)
     record = tracker.running.get(request.request.request_id)
     now = tracker.clock_ns()
     if record is None:

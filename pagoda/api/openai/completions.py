@@ -46,6 +46,8 @@ async def begin_completion(
         refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
     if body.use_beam_search and body.echo and body.logprobs is not None:
         refuse("echo", "does not go together with logprobs and use_beam_search", "not_supported")
+    if body.echo and generator.text.decoder is not None:
+        refuse("echo", "does not go with a model whose encoder reads the prompt")
     prompts: list[Prompt] = [*prompts_of(body)]
     if body.suffix:
         body, prompts = await _with_gap(body, prompts, generator)
@@ -171,7 +173,7 @@ class _CompletionAnswer:
         self.index = index
         self.first = self
         """The answer to the same prompt that its log-probabilities come with."""
-        self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
+        self._prompt_token_ids = generation.requests[index].prompt_token_ids
         self._has_begun = False
         self._deltas: list[TextDelta] = []
         tokenizer = generation.generator.text.tokenizer

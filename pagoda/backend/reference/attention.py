@@ -20,6 +20,7 @@ from pagoda.backend.base import ColdContexts, KVCache, LatentCache, TokenBatch
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.reference.kept import write_kv
 from pagoda.backend.reference.rows import rms_norm, rotated
+from pagoda.backend.reference.scores import Scores
 from pagoda.backend.reference.tiles import ROWS
 
 KEYS = 128
@@ -76,17 +77,6 @@ class Softmax(NamedTuple):
         self.highest[matrices] = highest
         self.total[matrices] = own.total * old + later.total * new
         self.out[matrices] = own.out * old + later.out * new
-
-
-class Scores(NamedTuple):
-    """Makes scores of products of queries and keys."""
-
-    softcap: float | None
-    slopes: Tensor | None = None
-    """[tiles, kv_heads, rows], of the place of a key behind its query (ALiBi)."""
-
-    def of_tiles(self, tiles: slice | Tensor) -> Scores:
-        return self if self.slopes is None else self._replace(slopes=self.slopes[tiles])
 
 
 class Tiles(NamedTuple):
@@ -290,6 +280,7 @@ def attention(
     chunk: int | None,
     causal: bool,
     slopes: Tensor | None = None,
+    distances: Tensor | None = None,
 ) -> Tensor:
     if not causal:
         metadata = metadata.both_ways(window)
@@ -301,7 +292,7 @@ def attention(
         of_rows.view(-1).index_copy_(0, metadata.rows, sinks.repeat(len(queries)))
     of_scores = Scores(softcap)
     if slopes is not None:
-        of_scores = Scores(softcap, slopes_of_rows(slopes, tiles, metadata))
+        of_scores = Scores(softcap, slopes_of_rows(slopes, tiles, metadata), distances)
     found = None
     if metadata.cold is not None:
         found = _attend_cold(tiles, cache, metadata, metadata.cold, of_scores)
@@ -521,9 +512,9 @@ def _scores(
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     if how.slopes is not None:
-        slopes = how.slopes[: len(positions)]
+        of_rows = how.slopes[: len(positions), ..., None]
         behind = key_positions[:, None, None] - positions[:, None, :, None]
-        _by_head(scores, slopes.shape[1]).add_(slopes[..., None] * behind)
+        _by_head(scores, of_rows.shape[1]).add_(how.added(of_rows, behind))
     return scores
 
 

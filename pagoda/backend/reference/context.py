@@ -21,7 +21,6 @@ from pagoda.backend.reference.attention import (
     LEAST_COLUMNS,
     TILES_PER_PASS,
     AttentionMetadata,
-    Scores,
     Softmax,
     Tiles,
     attend_keys,
@@ -29,6 +28,7 @@ from pagoda.backend.reference.attention import (
     query_tiles,
     slopes_of_rows,
 )
+from pagoda.backend.reference.scores import Scores
 from pagoda.parallel.collectives import Collectives
 
 

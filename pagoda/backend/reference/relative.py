@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose scores depend on distances of tokens, in plain PyTorch: each sequence by itself, and whole."""
+"""Attention whose scores depend on distances of tokens, in plain PyTorch: where it is not causal, each sequence by
+itself, and whole."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.reference.attention import AttentionMetadata, bmm
+from pagoda.backend.reference.attention import AttentionMetadata, attention, bmm
 
 AddScores = Callable[[slice], Tensor]
 """Scores [heads, n, n] that are added to those of the n tokens of a step in a slice."""
@@ -25,7 +26,18 @@ def relative_attention(
     head_dim: int,
     scale: float,
     reach: int,
+    causal: bool,
 ) -> Tensor:
+    if causal:
+        if max(metadata.context_lens) > reach + 1:
+            raise ValueError(f"A context is longer than the {reach + 1} tokens of all distances.")
+        options: dict[str, Any] = {
+            **{"head_dim": head_dim, "scale": scale, "causal": True, "distances": distances},
+            **dict.fromkeys(("window", "softcap", "chunk")),
+        }
+        heads = torch.arange(len(distances), dtype=torch.float32)
+        return attention(queries, metadata, cache, slopes=heads, **options)
+
     def added(tokens: slice) -> Tensor:
         return distances[:, _distances(tokens) + reach]
 
@@ -76,7 +88,7 @@ def _attend(
     for count, length in zip(metadata.query_lens, metadata.context_lens, strict=True):
         if count < length or length > reach + 1:
             raise ValueError(
-                f"{count} tokens of a context of {length} are not a whole one of at most {reach + 1}."
+                f"{count} tokens of a context of {length} are not of a whole one of at most {reach + 1}."
             )
         tokens = slice(first, first := first + count)
         query = (queries[tokens] * scale).view(count, -1, head_dim).transpose(0, 1)

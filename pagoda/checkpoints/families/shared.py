@@ -313,16 +313,30 @@ def with_biases(
     return spec.with_layers(change)
 
 
-def with_position_table(spec: ModelSpec, first: int = 0) -> ModelSpec:
-    """The model with learned positions in place of rotary ones; `first` is the row of the first position."""
+def with_position_table(spec: ModelSpec, first: int = 0, *, sinusoidal: bool = False) -> ModelSpec:
+    """The model with learned or fixed positions in place of rotary ones; `first` is the row of the first one."""
     spec = without_rotation(spec, [True] * spec.num_layers)
-    return replace(spec, position_table=PositionTable(spec.max_position_embeddings + first, first))
+    table = PositionTable(spec.max_position_embeddings + first, first, sinusoidal)
+    return replace(spec, position_table=table)
 
 
 def with_alibi(spec: ModelSpec) -> ModelSpec:
     """The model whose scores depend on distances, and that knows no other positions."""
     spec = without_rotation(spec, [True] * spec.num_layers)
     return with_attention(spec, alibi=True)
+
+
+def with_cross_attention(spec: ModelSpec) -> ModelSpec:
+    """The decoder whose layers come in pairs: one sees its own tokens and has no MLP, the next one what an encoder
+    gives."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        if index % 2:
+            crossing = replace(layer.attention, crosses=True, distances=None)
+            return replace(layer, attention=crossing)
+        return replace(layer, mlp=None)
+
+    return spec.with_layers(change)
 
 
 def own_heads(fields: Fields) -> Mapping[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pagoda.checkpoints.audio import AudioSpec
 from pagoda.checkpoints.families.shared import (
@@ -12,18 +13,18 @@ from pagoda.checkpoints.families.shared import (
     own_heads,
     with_attention,
     with_biases,
+    with_cross_attention,
     with_layer_norm,
     with_position_table,
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import EncoderSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
-_MAX_LAYERS = 256
-_NAMES = TensorNames(
+MAX_LAYERS = 256
+NAMES = TensorNames(
     embedding="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
     norm="model.decoder.layer_norm",
@@ -40,22 +41,20 @@ _NAMES = TensorNames(
     halves=("self", "encoder"),
 )
 """Names of a decoder, each of whose layers is two here: one sees the text, the next one the audio."""
-_ENCODER_NAMES = replace(
-    _NAMES,
-    positions="model.encoder.embed_positions",
-    norm="model.encoder.layer_norm",
-    layers="model.encoder.layers",
-    attention_norm="self_attn_layer_norm",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    attention_out="self_attn.out_proj",
-    halves=None,
-)
+
+
+def of_encoder(names: TensorNames) -> TensorNames:
+    """Names of the encoder beside a decoder that has these."""
+    changed: dict[str, Any] = {
+        name: told.replace("model.decoder", "model.encoder").replace("{half}", "self")
+        for name, told in vars(names).items()
+        if isinstance(told, str)
+    }
+    return replace(names, **changed, halves=None)
 
 
 def _values(fields: Fields) -> Mapping[str, object]:
-    layers = fields.positive("decoder_layers", most=_MAX_LAYERS)
+    layers = fields.positive("decoder_layers", most=MAX_LAYERS)
     return {"num_hidden_layers": 2 * layers, **own_heads(fields)}
 
 
@@ -72,13 +71,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = with_layer_norm(with_biases(spec), fields.updated({"layer_norm_eps": 1e-5}), bias=True)
     spec = with_attention(with_position_table(spec), key_bias=False, rotary="none")
     audio = AudioSpec(_encoder(spec, fields, positions), fields.positive("num_mel_bins"), positions)
-
-    def halved(index: int, layer: LayerSpec) -> LayerSpec:
-        if index % 2:
-            return replace(layer, attention=replace(layer.attention, crosses=True))
-        return replace(layer, mlp=None)
-
-    return replace(spec.with_layers(halved), audio=audio)
+    return replace(with_cross_attention(spec), cross_encoder=audio)
 
 
 def _encoder(spec: ModelSpec, fields: Fields, positions: int) -> ModelSpec:
@@ -88,8 +81,8 @@ def _encoder(spec: ModelSpec, fields: Fields, positions: int) -> ModelSpec:
     layer = replace(layer, mlp=replace(dense_mlp(layer), intermediate_size=inner))
     return replace(
         spec,
-        names=_ENCODER_NAMES,
-        layers=(layer,) * fields.positive("encoder_layers", most=_MAX_LAYERS),
+        names=of_encoder(NAMES),
+        layers=(layer,) * fields.positive("encoder_layers", most=MAX_LAYERS),
         position_table=None,
         encoder=EncoderSpec(norms_embeddings=False, norms_output=True),
         max_position_embeddings=positions,
@@ -100,7 +93,7 @@ WHISPER = Family(
     "WhisperForConditionalGeneration",
     "Whisper, Distil-Whisper, CrisperWhisper (transcripts of audio)",
     _adapt,
-    names=_NAMES,
+    names=NAMES,
     renamed={
         "d_model": "hidden_size",
         "decoder_attention_heads": "num_attention_heads",

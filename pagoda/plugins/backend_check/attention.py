@@ -79,7 +79,7 @@ class Kind:
     slopes: tuple[float, ...] = ()
     """Slopes of scores by distance (ALiBi); such attention has nothing else of its own."""
     by_distance: Literal["", "numbers", "buckets"] = ""
-    """Scores of encoders by numbers of distances, or of queries and keys in the buckets of these."""
+    """Scores by numbers of distances, or, of encoders, of queries and keys in the buckets of these."""
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
@@ -198,7 +198,8 @@ def attend(
         sizes: dict[str, Any] = {"head_dim": kind.head_dim, "scale": 0.3}
         if kind.by_distance == "numbers":
             distances = random_tensor(kind.heads, 2 * REACH + 1, seed=3).to(backend.device)
-            return relative_attention(ops, queries, metadata, cache, distances, **sizes)
+            own = sizes | {"causal": kind.causal}
+            return relative_attention(ops, queries, metadata, cache, distances, **own)
         if numbers is not None:
             width = kind.heads * NUM_BUCKETS
             first, second = (columns(ops, numbers, it, width) for it in (0, width))
@@ -270,7 +271,9 @@ def _slopes(subject: Subject) -> str:
 
 def _distances(subject: Subject) -> str:
     subject.needs("rotate_and_cache", "relative_attention", "disentangled_attention", "columns")
-    _check_kind(subject, fitted(subject, Kind(causal=False, by_distance="numbers")), "numbers")
+    for causal in (False, True):
+        kind = Kind(causal=causal, by_distance="numbers")
+        _check_kind(subject, fitted(subject, kind), "numbers, causal" if causal else "numbers")
     _check_kind(subject, fitted(subject, Kind(causal=False, by_distance="buckets")), "buckets")
     return "numbers of distances, numbers of their buckets"
 

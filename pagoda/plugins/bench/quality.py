@@ -196,8 +196,10 @@ def _record(
 def _check_context(files: ModelFiles, context_len: int) -> None:
     spec = load_model_config(files.model, "auto")
     longest = spec.max_position_embeddings
-    if spec.audio is not None:
-        raise ConfigError(f"{files.served_name} transcribes audio, and has no quality on texts.")
+    if spec.cross_encoder is not None:
+        raise ConfigError(
+            f"{files.served_name} has an encoder beside its decoder, and no quality on texts."
+        )
     if context_len > longest:
         raise ConfigError(
             f"--context-len must be at most {longest}, the context of {files.served_name}, got {context_len}."

@@ -118,7 +118,7 @@ class LlamaAnswer:
 
     @property
     def _num_prompt_tokens(self) -> int:
-        return len(self._generation.requests[self._index].request.prompt_token_ids)
+        return len(self._generation.requests[self._index].prompt_token_ids)
 
     def _fields(self, text: str, token_ids: list[int], *, is_last: bool) -> dict[str, Any]:
         return {

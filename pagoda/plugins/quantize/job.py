@@ -69,9 +69,9 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
         raise ConfigError(
             f"{source} is quantized already ({shape.quantization.summary}); name the model that it was made of."
         )
-    if shape.audio is not None and config.calibration_windows:
+    if shape.cross_encoder is not None and config.calibration_windows:
         raise ConfigError(
-            f"{source} transcribes audio, for which there is no calibration text; leave it out."
+            f"{source} has an encoder beside its decoder, for which there is no calibration; leave the text out."
         )
     scheme = Scheme.of(config.format, config.group_size, shape)
     linears = {f"{linear.name}.weight": linear for linear in quantized_linears(shape)}

@@ -32,7 +32,7 @@ from pagoda.plugins.responses.translation import (
     turns,
     without_beginning,
 )
-from pagoda.text.text_generator import PromptTooLongError
+from pagoda.text.prompt_checks import PromptTooLongError
 
 ITEM_CHARS = 32
 """Characters that an item of an earlier response counts for, at least."""

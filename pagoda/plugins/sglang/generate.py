@@ -151,7 +151,7 @@ class _GenerateAnswer:
         meta: dict[str, Any] = {
             "id": self._asked.rid or request.request.request_id,
             "finish_reason": self._finish_reason(),
-            "prompt_tokens": len(request.request.prompt_token_ids),
+            "prompt_tokens": len(request.prompt_token_ids),
             "completion_tokens": len(self._token_ids),
             "cached_tokens": self._num_cached_tokens,
             "weight_version": "default",

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pagoda.checkpoints.contents import missing_tensor, tensor_names
+from pagoda.checkpoints.draft_heads import head_of_next_token
 from pagoda.checkpoints.eagle import read_eagle_config
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -131,7 +132,7 @@ def _next_token_head(target: WorkerMemoryPlan) -> ModelSpec:
         target.config,
         f"--speculative-config: mtp is for models that bring a head, and {target.config.model}",
     )
-    shape = target.shard.config.head_of_next_token
+    shape = head_of_next_token(target.shard.config)
     if shape is None:
         raise ConfigError(f"{what} has none; leave it out, or choose suffix.")
     path = Path(config.model)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of a model whose encoder reads prompts answers as transformers does, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from text_pair_models import END, FIRST, START, save_text_pair
+from tokenizers import Tokenizer
+
+from pagoda.cli.server_process import server_process
+
+LENGTH = 20
+LONGEST = 99
+
+
+class Pair:
+    """A server of a tiny BART, and the same model in transformers."""
+
+    def __init__(self, directory: Path, url: str, model: Any) -> None:
+        self.model = model
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def ask(self, prompt: Any, **fields: Any) -> Any:
+        sizes = {"model": "tiny", "max_tokens": LENGTH, "temperature": 0}
+        return self.client.completions.create(prompt=prompt, **sizes | fields)
+
+    def expected(self, token_ids: list[int]) -> str:
+        ids = torch.tensor([[START, FIRST]])
+        with torch.no_grad():
+            encoded = self.model.get_encoder()(torch.tensor([token_ids]))
+            for _ in range(LENGTH):
+                logits = self.model(encoder_outputs=encoded, decoder_input_ids=ids).logits[0, -1]
+                logits[START] = -torch.inf
+                ids = torch.cat([ids, logits.argmax()[None, None]], 1)
+        return str(self.tokenizer.decode(ids[0, 2:].tolist()))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("pair")
+    model = save_text_pair(directory)
+    flags = (str(directory), "--served-model-name", "tiny", "--log-level", "warning")
+    with server_process(flags) as server:
+        yield Pair(directory, server.base_url, model)
+
+
+def test_answers_are_those_of_transformers(pair: Pair) -> None:
+    texts = ["translate: a pagoda has storeys", "b", "summarize: " + "c" * 80]
+    tokens = [[*pair.tokenizer.encode(text).ids] for text in texts]
+    assert all(ids[-1] == END for ids in tokens)
+    expected = [pair.expected(ids) for ids in tokens]
+    assert len({*expected}) == 3
+    answer = pair.ask(texts)
+    assert [choice.text for choice in answer.choices] == expected
+    assert answer.usage.prompt_tokens == sum(map(len, tokens))
+    assert answer.usage.completion_tokens == 3 * LENGTH
+    assert pair.ask(tokens[0]).choices[0].text == expected[0]
+    streamed = pair.ask(texts[1], stream=True, stream_options={"include_usage": True})
+    chunks = list(streamed)
+    assert "".join(it.choices[0].text for it in chunks if it.choices) == expected[1]
+    assert chunks[-1].usage.prompt_tokens == len(tokens[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"echo": True}, "echo does not go with a model whose encoder reads the prompt"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs is not given of a prompt that"),
+        ({"prompt": "a" * LONGEST}, f"prompt has {LONGEST + 1} tokens and is longer"),
+        ({"max_tokens": LONGEST}, f"maximum context length is {LONGEST} tokens"),
+    ],
+)
+def test_what_such_models_do_not_give_is_refused(
+    fields: dict[str, Any], message: str, pair: Pair
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        pair.ask(**{"prompt": "a"} | fields)
+
+
+def test_vectors_and_chats_are_refused(pair: Pair) -> None:
+    with pytest.raises(openai.BadRequestError, match="gives no vectors or scores"):
+        pair.client.embeddings.create(model="tiny", input="a")
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        pair.client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}]
+        )
