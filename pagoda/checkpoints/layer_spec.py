@@ -245,6 +245,8 @@ class LayerSpec:
     """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
     state: StateSpec | None = None
     """Kind of a layer that keeps a state, in place of attention."""
+    replaced: Literal["map", "nothing"] | None = None
+    """A map of hidden states, or nothing, is in the place of attention (Bercovich et al. 2024, Puzzle)."""
     same_input: bool = False
     """Attention, or a state, has the normed input of the layer in front, not its output (Falcon-H1)."""
     input_factor: float = 1.0
@@ -258,6 +260,8 @@ class LayerSpec:
     """The layer is a use of a block; what it gives is for the layer behind alone (Zamba2)."""
     joins_before: bool = False
     """A map of what the layer in front gives is added to the input of this one."""
+    mixed_with: tuple[tuple[int, float], ...] = ()
+    """Layers in front, of whose inputs that of this one takes up a share, one after the other (Solar Pro)."""
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
     parallel_norms: bool = False
@@ -275,6 +279,11 @@ class LayerSpec:
         if isinstance(self.mlp, MlpSpec) and self.mlp.inner_norm:
             found.append((names.inner_norm, self.mlp.intermediate_size))
         return [(f"{names.of_layer(layer, name)}.weight", size) for name, size in found]
+
+    @property
+    def keeps(self) -> bool:
+        """False of a layer that keeps nothing of a sequence, or reads what another one keeps."""
+        return self.replaced is None and self.attention.kv_layer is None
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:

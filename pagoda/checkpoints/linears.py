@@ -115,6 +115,17 @@ class QueryLinears(NamedTuple):
         return (self.q,)
 
 
+class ReplacedLinears(NamedTuple):
+    """The map of hidden states in the place of attention; None where there is nothing."""
+
+    out: LinearSpec | None
+
+    @property
+    def into(self) -> tuple[LinearSpec, ...]:
+        """Layers that hidden states go through in front of the map."""
+        return ()
+
+
 class MlpLinears(NamedTuple):
     """Linear layers of one MLP, be it a layer's own or an expert."""
 

@@ -26,7 +26,7 @@ from pagoda.model.recording import normed
 from pagoda.model.sharding import Shard
 
 if TYPE_CHECKING:
-    from pagoda.model.decoder import LayerCache
+    from pagoda.model.caches import LayerCache
     from pagoda.model.loaded_layers import Layer
     from pagoda.model.loader import WeightLoader
 
@@ -142,7 +142,7 @@ class AudioEncoder(Generic[LinearT]):
         """x [positions, hidden] behind a layer; all of them write keys and values to the same cache."""
         encoder = self._spec.encoder
         eps, attention = encoder.norm.eps, layer.spec.attention
-        qkv = ops.linear(normed(ops, x, layer.attention_norm, eps), layer.qkv)
+        qkv = ops.linear(normed(ops, x, layer.attention_norm, eps), layer.into)
         queries = self._written(ops, qkv, cache)
         attended = ops.attention(
             queries,
@@ -153,7 +153,7 @@ class AudioEncoder(Generic[LinearT]):
             window=None,
             causal=False,
         )
-        x = ops.add(x, ops.all_reduce(ops.linear(attended, layer.attention_out)))
+        x = ops.add(x, ops.all_reduce(ops.linear(attended, layer.back)))
         h = normed(ops, x, layer.mlp_norm, eps)
         return ops.add(x, whole_mlp(ops, self._shard, layer, None, h, None, x))
 

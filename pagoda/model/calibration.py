@@ -38,8 +38,8 @@ from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
-from pagoda.model.caches import allocate_cache
-from pagoda.model.decoder import Decoder, LayerCache
+from pagoda.model.caches import LayerCache, allocate_cache
+from pagoda.model.decoder import Decoder
 from pagoda.model.gptq import (
     Grid,
     InputProducts,

@@ -146,7 +146,9 @@ class WeightLoader(Generic[LinearT]):
                 has=spec.pre_norm and not spec.bare_attention,
                 size=config.attention_input(index),
             ),
-            qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
+            qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs)
+            if linears.into
+            else None,
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
@@ -163,9 +165,11 @@ class WeightLoader(Generic[LinearT]):
             sinks=self._sinks(index) if attention.sinks else None,
             distances=load_distances(self, index, attention.distances),
             output_norm=self._inner_norm(index, names.output_norm, linears.out)
-            if attention.output_norm
+            if attention.output_norm and linears.out is not None
             else None,
-            attention_out=self.linear([linears.out], bias=attention.output_bias),
+            attention_out=None
+            if linears.out is None
+            else self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),

@@ -39,6 +39,10 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("scale")
     if layer.shared is not None:
         found.add("join_columns")
+    if layer.mixed_with:
+        found.add("scale")
+    if layer.replaced is not None:
+        return found
     if layer.kind is not None:
         return found | layer.kind.operations
     attention = layer.attention

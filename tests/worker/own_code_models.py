@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
-from own_oracles import Jais, Ouro, Plamo2
+from own_oracles import DECI_BLOCKS, SOLAR_LISTS, Deci, Jais, Ouro, Plamo2, Solar
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -132,6 +132,14 @@ def _plamo(tensors: Tensors, config: Any) -> None:
         for name in [it for it in tensors if place in it]:
             tensors[name] = tensors[name] + (1 - offset)
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
+
+
+def _deci(tensors: Tensors, _: Any) -> None:
+    """Parts of layers that are not there have no norms."""
+    for index, block in enumerate(DECI_BLOCKS):
+        for part, norm in (("attention", "input"), ("ffn", "post_attention")):
+            if block[part].get("no_op"):
+                del tensors[f"model.layers.{index}.{norm}_layernorm.weight"]
 
 
 _GPT = {"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"}
@@ -389,6 +397,14 @@ OWN_CODE: dict[str, OwnCode] = {
             },
         },
     ),
+    "deci": OwnCode(
+        "DeciLMForCausalLM",
+        Deci,
+        {"num_hidden_layers": 6},
+        more={"block_configs": DECI_BLOCKS, "num_key_value_heads": None, "intermediate_size": None},
+        change=_deci,
+    ),
+    "solar": OwnCode("SolarForCausalLM", Solar, {"num_hidden_layers": 6}, more=SOLAR_LISTS),
     "orion": OwnCode(
         "OrionForCausalLM",
         "StableLmForCausalLM",

@@ -121,6 +121,8 @@ FAMILIES: Mapping[str, Family] = _Families(
         "ChatGLMForConditionalGeneration": "own_code",
         "DeepseekForCausalLM": "own_code",
         "BailingMoeForCausalLM": "own_code",
+        "DeciLMForCausalLM": "deci",
+        "SolarForCausalLM": "solar",
         "OuroForCausalLM": "ouro",
         "Plamo2ForCausalLM": "plamo",
         "Plamo3ForCausalLM": "plamo",
