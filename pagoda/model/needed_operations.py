@@ -43,9 +43,11 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("scale")
     if layer.replaced is not None:
         return found
+    attention = layer.attention
+    if attention.temperature is not None:
+        found |= {"position_scale", "scale_rows"}
     if layer.kind is not None:
         return found | layer.kind.operations
-    attention = layer.attention
     found.add("rotate_and_cache")
     if attention.distances is None:
         found.add("alibi_attention" if attention.alibi else "attention")
@@ -63,8 +65,6 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("rms_norm_heads")
     if attention.value_scale != 1:
         found.add("scale")
-    if attention.temperature is not None:
-        found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
         found |= {"mul", "sigmoid"}
     return found

@@ -134,6 +134,19 @@ def _plamo(tensors: Tensors, config: Any) -> None:
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
 
 
+def _large3(tensors: Tensors, _: Any) -> None:
+    """Makes tensors of each expert of those of all experts of a layer."""
+    for name in [it for it in tensors if it.endswith("experts.gate_w3")]:
+        stem, both = name.removesuffix("gate_w3"), tensors.pop(name)
+        parts = {
+            "w1": both.chunk(2, 1)[0],
+            "w3": both.chunk(2, 1)[1],
+            "w2": tensors.pop(f"{stem}w2"),
+        }
+        for part, stacked in parts.items():
+            tensors |= {f"{stem}{i}.{part}.weight": own for i, own in enumerate(stacked)}
+
+
 def _deci(tensors: Tensors, _: Any) -> None:
     """Parts of layers that are not there have no norms."""
     for index, block in enumerate(DECI_BLOCKS):
@@ -162,6 +175,12 @@ _PLAMO = {
     **{"input_layernorm": "pre_mixer_norm", "post_attention_layernorm": "post_mixer_norm"},
     "pre_feedforward_layernorm": "pre_mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
+}
+
+_LARGE3_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0},
+    **{"beta_slow": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+    **{"original_max_position_embeddings": 32, "partial_rotary_factor": 1 / 3},
 }
 
 OWN_CODE: dict[str, OwnCode] = {
@@ -403,6 +422,30 @@ OWN_CODE: dict[str, OwnCode] = {
         {"num_hidden_layers": 6},
         more={"block_configs": DECI_BLOCKS, "num_key_value_heads": None, "intermediate_size": None},
         change=_deci,
+    ),
+    "mistral-large3": OwnCode(
+        "MistralLarge3ForCausalLM",
+        "Mistral4ForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32},
+            **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
+            **{"moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3},
+            **{"first_k_dense_replace": 1, "rope_parameters": _LARGE3_ROPE},
+        },
+        {
+            **{"model.": "", "embed_tokens": "tok_embeddings", "lm_head": "output"},
+            **{"self_attn.q_": "attention.wq_", "self_attn.kv": "attention.wkv"},
+            **{"_proj_with": "_with", "a_proj": "a", "b_proj": "b", "wq_a_layer": "q_a_"},
+            **{"wkv_a_layer": "kv_a_", "self_attn.o_proj": "attention.wo"},
+            **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
+            **{"mlp.gate.": "gate.", "mlp.experts": "experts", "mlp.shared": "shared"},
+            **{"mlp.": "feed_forward.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        },
+        more={
+            "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 32},
+            "rope_parameters": {**_LARGE3_ROPE, "llama_4_scaling_beta": None},
+        },
+        change=_large3,
     ),
     "solar": OwnCode("SolarForCausalLM", Solar, {"num_hidden_layers": 6}, more=SOLAR_LISTS),
     "orion": OwnCode(

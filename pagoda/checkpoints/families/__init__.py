@@ -41,6 +41,8 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MinistralForCausalLM": "mistral",
         "Ministral3ForCausalLM": "mistral",
         "MixtralForCausalLM": "mistral",
+        "Mistral4ForCausalLM": "mistral_latent",
+        "MistralLarge3ForCausalLM": "mistral_latent",
         "Qwen2ForCausalLM": "qwen",
         "Qwen2MoeForCausalLM": "qwen",
         "MiMoForCausalLM": "qwen",
