@@ -56,6 +56,8 @@ class HeadFill(NamedTuple):
     stored_dim: int
     heads: int
     dim: int
+    groups: int = 0
+    """Groups of heads, each of which is filled up; 0 where heads are repeated instead."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
-from pagoda.checkpoints.filled_heads import filled_linears
+from pagoda.checkpoints.filled_heads import filled_linears, head_gate
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import (
@@ -279,6 +279,8 @@ class ModelSpec:
             return spec.kind.gates(names, layer, hidden)
         if not spec.attention.output_gate:
             return []
+        if spec.attention.gates_heads:
+            return [head_gate(self, layer)]
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
         if names.attention_gate:
             own = names.of_layer(layer, names.attention_gate)

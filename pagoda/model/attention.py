@@ -7,6 +7,7 @@ from typing import Any
 
 from pagoda.backend.base import KVCache, LinearT, StateCache
 from pagoda.backend.decoder_operations import alibi_attention, position_scale, scaled
+from pagoda.backend.family_operations import scale_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
 from pagoda.backend.operations import GraphBuilder
@@ -90,7 +91,8 @@ def attend(
         out = ops.own_rows(out)
     if layer.gate is None:
         return inner_normed(ops, out, layer.output_norm)
-    return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))
+    gates = ops.sigmoid(ops.linear(h, layer.gate))
+    return scale_heads(ops, out, gates, head_dim) if spec.gates_heads else ops.mul(out, gates)
 
 
 def _own_inputs(ops: GraphBuilder, shard: Shard, h: Value) -> Value:

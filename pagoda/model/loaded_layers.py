@@ -70,6 +70,8 @@ class DenseMlp(Generic[LinearT]):
     """Multiplier of gates, and of what the map back gives."""
     down_factor: float = 1.0
     inner_norm: InnerNorm | None = None
+    limit: float | None = None
+    """Limit of activated gates and of ups."""
 
 
 class ApartMlp(NamedTuple):

@@ -28,6 +28,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import (
     XIELU,
+    ExpertsSpec,
     MlpSpec,
 )
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
@@ -307,9 +308,7 @@ class WeightLoader(Generic[LinearT]):
             up,
             down,
             self.expert_counts,
-            ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
-            if spec.clamp
-            else ExpertActivation(spec.activation if spec.gated else "relu"),
+            _activation(spec),
             correction,
         )
         identity = None
@@ -350,6 +349,7 @@ class WeightLoader(Generic[LinearT]):
             ),
             gate_factor=spec.gate_factor,
             down_factor=spec.down_factor,
+            limit=spec.limit,
             inner_norm=self._inner_norm(index, self.shard.config.names.inner_norm, linears.down)
             if spec.inner_norm
             else None,
@@ -463,6 +463,14 @@ class WeightLoader(Generic[LinearT]):
         weight = torch.full((shard.num_kv_heads * config.head_dim,), width**-0.5)
         first = (len(shard.heads) + shard.num_kv_heads) * config.head_dim
         return PartNorm(weight.to(self.backend.device), first, config.norm.eps / width)
+
+
+def _activation(spec: ExpertsSpec) -> ExpertActivation:
+    if spec.clamp is not None:
+        return ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
+    if spec.limit is not None:
+        return ExpertActivation("clamped_silu", limit=spec.limit)
+    return ExpertActivation(spec.activation if spec.gated else "relu")
 
 
 def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:

@@ -66,7 +66,7 @@ def _of_attention(layer: LayerSpec) -> set[str]:
     if attention.value_scale != 1:
         found.add("scale")
     if attention.output_gate:
-        found |= {"mul", "sigmoid"}
+        found |= {"scale_heads" if attention.gates_heads else "mul", "sigmoid"}
     return found
 
 
@@ -78,6 +78,8 @@ def _of_mlp(mlp: MlpSpec | ExpertsSpec | None) -> set[str]:
         plain = _PLAIN.get(mlp.activation, {mlp.activation})
         if mlp.deviations is not None:
             return found | {"above_deviations", "columns", "gelu_tanh", "mul"}
+        if mlp.limit is not None:
+            return found | {"columns", "silu", "clip", "mul"}
         if mlp.gate_factor != 1 or (mlp.gated and mlp.activation == "relu2"):
             scale = {"scale"} if mlp.gate_factor != 1 else set()
             return found | plain | scale | {"columns", "mul"}

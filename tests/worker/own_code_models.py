@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
-from own_oracles import DECI_BLOCKS, SOLAR_LISTS, Deci, Jais, Ouro, Plamo2, Solar
+from own_oracles import DECI_BLOCKS, SOLAR_LISTS, Deci, Jais, Ouro, Plamo2, Solar, Step
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -147,6 +147,15 @@ def _large3(tensors: Tensors, _: Any) -> None:
             tensors |= {f"{stem}{i}.{part}.weight": own for i, own in enumerate(stacked)}
 
 
+def _step(tensors: Tensors, _: Any) -> None:
+    """Gates and ups of all experts of a layer have a tensor each."""
+    for name in [it for it in tensors if it.endswith("experts.gate_up_proj")]:
+        stem = name.removesuffix("experts.gate_up_proj")
+        both = zip(("gate", "up"), tensors.pop(name).chunk(2, 1), strict=True)
+        tensors |= {f"{stem}{it}_proj.weight": part for it, part in both}
+        tensors[f"{stem}down_proj.weight"] = tensors.pop(f"{stem}experts.down_proj")
+
+
 def _deci(tensors: Tensors, _: Any) -> None:
     """Parts of layers that are not there have no norms."""
     for index, block in enumerate(DECI_BLOCKS):
@@ -177,6 +186,10 @@ _PLAMO = {
     "post_feedforward_layernorm": "post_mlp_norm",
 }
 
+_STEP_KINDS = [
+    *("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
+    "sliding_attention",  # of the layer that predicts one more token
+]
 _LARGE3_ROPE = {
     **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0},
     **{"beta_slow": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
@@ -446,6 +459,45 @@ OWN_CODE: dict[str, OwnCode] = {
             "rope_parameters": {**_LARGE3_ROPE, "llama_4_scaling_beta": None},
         },
         change=_large3,
+    ),
+    "step": OwnCode(
+        "Step3p5ForCausalLM",
+        Step,
+        {
+            **{"num_hidden_layers": 4, "head_dim": 16, "num_sliding_attention_heads": 6},
+            "pad_token_id": 0,
+            **{"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+            **{"mlp_layer_types": ["dense", *["sparse"] * 3], "sliding_window": 24},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            **{"share_expert_dim": 40, "moe_router_scaling_factor": 1.7, "rms_norm_eps": 1e-5},
+            **{"swiglu_limits": [0, 0, 1.5, 1.0], "swiglu_limits_shared": [1.25, 0, 1.0, 0]},
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "llama3", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+                    **{"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            **{"mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate.": "moe.gate."},
+            **{"mlp.experts": "moe.experts", "mlp.shared_experts": "share_expert"},
+        },
+        {"num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts"}
+        | {"num_experts_per_tok": "moe_top_k"},
+        {
+            **{"num_sliding_attention_heads": None, "mlp_layer_types": None},
+            **{"attention_other_setting": {"num_attention_heads": 6}, "moe_layers_enum": "1,2,3"},
+            **{"num_nextn_predict_layers": 1, "layer_types": _STEP_KINDS, "rope_parameters": None},
+            **{"rope_theta": [5e6, 1e4, 1e4, 5e6, 1e4], "yarn_only_types": ["full_attention"]},
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+            "rope_scaling": {
+                **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 32.0, "original_max_position_embeddings": 64},
+            },
+        },
+        _step,
     ),
     "solar": OwnCode("SolarForCausalLM", Solar, {"num_hidden_layers": 6}, more=SOLAR_LISTS),
     "orion": OwnCode(

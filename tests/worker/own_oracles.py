@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
 
 
 class Jais(transformers.BloomForCausalLM):
@@ -203,3 +206,22 @@ def _mix(kept: dict[str, Tensor], index: int, _: nn.Module, given: tuple[Any, ..
         if index in SOLAR_LISTS[name]:
             hidden = kept[source] * share + hidden * (1 - share)
     return (hidden, *given[1:])
+
+
+class Step(Step3p7PreTrainedModel, transformers.GenerationMixin):
+    """The decoder of Step 3.7 with a head, which transformers has within a model that sees alone."""
+
+    config_class = Step3p7TextConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+        self.generation_config.pad_token_id = None  # the configuration must have one
+
+    def forward(self, input_ids: Tensor, **named: Any) -> CausalLMOutputWithPast:
+        named.pop("logits_to_keep", None)
+        found = self.model(input_ids=input_ids, **named)
+        logits = self.lm_head(found[0])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=found.cache)

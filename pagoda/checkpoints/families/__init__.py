@@ -106,6 +106,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MiniMaxForCausalLM": "minimax",
         "AfmoeForCausalLM": "sigmoid_experts",
         "MiMoV2FlashForCausalLM": "mimo",
+        "Step3p5ForCausalLM": "step",
         "LongcatFlashForCausalLM": "longcat",
         "PhimoeForCausalLM": "layer_norm_experts",
         "DbrxForCausalLM": "layer_norm_experts",

@@ -104,6 +104,33 @@ def conv_width(fields: Fields, name: str, usual: int) -> int:
     return width
 
 
+def with_shared_blocks(
+    spec: ModelSpec,
+    block: LayerSpec,
+    behind: LayerSpec,
+    hybrids: Sequence[bool],
+    count: int,
+    parts: tuple[str, str],
+) -> ModelSpec:
+    """The model with layers like `behind`, in front of some of which lies a use of one of `count` blocks, in turn.
+
+    `block` is its first use. A block has the number of the layer that it is first used in, and `parts` are the
+    words for a use and for the layer behind in names."""
+    layers, numbers, words, firsts = list[LayerSpec](), list[int](), list[str](), list[int]()
+    uses = 0
+    for number, has_block in enumerate(hybrids):
+        if has_block and block.shared is not None:
+            firsts += [number] * (uses < count)
+            layers.append(replace(block, shared=replace(block.shared, use=uses)))
+            numbers.append(firsts[uses % count])
+            uses += 1
+        layers.append(replace(behind, joins_before=has_block))
+        numbers.append(number)
+        words += parts if has_block else [""]
+    names = replace(spec.names, numbers=tuple(numbers), parts=tuple(words))
+    return replace(spec, layers=tuple(layers), names=names)
+
+
 def with_state(
     spec: ModelSpec, state: StateSpec, layers: Collection[int], *, bias: bool
 ) -> ModelSpec:

@@ -8,17 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.checkpoints.families.mamba import MAMBA_NAMES, expanded, mamba2
-from pagoda.checkpoints.families.shared import without_rotation
+from pagoda.checkpoints.families.shared import (
+    with_attention,
+    with_shared_blocks,
+    without_rotation,
+)
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.shared_blocks import SharedSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _KINDS = {"mamba": False, "linear_attention": False, "hybrid": True}
 """Kinds of layers, as older and newer files call them, and whether a block lies in front of each."""
-_BLOCK, _BEHIND = "shared_transformer.", "mamba_decoder."
+_PARTS = "shared_transformer.", "mamba_decoder."
 """Parts of a layer with a block in front of it."""
 
 
@@ -52,28 +55,14 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     least = fields.number("time_step_min", 0.001)
     state = replace(mamba2(fields, expanded(fields)), bias=True)
     state = replace(state, dt_limit=(least, state.dt_limit[1]))
-    rank = fields.positive("adapter_rank", 128)
-    adapts = fields.flag("use_shared_attention_adapter", False)
-    layers: list[LayerSpec] = []
-    numbers, parts, firsts = [], [], list[int]()
-    plain = spec.layers[0]
-    scale = (spec.head_dim / 2) ** -0.5
-    attention = replace(plain.attention, scale=scale)
-    uses = 0
-    for number, has_block in enumerate(_hybrids(fields.updated({"num_hidden_layers": None}))):
-        if has_block:
-            firsts += [number] * (uses < blocks)
-            shared = SharedSpec(uses, rank, adapts)
-            layers.append(replace(plain, attention=attention, shared=shared))
-            numbers.append(firsts[uses % blocks])
-            uses += 1
-        layers.append(
-            replace(plain, attention=attention, mlp=None, state=state, joins_before=has_block)
-        )
-        numbers.append(number)
-        parts += [_BLOCK, _BEHIND] if has_block else [""]
-    names = replace(spec.names, numbers=tuple(numbers), parts=tuple(parts))
-    spec = replace(spec, layers=tuple(layers), names=names)
+    shared = SharedSpec(
+        0, fields.positive("adapter_rank", 128), fields.flag("use_shared_attention_adapter", False)
+    )
+    spec = with_attention(spec, scale=(spec.head_dim / 2) ** -0.5)
+    block = replace(spec.layers[0], shared=shared)
+    behind = replace(spec.layers[0], mlp=None, state=state)
+    hybrids = _hybrids(fields.updated({"num_hidden_layers": None}))
+    spec = with_shared_blocks(spec, block, behind, hybrids, blocks, _PARTS)
     if fields.flag("use_mem_rope", False):
         return spec
     return without_rotation(spec, [True] * spec.num_layers)
