@@ -78,7 +78,7 @@ class AttentionSpec:
     output_gate: bool = False
     """Outputs are times a sigmoid of a map of hidden states, whose rows lie behind each head's queries."""
     gates_heads: bool = False
-    """That map has one output of each head (Step 3.5)."""
+    """Gates are numbers of heads, not of their elements (Step 3.5)."""
     causal: bool = True
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
     latent: LatentSpec | None = None

@@ -31,7 +31,7 @@ def attend(
     adapters: Value | None,
     beside: Value | None = None,
 ) -> Value | None:
-    """What a layer gives its map back: values that it attended to, or its input where a map replaces attention.
+    """Input of a layer's map back: values that it attended to, or its own input where a map replaces attention.
 
     `beside` is added to queries, keys and values. None of a layer that has nothing in the place of attention.
     """

@@ -522,7 +522,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         adapters: Value | None,
         x: Value,
     ) -> Value:
-        """What attention, and an MLP beside it, add to hidden states x [n, hidden], which are normed in h."""
+        """Sum that attention, and an MLP beside it, add to hidden states x [n, hidden], which are normed in h."""
         out = ops.linear(attended, layer.back)
         own = None if maps is None else maps.attention_out
         out = with_adapters(ops, out, attended, own, adapters)

@@ -115,11 +115,11 @@ def _jais(tensors: Tensors, config: Any) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
 
 
-def _ouro(tensors: Tensors, _: Any) -> None:
+def _ouro(tensors: Tensors, config: Any) -> None:
     """Weights of norms are whole, and embeddings have no factor."""
     for name in [it for it in tensors if "norm" in it]:
         tensors[name] = tensors[name] + 1
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 8
+    tensors["model.embed_tokens.weight"] *= config.hidden_size**0.5
 
 
 def _plamo(tensors: Tensors, config: Any) -> None:
@@ -469,7 +469,7 @@ OWN_CODE: dict[str, OwnCode] = {
             **{"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
             **{"mlp_layer_types": ["dense", *["sparse"] * 3], "sliding_window": 24},
             **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-            **{"share_expert_dim": 40, "moe_router_scaling_factor": 1.7, "rms_norm_eps": 1e-5},
+            **{"share_expert_dim": 64, "moe_router_scaling_factor": 1.7, "rms_norm_eps": 1e-5},
             **{"swiglu_limits": [0, 0, 1.5, 1.0], "swiglu_limits_shared": [1.25, 0, 1.0, 0]},
             "rope_parameters": {
                 "full_attention": {
@@ -561,10 +561,11 @@ OWN_CODE: dict[str, OwnCode] = {
 _ZEROS = tuple(f"{it}.bias" for it in ("query", "k_proj", "v_proj", "gate_proj", "up_proj"))
 
 
-def make_like(name: str) -> transformers.PreTrainedModel:
-    """The model of transformers that computes the same, in float32."""
+def make_like(name: str, **sizes: Any) -> transformers.PreTrainedModel:
+    """The model of transformers that computes the same, in float32; `sizes` are other values of its
+    configuration."""
     own = OWN_CODE[name]
-    model = make_random(name, own.like, own.values)
+    model = make_random(name, own.like, {**own.values, **sizes})
     if own.change is _telechat:
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():

@@ -135,7 +135,7 @@ class _Again(nn.Module):
 
 DECI_BLOCKS: list[dict[str, dict[str, Any]]] = [
     {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 96}},
-    {"attention": {"no_op": True}, "ffn": {"intermediate_size": 80}},
+    {"attention": {"no_op": True}, "ffn": {"intermediate_size": 64}},
     {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
     {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 3.0}},
     {"attention": {"n_heads_in_group": 1}, "ffn": {"intermediate_size": 96}},

@@ -109,7 +109,7 @@ STEP = Family(
         "share_expert_dims": "share_expert_dim",
     },
     values=_values,
-    defaults={"num_attention_groups": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     partial_rotary=1.0,
     model_types={"step3p5": text_sizes(128_815, 4096, 11_264, 45, 64, 8, 128_000)},
     own_keys=frozenset(
