@@ -56,8 +56,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
         fields.positive("linear_head_dim", 128),
         conv_width(fields, "linear_conv_kernel_dim", 4),
     )
-    layers = [layer for layer, kind in enumerate(kinds) if kind == _DELTA]
-    return with_state(spec, state, layers, bias=False)
+    return with_state(spec, state, [at for at, it in enumerate(kinds) if it == _DELTA], bias=False)
 
 
 _EXPERTS = "block_sparse_moe.experts.{expert}"

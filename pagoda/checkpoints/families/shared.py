@@ -10,7 +10,14 @@ from typing import Any
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, NormSpec, StateSpec
+from pagoda.checkpoints.layer_spec import (
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    OwnHeads,
+    StateSpec,
+)
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import (
     ClassifierSpec,
@@ -65,6 +72,18 @@ def with_attention_of(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """The model with other values of all its `AttentionSpec`s, whose windows stay."""
     windows = [layer.attention.window for layer in spec.layers]
     return with_attention(spec, windows, **changes)
+
+
+def with_query_heads(spec: ModelSpec, heads: Sequence[int]) -> ModelSpec:
+    """The model whose layers have so many heads of queries, evenly over its heads of keys."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        if heads[index] == spec.num_heads:
+            return layer
+        own = OwnHeads(spec.head_dim, spec.head_dim, spec.num_kv_heads, heads[index])
+        return replace(layer, attention=replace(layer.attention, own_heads=own))
+
+    return spec.with_layers(change)
 
 
 def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:

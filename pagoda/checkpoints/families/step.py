@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.checkpoints.families.deepseek import DEEPSEEK_V3
 from pagoda.checkpoints.families.shared import (
     dense_mlp,
     sigmoid_experts,
@@ -15,10 +16,11 @@ from pagoda.checkpoints.families.shared import (
     with_attention,
     with_experts,
     with_local_rotary,
+    with_query_heads,
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, OwnHeads
+from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import rope_by_layer
 from pagoda.checkpoints.tensor_names import TensorNames
@@ -46,10 +48,11 @@ def _values(fields: Fields) -> Mapping[str, object]:
 
 def _limits(fields: Fields, name: str, count: int) -> list[float | None]:
     """Limits of gates and ups of each layer; files have 0 where there is none."""
-    found = fields.values.get(name) or [None] * count
-    if not isinstance(found, list) or len(found) != count or any(it and it < 1 for it in found):
+    found = fields.values.get(name) or [0] * count
+    limits = [it or 0 for it in found] if isinstance(found, list) else []
+    if len(limits) != count or any(type(it) not in (int, float) or it < bool(it) for it in limits):
         fields.refuse(name, f"must be a list of {count} numbers, each 0, or 1 or more")
-    return [it or None for it in found]
+    return [it or None for it in limits]
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -57,28 +60,23 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     neutral |= {"use_head_wise_attn_gate": True, "mlp_bias": False, "att_impl_type": "GQA"}
     for name, value in {**neutral, "query_pre_attn_scalar": spec.head_dim}.items():
         fields.require(name, value)
-    count, kv_heads = spec.num_layers, spec.num_kv_heads
+    count = spec.num_layers
     windows = typed_windows(fields, count, ["full_attention"] * count, 512)
     spec = with_attention(spec, windows, qk_norm="head", output_gate=True, gates_heads=True)
     limits, of_shared = (_limits(fields, name, count) for name in _LIMITS)
     experts = sigmoid_experts(fields.updated({"n_shared_experts": 1}), _SIZES, scale=1.0)
     experts = replace(experts, shared_size=fields.positive("share_expert_dim", 1280))
     spec = with_experts(spec, experts, sparse_by_kind(fields, count, 3))
-    heads = {True: fields.positive(_HEADS), False: fields.positive(_FULL_HEADS)}
-    if any(number % kv_heads for number in heads.values()):
-        fields.refuse(_HEADS, f"must be a multiple of the heads of keys ({kv_heads})")
+    heads = [fields.positive(_FULL_HEADS if it is None else _HEADS) for it in windows]
+    if any(number % spec.num_kv_heads for number in heads):
+        fields.refuse(_HEADS, f"must be a multiple of the heads of keys ({spec.num_kv_heads})")
+    spec = with_query_heads(spec, heads)
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
-        attention, mlp = layer.attention, layer.mlp
-        own = heads[attention.window is not None]
-        if own < spec.num_heads:
-            filled = OwnHeads(spec.head_dim, spec.head_dim, kv_heads, own)
-            attention = replace(attention, own_heads=filled)
+        limit, mlp = of_shared[index], layer.mlp
         if isinstance(mlp, ExpertsSpec):
-            mlp = replace(mlp, limit=limits[index], shared_limit=of_shared[index])
-        else:
-            mlp = replace(dense_mlp(layer), limit=of_shared[index])
-        return replace(layer, attention=attention, mlp=mlp)
+            return replace(layer, mlp=replace(mlp, limit=limits[index], shared_limit=limit))
+        return replace(layer, mlp=replace(dense_mlp(layer), limit=limit))
 
     return with_local_rotary(spec.with_layers(change), fields, 1e4)
 
@@ -112,8 +110,5 @@ STEP = Family(
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     partial_rotary=1.0,
     model_types={"step3p5": text_sizes(128_815, 4096, 11_264, 45, 64, 8, 128_000)},
-    own_keys=frozenset(
-        {"moe_num_experts", "n_routed_experts", "query_pre_attn_scalar", "routed_scaling_factor"}
-        | {"scoring_func", "num_local_experts", "use_qk_norm"}
-    ),
+    own_keys=DEEPSEEK_V3.own_keys | {"moe_num_experts", "query_pre_attn_scalar", "use_qk_norm"},
 )
