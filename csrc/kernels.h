@@ -412,7 +412,7 @@ struct ScanStep {
 };
 
 // Gates of experts; see ExpertActivation in pagoda/backend/base.py.
-enum class GateKind : int { silu, swiglu_oai, gelu_tanh, relu };
+enum class GateKind : int { silu, swiglu_oai, gelu_tanh, relu, clamped_silu };
 struct Gate {
     GateKind kind;
     float alpha, limit;

@@ -121,7 +121,7 @@ class _Cost:
         dense = weight_traffic(shape, dtype).num_bytes // itemsize
         # Only the last token of a prompt goes through the head and what is behind the last layer's attention.
         last = shape.num_layers - 1
-        behind = [shape.attention_linears(last).out]
+        behind = [*filter(None, (shape.attention_linears(last).out,))]
         if shape.expert_linears(last) is None:
             behind += shape.mlp_linears(last)
         spared = shape.vocab_size * shape.hidden_size + sum(e.outputs * e.inputs for e in behind)

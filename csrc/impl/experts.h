@@ -79,6 +79,13 @@ void gate_and_mul(const pagoda::Gate& gate, const float* gates, const float* ups
         case pagoda::GateKind::relu:
             for_vectors(d, [&](auto get, auto put) { put(out, mul(max(zero(), get(gates)), get(ups))); });
             return;
+        case pagoda::GateKind::clamped_silu: {
+            const vec most = broadcast(gate.limit), least = broadcast(-gate.limit);
+            for_vectors(d, [&](auto get, auto put) {
+                put(out, mul(min(most, silu(get(gates))), max(least, min(most, get(ups)))));
+            });
+            return;
+        }
     }
 }
 

@@ -412,6 +412,16 @@ constexpr pagoda::RowKernel kRowKernels[] = {
          const vec factor = broadcast(row.inputs[1][0]);
          for_vectors(row.width, [&](auto get, auto put) { put(row.outputs[0], mul(get(row.inputs[0]), factor)); });
      }},
+    {"scale_heads",
+     [](const pagoda::RowOperands& row) {
+         const auto d = static_cast<int64_t>(row.numbers[0]);
+         for (int64_t first = 0; first < row.width; first += d) {
+             const vec factor = broadcast(row.inputs[1][first / d]);
+             for_vectors(d, [&](auto get, auto put) {
+                 put(row.outputs[0] + first, mul(get(row.inputs[0] + first), factor));
+             });
+         }
+     }},
     {"sum_of_squares",
      [](const pagoda::RowOperands& row) {
          const auto queries = static_cast<int64_t>(row.numbers[0]), keys = static_cast<int64_t>(row.numbers[1]);

@@ -303,12 +303,13 @@ LinearT_co = TypeVar("LinearT_co", bound=LinearShape, covariant=True)
 class ExpertActivation:
     """Activation of an expert's gate, as the operation of a dense MLP of that name defines it."""
 
-    kind: Literal["silu", "gelu_tanh", "swiglu_oai", "relu"] = "silu"
-    """Squares of a ReLU are `relu` with gates that are ups (Nemotron-H)."""
+    kind: Literal["silu", "gelu_tanh", "swiglu_oai", "relu", "clamped_silu"] = "silu"
+    """Squares of a ReLU are `relu` with gates that are ups (Nemotron-H). With `clamped_silu` activated gates are
+    at most `limit`, and ups from its negative to it (Step 3.5)."""
     alpha: float = 1.0
     """Factor within the sigmoid of `swiglu_oai`."""
     limit: float = float("inf")
-    """Limit of the gate and of `up` in `swiglu_oai`."""
+    """Limit of the gate and of `up` in `swiglu_oai`, and of what they are in `clamped_silu`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ SPECS: Mapping[str, OperationSpec] = {
     ),
     "above_deviations": OperationSpec("activation", ("x",), (), ("deviations",)),
     "match_magnitude": OperationSpec("norm", ("x", "like"), (), ("least",)),
+    "scale_heads": OperationSpec("add", ("x", "factors"), (), ("head_dim",)),
     "join_columns": OperationSpec("select", ("x", "beside")),
     "mix_streams": OperationSpec("add", ("streams", "coefficients"), (), ("count",)),
     "correct_streams": OperationSpec(
@@ -100,6 +101,15 @@ def match_magnitude(ops: GraphBuilder, x: Value, like: Value, least: float) -> V
     """x [n, d] brought to the root mean square of `like` [n, d]; its own one counts as `least` at least."""
     _expect_width(like, x.width)
     return ops.record("match_magnitude", [x, like], [], {"least": least}, x.width)
+
+
+def scale_heads(ops: GraphBuilder, x: Value, factors: Value, head_dim: int) -> Value:
+    """x [n, heads head_dim] whose heads are each times a factor [n, heads] of their own: [n, heads head_dim].
+
+    Raises ValueError: shapes do not fit.
+    """
+    _expect_width(x, factors.width * head_dim)
+    return ops.record("scale_heads", [x, factors], [], {"head_dim": head_dim}, x.width)
 
 
 def join_columns(ops: GraphBuilder, x: Value, beside: Value) -> Value:

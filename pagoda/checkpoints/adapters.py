@@ -201,7 +201,7 @@ def _published(config: ModelSpec) -> ModelSpec:
 def _adaptable(config: ModelSpec, layer: int) -> list[LinearSpec]:
     """Linear layers of a layer that may be adapted."""
     attention = config.attention_linears(layer)
-    linears = [*attention.into, attention.out]
+    linears = [*attention.into, *filter(None, (attention.out,))]
     if isinstance(config.layers[layer].mlp, MlpSpec):
         linears += config.mlp_linears(layer)
     return linears

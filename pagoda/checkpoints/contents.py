@@ -211,7 +211,7 @@ def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[l
     biased = [*attention.into] * layer.attention.qkv_bias
     if layer.attention.crosses and layer.attention.qkv_bias:
         biased += spec.plain_linears(index)[1:3]
-    biased += [attention.out] * layer.attention.output_bias
+    biased += [*filter(None, (attention.out,))] * layer.attention.output_bias
     if isinstance(layer.attention.distances, Disentangled):
         for linear in distance_linears(spec, index):
             yield _weight(linear)

@@ -36,6 +36,8 @@ class OwnHeads:
     """Elements of queries and keys."""
     value_dim: int
     num_kv_heads: int
+    num_heads: int | None = None
+    """Heads of queries, evenly over those of keys; None where they are as many as the model's."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class AttentionSpec:
     """Scores s become c tanh(s / c) (Gemma 2)."""
     output_gate: bool = False
     """Outputs are times a sigmoid of a map of hidden states, whose rows lie behind each head's queries."""
+    gates_heads: bool = False
+    """Gates are numbers of heads, not of their elements (Step 3.5)."""
     causal: bool = True
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
     latent: LatentSpec | None = None
@@ -130,6 +134,8 @@ class MlpSpec:
     down_factor: float = 1.0
     inner_norm: bool = False
     """Inner channels are normed in front of the map back (BitNet)."""
+    limit: float | None = None
+    """Activated gates are at most this, and ups from its negative to it (Step 3.5)."""
     numbers: tuple[float, ...] = ()
     """Numbers of xIELU, in the order of `XIELU`, where they are not tensors."""
 
@@ -172,6 +178,9 @@ class ExpertsSpec:
     """Biases of the router and of all linear layers of experts."""
     clamp: ClampedGate | None = None
     """Gates of experts where they are not plain SiLU."""
+    limit: float | None = None
+    """Limit of the experts' activated gates and ups, and `shared_limit` of the shared MLP's."""
+    shared_limit: float | None = None
     jitter: float | None = None
     """Weights of experts come of sparse mixing, with this reach (Phi-3.5-MoE)."""
     identities: int = 0
@@ -219,7 +228,8 @@ class ExpertsSpec:
         if not self.shared_size:
             return None
         activation: Activation = self.activation if self.gated else "relu2"
-        return MlpSpec(self.shared_size, activation=activation, gated=self.gated)
+        limit = self.shared_limit
+        return MlpSpec(self.shared_size, activation=activation, gated=self.gated, limit=limit)
 
 
 StateSpec = (
@@ -245,6 +255,8 @@ class LayerSpec:
     """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
     state: StateSpec | None = None
     """Kind of a layer that keeps a state, in place of attention."""
+    replaced: Literal["map", "nothing"] | None = None
+    """A map of hidden states, or nothing, is in the place of attention (Bercovich et al. 2024, Puzzle)."""
     same_input: bool = False
     """Attention, or a state, has the normed input of the layer in front, not its output (Falcon-H1)."""
     input_factor: float = 1.0
@@ -258,6 +270,8 @@ class LayerSpec:
     """The layer is a use of a block; what it gives is for the layer behind alone (Zamba2)."""
     joins_before: bool = False
     """A map of what the layer in front gives is added to the input of this one."""
+    mixed_with: tuple[tuple[int, float], ...] = ()
+    """Layers in front, of whose inputs that of this one takes up a share, one after the other (Solar Pro)."""
     parallel: bool = False
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
     parallel_norms: bool = False
@@ -279,6 +293,11 @@ class LayerSpec:
         if isinstance(self.mlp, MlpSpec) and self.mlp.inner_norm:
             found.append((names.inner_norm, self.mlp.intermediate_size))
         return [(f"{names.of_layer(layer, name)}.weight", size) for name, size in found]
+
+    @property
+    def keeps(self) -> bool:
+        """False of a layer that keeps nothing of a sequence, or reads what another one keeps."""
+        return self.replaced is None and self.attention.kv_layer is None
 
     @property
     def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:

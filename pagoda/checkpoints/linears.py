@@ -56,6 +56,8 @@ class HeadFill(NamedTuple):
     stored_dim: int
     heads: int
     dim: int
+    groups: int = 0
+    """Groups of heads, each of which is filled up; 0 where heads are repeated instead."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,17 @@ class QueryLinears(NamedTuple):
     def into(self) -> tuple[LinearSpec, ...]:
         """Layers that hidden states go through."""
         return (self.q,)
+
+
+class ReplacedLinears(NamedTuple):
+    """The map of hidden states in the place of attention; None where there is nothing."""
+
+    out: LinearSpec | None
+
+    @property
+    def into(self) -> tuple[LinearSpec, ...]:
+        """Layers that hidden states go through in front of the map."""
+        return ()
 
 
 class MlpLinears(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pagoda.checkpoints.audio import AudioSpec
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
-from pagoda.checkpoints.filled_heads import filled_linears
+from pagoda.checkpoints.filled_heads import filled_linears, head_gate
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec
 from pagoda.checkpoints.layer_inputs import LayerInputs
 from pagoda.checkpoints.layer_spec import (
@@ -27,6 +27,7 @@ from pagoda.checkpoints.linears import (
     MlpLinears,
     PlainMlpLinears,
     QueryLinears,
+    ReplacedLinears,
 )
 from pagoda.checkpoints.multipliers import Multipliers
 from pagoda.checkpoints.pooling_spec import (
@@ -110,21 +111,10 @@ class ModelSpec:
 
     @property
     def kept_layers(self) -> list[tuple[str, int] | None]:
-        """Kind and reach of what each layer keeps of a sequence; None of one that reads what another one keeps."""
+        """Kind and reach of what each layer keeps of a sequence; None of one that keeps nothing of its own."""
         return [
-            (layer.kv_kind, layer.attention.reach) if layer.attention.kv_layer is None else None
-            for layer in self.layers
+            (layer.kv_kind, layer.attention.reach) if layer.keeps else None for layer in self.layers
         ]
-
-    @property
-    def layer_runs(self) -> list[range]:
-        """Layers that stay on one stage: of one input, and pairs in which one's experts count behind the other, or
-        one sees what an encoder gives."""
-        carried = self.experts is not None and self.experts.carried
-        each = 2 if carried or self.cross_encoder is not None else 1
-        follow = [layer.same_input or layer.joins_before for layer in self.layers]
-        begins = [at for at in range(0, self.num_layers, each) if not follow[at]]
-        return [*map(range, begins, [*begins[1:], self.num_layers])]
 
     @property
     def is_whole(self) -> bool:
@@ -226,8 +216,12 @@ class ModelSpec:
 
     def attention_linears(
         self, layer: int
-    ) -> AttentionLinears | LatentLinears | QueryLinears | ScanLinears:
-        kind = self.layers[layer].kind
+    ) -> AttentionLinears | LatentLinears | QueryLinears | ReplacedLinears | ScanLinears:
+        kind, replaced = self.layers[layer].kind, self.layers[layer].replaced
+        if replaced is not None:
+            name, size = self.names.of_layer(layer, self.names.replaced), self.hidden_size
+            out = LinearSpec(name, size, size, LinearRole.ATTENTION_OUT)
+            return ReplacedLinears(out if replaced == "map" else None)
         if kind is None:
             q, k, v, out = self.plain_linears(layer)
             spec = self.layers[layer].attention
@@ -285,6 +279,8 @@ class ModelSpec:
             return spec.kind.gates(names, layer, hidden)
         if not spec.attention.output_gate:
             return []
+        if spec.attention.gates_heads:
+            return [head_gate(self, layer)]
         tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
         if names.attention_gate:
             own = names.of_layer(layer, names.attention_gate)

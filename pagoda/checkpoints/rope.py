@@ -216,6 +216,30 @@ def _comparable(table: Fields) -> dict[str, object]:
     return {"rope_type": kind, **values}
 
 
+def rope_by_layer(fields: Fields) -> dict[str, object]:
+    """Tables of each kind of layers, of a file that has bases and parts of heads layer by layer (Step 3.5).
+
+    Layers that see all have the scaling of the file. Nothing of a file that has one base."""
+    if not isinstance(fields.values.get("rope_theta"), list):
+        return {}
+    kinds, thetas = fields.texts("layer_types"), fields.amounts("rope_theta")
+    parts = [1.0] * len(kinds)
+    if fields.values.get("partial_rotary_factors") is not None:
+        parts = fields.amounts("partial_rotary_factors")
+    if not len(kinds) == len(thetas) == len(parts):
+        fields.refuse("rope_theta", f"must be a list of {len(kinds)} numbers")
+    found: dict[str, dict[str, object]] = {}
+    for kind, theta, part in zip(kinds, thetas, parts, strict=True):
+        own = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
+        if found.setdefault(kind, own) != own:
+            fields.refuse("rope_theta", "must be the same in all layers of a kind")
+    scaling = fields.table("rope_scaling")
+    if scaling is not None and "full_attention" in found:
+        fields.require("yarn_only_types", ["full_attention"])
+        found["full_attention"] |= scaling.values
+    return {"rope_parameters": found, "rope_theta": None, "rope_scaling": None}
+
+
 def rope_of_kind(fields: Fields, kind: str) -> Fields | None:
     """Fields with what a file says of layers of one kind in its table; None if it is silent on them."""
     rope = rope_table(fields)

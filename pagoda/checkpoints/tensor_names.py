@@ -123,6 +123,8 @@ class TensorNames:
     attention_gate: str = ""
     """Gate of attention's outputs; empty where its rows lie behind each head's queries."""
     attention_out: str = "self_attn.o_proj"
+    replaced: str = "self_attn.linear_attn"
+    """Map of hidden states in the place of attention."""
     query_down: str = "self_attn.q_a_proj"
     """Latent vector of queries, with its norm, and the queries of all heads, made of it."""
     query_down_norm: str = "self_attn.q_a_layernorm"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pagoda.checkpoints.layer_runs import layer_runs
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec, StateSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.resolve import load_model_config
@@ -74,7 +75,7 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
             f"--pipeline-parallel-size {num_stages} does not go with {model}, whose layers are given "
             "embeddings, or keys and values, of the first ones; leave it out."
         )
-    most = len(config.layer_runs)
+    most = len(layer_runs(config))
     if num_stages > most:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the {most} layers of {model}; "

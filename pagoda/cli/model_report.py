@@ -171,9 +171,7 @@ def context_rows(
 
     `bytes_per_s` is what memory reads. Windows and states are not streamed, and stay out of this."""
     vectors, numbers = spec.kv_vectors
-    layers = sum(
-        layer.state is None and KVKind(layer.kv_kind) in _STREAMED for layer in spec.layers
-    )
+    layers = sum(it is not None and KVKind(it[0]) in _STREAMED for it in spec.kept_layers)
     per_token = layers * vectors * spec.num_kv_heads * numbers * _KV_BYTES
     if not per_token or not spec.gives_logits or spec.cross_encoder is not None:
         return

@@ -25,8 +25,9 @@ from pagoda.model.weights import in_head_order
 class AdaptedLayer:
     """Maps of all adapters for one layer; those of a layer with experts are of its attention alone."""
 
-    qkv: LowRankMaps
-    attention_out: LowRankMaps
+    qkv: LowRankMaps | None
+    attention_out: LowRankMaps | None
+    """None, as `qkv`, of a layer without attention."""
     gate_up: LowRankMaps | None
     down: LowRankMaps | None
 
@@ -88,8 +89,10 @@ class Adapters:
         found: list[tuple[LowRankMaps, Sequence[LinearSpec]]] = []
         for index, layer in zip(self._shard.layers, self.layers, strict=True):
             attention = config.attention_linears(index)
-            found.append((layer.qkv, attention.into))
-            found.append((layer.attention_out, [attention.out]))
+            if layer.qkv is not None:
+                found.append((layer.qkv, attention.into))
+            if layer.attention_out is not None and attention.out is not None:
+                found.append((layer.attention_out, [attention.out]))
             if layer.gate_up is not None and layer.down is not None:
                 mlp = config.mlp_linears(index)
                 found += [(layer.gate_up, mlp.into), (layer.down, [mlp.down])]
@@ -98,7 +101,8 @@ class Adapters:
     def _layer(self, index: int) -> AdaptedLayer:
         config = self._shard.config
         attention = config.attention_linears(index)
-        qkv, out = self._empty(attention.into), self._empty([attention.out])
+        qkv = self._empty(attention.into) if attention.into else None
+        out = None if attention.out is None else self._empty([attention.out])
         if not isinstance(config.layers[index].mlp, MlpSpec):
             return AdaptedLayer(qkv, out, None, None)
         mlp = config.mlp_linears(index)

@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pagoda.backend.base import Backend, KVCache, LatentCache, NewTensor, new_tensor
 from pagoda.model.sharding import Shard
+
+
+class LayerCache(NamedTuple):
+    """The KV cache of a layer, of which it uses the blocks in the table of its KV group."""
+
+    group: int
+    cache: KVCache | LatentCache
+    block_size: int = 0
+    """Tokens of a block, of layers with a state."""
 
 
 def allocate_cache(

@@ -38,8 +38,8 @@ from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
-from pagoda.model.caches import allocate_cache
-from pagoda.model.decoder import Decoder, LayerCache
+from pagoda.model.caches import LayerCache, allocate_cache
+from pagoda.model.decoder import Decoder
 from pagoda.model.gptq import (
     Grid,
     InputProducts,
@@ -52,6 +52,7 @@ from pagoda.model.gptq import (
     with_codes,
 )
 from pagoda.model.loader import WeightLoader
+from pagoda.model.mlp import clamped
 from pagoda.model.sharding import least_block_size, whole
 from pagoda.model.weights import WeightSource
 from pagoda.telemetry.tracer import Tracer
@@ -271,6 +272,8 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         def record(ops: GraphBuilder, gate_up: Value) -> Value:
             if activation.kind == "swiglu_oai":
                 return ops.swiglu_oai(gate_up, alpha=activation.alpha, limit=activation.limit)
+            if activation.kind == "clamped_silu":
+                return clamped(ops, gate_up, activation.limit)
             if activation.kind == "relu":
                 size = gate_up.width // 2
                 gate, up = (columns(ops, gate_up, first, size) for first in (0, size))

@@ -29,7 +29,7 @@ from pagoda.model.sharding import Shard
 from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
-    from pagoda.model.decoder import LayerCache
+    from pagoda.model.caches import LayerCache
     from pagoda.model.loaded_layers import Layer
     from pagoda.model.loader import WeightLoader
 
@@ -223,7 +223,7 @@ class CrossEncoder(Generic[LinearT]):
         """x [positions, hidden] behind a layer; all of them write keys and values to the same cache."""
         encoder = self._spec.encoder
         eps, attention = encoder.norm.eps, layer.spec.attention
-        qkv = ops.linear(normed(ops, x, layer.attention_norm, eps), layer.qkv)
+        qkv = ops.linear(normed(ops, x, layer.attention_norm, eps), layer.into)
         queries = self._written(ops, qkv, cache)
         metadata, scale = ops.metadata(self._group), attention.scale
         if layer.distances is not None:
@@ -231,7 +231,7 @@ class CrossEncoder(Generic[LinearT]):
         else:
             sizes: dict[str, Any] = {"head_dim": encoder.head_dim, "scale": scale}
             attended = ops.attention(queries, metadata, cache, window=None, causal=False, **sizes)
-        out = ops.all_reduce(ops.linear(attended, layer.attention_out))
+        out = ops.all_reduce(ops.linear(attended, layer.back))
         x = added(ops, encoder, layer, x, out, layer.attention_post_norm)
         h = normed(ops, x, layer.mlp_norm, eps)
         out = whole_mlp(ops, self._shard, layer, None, h, None, x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ from pagoda.backend.base import (
     TokenBatch,
     check_operations,
 )
-from pagoda.backend.decoder_operations import alibi_attention, position_scale, scaled
-from pagoda.backend.graph import Graph, RotaryTable, Value
-from pagoda.backend.norms_over_ranks import norm_by_squares, sum_of_squares
+from pagoda.backend.decoder_operations import scaled
+from pagoda.backend.graph import Graph, Value
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.overlap import OverlapBackend
@@ -38,6 +37,8 @@ from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
+from pagoda.model.attention import attend
+from pagoda.model.caches import LayerCache
 from pagoda.model.cross_encoder import ENCODED, CrossEncoder, across
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
@@ -48,12 +49,10 @@ from pagoda.model.mlp import carried_part, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import (
     added,
-    inner_normed,
     normed,
     residual,
     through,
     with_adapters,
-    with_own_heads,
 )
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.shared_blocks import attention_source
@@ -74,15 +73,6 @@ _PLAN = Operation("plan", "plan")
 def layer_input(layer: int) -> str:
     """Name of the result of a stage that are the hidden states in front of a layer (`captured`)."""
     return f"input_{layer}"
-
-
-class LayerCache(NamedTuple):
-    """The KV cache of a layer, of which it uses the blocks in the table of its KV group."""
-
-    group: int
-    cache: KVCache | LatentCache
-    block_size: int = 0
-    """Tokens of a block, of layers with a state."""
 
 
 @dataclass(frozen=True)
@@ -413,8 +403,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             self.backend.group, batch_invariant=self._batch_invariant, context=self._context
         )
         multipliers, eps = config.multipliers, config.norm.eps
-        given = self._embedding, self._tables, self._embedding_multiplier
-        x = embed(ops, self._shard, *given, embeds_spans=embeds_spans)
+        tables_in = self._embedding, self._tables, self._embedding_multiplier
+        x = embed(ops, self._shard, *tables_in, embeds_spans=embeds_spans)
         frame = None
         if self._beside is not None:
             frame = self._beside.open(ops, self._shard, x, embeds_spans=embeds_spans)
@@ -439,6 +429,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         adapters: Value | None = None
         carried: Value | None = None
         embedded, passed = x, carried
+        mixed_in = {source for it in self._layers for source, _ in it.spec.mixed_with}
+        inputs: dict[int, Value] = {}
         if self.adapters is not None:
             adapters, adapted = ops.input("adapters"), self.adapters.layers
         for index, layer, maps, cache, states in zip(
@@ -446,26 +438,31 @@ class Decoder(Generic[LinearT, MetadataT]):
         ):
             if index in self._captured:
                 ops.result(layer_input(index), ops.share_rows(x))
+            if index in mixed_in:
+                inputs[index] = x
+            for source, share in layer.spec.mixed_with:
+                x = ops.add(ops.scale(inputs[source], share), ops.scale(x, 1 - share))
             if layer.spec.begins_loop:
                 x = normed(ops, x, self._norm, eps)
             if frame is not None and layer.beside is not None:
                 x = frame.enter(ops, layer.beside, x)
             if not layer.spec.same_input:
-                source = attention_source(ops, layer, x, embedded, passed)
-                mixed = attention_input or normed(ops, source, layer.attention_norm, eps)
+                given = attention_source(ops, layer, x, embedded, passed)
+                mixed = attention_input or normed(ops, given, layer.attention_norm, eps)
             x = residual(ops, layer, 0, x, mixed)
             if frame is not None and layer.beside is not None:
                 frame.attend(ops, layer.beside, mixed)
             h = scaled(ops, mixed, layer.spec.input_factor)
             table = tables.get(layer.spec.attention.rotary)
             own_beside = beside if layer.block is None else layer.block.added(ops, h)
-            attended = self._attention(
-                ops, layer, maps, (cache, states), table, h, adapters, own_beside
+            attended = attend(
+                ops, self._shard, layer, maps, (cache, states), table, h, adapters, own_beside
             )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
                 rows = ops.input("rows")
-                attended = ops.select_rows(ops.share_rows(attended), rows)
+                if attended is not None:
+                    attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
                 if carried is not None:
                     carried = ops.select_rows(ops.share_rows(carried), rows)
@@ -475,24 +472,13 @@ class Decoder(Generic[LinearT, MetadataT]):
                     h = ops.select_rows(ops.share_rows(h), rows)
                 if adapters is not None:
                     adapters = ops.select_rows(adapters, rows)
-            out = ops.linear(attended, layer.attention_out)
-            own = None if maps is None else maps.attention_out
-            out = with_adapters(ops, out, attended, own, adapters)
-            if layer.spec.parallel:
-                h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
-                if self._shard.dp_attention:
-                    mlp = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
-                else:
-                    mlp = own_part(ops, self._shard, layer, maps, h, adapters)
-                out = ops.add(out, mlp)
-            if not self._shard.dp_attention:
-                out = ops.all_reduce(out)
-            out = scaled(ops, out, layer.spec.output_factor)
-            if layer.block is not None:
-                h = normed(ops, out, layer.mlp_norm, eps)
-                passed = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
-                continue
-            x = added(ops, config, layer, x, out, layer.attention_post_norm)
+            if attended is not None:
+                out = self._mapped_back(ops, layer, maps, attended, h, adapters, x)
+                if layer.block is not None:
+                    h = normed(ops, out, layer.mlp_norm, eps)
+                    passed = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+                    continue
+                x = added(ops, config, layer, x, out, layer.attention_post_norm)
             x = x if frame is None else frame.attended(ops, x)
             if layer.spec.parallel or layer.mlp is None:
                 continue
@@ -526,76 +512,34 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops.result("argmax", ops.all_gather_argmax(ops.linear_argmax(h, self.head, first_id)))
         return ops.build()
 
+    def _mapped_back(
+        self,
+        ops: GraphBuilder,
+        layer: Layer[LinearT],
+        maps: AdaptedLayer | None,
+        attended: Value,
+        h: Value,
+        adapters: Value | None,
+        x: Value,
+    ) -> Value:
+        """Sum that attention, and an MLP beside it, add to hidden states x [n, hidden], which are normed in h."""
+        out = ops.linear(attended, layer.back)
+        own = None if maps is None else maps.attention_out
+        out = with_adapters(ops, out, attended, own, adapters)
+        if layer.spec.parallel:
+            eps = self._shard.config.norm.eps
+            h = normed(ops, x, layer.mlp_norm, eps) if layer.spec.parallel_norms else h
+            if self._shard.dp_attention:
+                mlp = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+            else:
+                mlp = own_part(ops, self._shard, layer, maps, h, adapters)
+            out = ops.add(out, mlp)
+        if not self._shard.dp_attention:
+            out = ops.all_reduce(out)
+        return scaled(ops, out, layer.spec.output_factor)
+
     @property
     def passed_hidden(self) -> str:
         """Name of the result that a head takes as hidden states of its row behind."""
         draft = self._shard.config.draft_head
         return LAST_HIDDEN if draft is None or draft.passes_normed else PASSED_HIDDEN
-
-    def _attention(
-        self,
-        ops: GraphBuilder,
-        layer: Layer[LinearT],
-        maps: AdaptedLayer | None,
-        caches: tuple[LayerCache, list[StateCache]],
-        table: RotaryTable | None,
-        h: Value,
-        adapters: Value | None,
-        beside: Value | None = None,
-    ) -> Value:
-        """Values of what a layer attended to; `beside` is added to its queries, keys and values."""
-        held, states = caches
-        crosses = layer.spec.attention.crosses
-        cache, metadata = held.cache, ops.metadata(ENCODED if crosses else held.group)
-        qkv = with_adapters(
-            ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
-        )
-        if beside is not None:
-            qkv = ops.add(qkv, beside)
-        if layer.of_kind is not None:
-            return layer.of_kind.record(ops, h, qkv, metadata, table, states or [cache])
-        if not isinstance(cache, KVCache):
-            raise TypeError("The cache of plain attention holds keys and values.")
-        spec, head_dim, norms = layer.spec.attention, self._shard.config.head_dim, layer.head_norms
-        _, ranks = self._shard.attention_ranks
-        if norms is not None and spec.qk_norm == "all" and ranks > 1:
-            # Queries and keys of a token are normed together with those of the other ranks.
-            own = (len(norms.queries), len(norms.keys))
-            squares = ops.all_reduce(sum_of_squares(ops, qkv, queries=own[0], keys=own[1]))
-            qkv = norm_by_squares(
-                ops, qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
-            )
-            norms = None
-        is_own = qkv.own
-        qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
-        queries = ops.share_rows(qkv)
-        if spec.kv_layer is None and not crosses:
-            num_heads = len(self._shard.heads)
-            sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
-            queries = ops.rotate_and_cache(queries, metadata, table, cache, norms, **sizes)
-        if spec.temperature is not None:
-            scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))
-            queries = ops.scale_rows(queries, scales)
-        sizes = {"head_dim": head_dim, "scale": spec.scale}
-        if layer.distances is not None:
-            return layer.distances.record(ops, qkv, queries, metadata, cache, spec.scale)
-        if layer.slopes is not None:
-            out = alibi_attention(ops, queries, metadata, cache, layer.slopes, **sizes)
-        else:
-            out = ops.attention(
-                queries,
-                metadata,
-                cache,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks=layer.sinks,
-                chunk=spec.chunk,
-                causal=spec.causal and not crosses,
-                **sizes,
-            )
-        out = scaled(ops, out, spec.value_scale)
-        if is_own:
-            out = ops.own_rows(out)
-        if layer.gate is None:
-            return inner_normed(ops, out, layer.output_norm)
-        return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))

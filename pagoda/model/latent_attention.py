@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch import Tensor
 
 from pagoda.backend.base import HeadLinears, LatentCache, LinearT
-from pagoda.backend.decoder_operations import layer_norm_heads, rotate_heads
+from pagoda.backend.decoder_operations import layer_norm_heads, position_scale, rotate_heads
 from pagoda.backend.graph import RotaryTable, Value
 from pagoda.backend.latent_layers import (
     IndexQueries,
@@ -24,6 +24,7 @@ from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.weights import DenseWeight, dequantize
 from pagoda.checkpoints.latent_attention import NORM_EPS, LatentLinears, LatentSpec
 from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.rope import TemperatureSpec
 
 if TYPE_CHECKING:
     from pagoda.model.loader import WeightLoader
@@ -77,6 +78,8 @@ class LatentAttention(Generic[LinearT]):
     value_up: HeadLinears[LinearT]
     """Maps what a head attended to, [rank], to [value_dim]."""
     scale: float
+    temperature: TemperatureSpec | None
+    """Scale of queries by their positions."""
     indexer: Indexer[LinearT] | None
 
     def record(
@@ -109,6 +112,9 @@ class LatentAttention(Generic[LinearT]):
             NORM_EPS,
         )
         queries = ops.share_rows(head_linear(ops, ops.linear(h, self.query_nope), self.key_up))
+        if self.temperature is not None:
+            scales = position_scale(ops, ops.input("positions"), **vars(self.temperature))
+            queries, rotated = (ops.scale_rows(it, scales) for it in (queries, rotated))
         if indexer is None:
             attended = latent_attention(ops, queries, rotated, metadata, cache, scale=self.scale)
         else:
@@ -139,6 +145,7 @@ def load_latent_attention(
         _head_linears(loader, linears.key_up, is_transposed=not names.key_up),
         _head_linears(loader, linears.value_up, is_transposed=False),
         config.layers[index].attention.scale,
+        config.layers[index].attention.temperature,
         _indexer(loader, index, spec, linears),
     )
 

@@ -70,6 +70,8 @@ class DenseMlp(Generic[LinearT]):
     """Multiplier of gates, and of what the map back gives."""
     down_factor: float = 1.0
     inner_norm: InnerNorm | None = None
+    limit: float | None = None
+    """Limit of activated gates and of ups."""
 
 
 class ApartMlp(NamedTuple):
@@ -128,10 +130,10 @@ class PartNorm(NamedTuple):
 @dataclass(frozen=True)
 class Layer(Generic[LinearT]):
     attention_norm: Norm | None
-    qkv: LinearT
+    qkv: LinearT | None
     """Queries, keys and values, one above the other; of a layer with a state, its three maps.
 
-    Of latent attention, the vector that is kept of a token."""
+    Of latent attention, the vector that is kept of a token. None where attention is replaced."""
     gate: LinearT | None
     """Gate of attention's outputs."""
     of_kind: (
@@ -160,7 +162,8 @@ class Layer(Generic[LinearT]):
     """Weights of what distances of tokens add to scores."""
     output_norm: InnerNorm | None
     """Norm of what tokens attended to."""
-    attention_out: LinearT
+    attention_out: LinearT | None
+    """Map back to hidden states; None of a layer that has nothing in the place of attention."""
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: DenseMlp[LinearT] | SparseMlp[LinearT] | None
@@ -170,6 +173,20 @@ class Layer(Generic[LinearT]):
     joined: LinearT | None
     """Map of what the layer in front gives."""
     spec: LayerSpec
+
+    @property
+    def into(self) -> LinearT:
+        """Queries, keys and values. Raises TypeError: attention is replaced."""
+        if self.qkv is None:
+            raise TypeError("The layer has no attention.")
+        return self.qkv
+
+    @property
+    def back(self) -> LinearT:
+        """The map back to hidden states. Raises TypeError: there is nothing in the place of attention."""
+        if self.attention_out is None:
+            raise TypeError("The layer is an MLP alone.")
+        return self.attention_out
 
 
 @dataclass(frozen=True)

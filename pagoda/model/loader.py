@@ -29,6 +29,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import (
     XIELU,
+    ExpertsSpec,
     MlpSpec,
 )
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
@@ -148,7 +149,9 @@ class WeightLoader(Generic[LinearT]):
                 has=spec.pre_norm and not spec.bare_attention,
                 size=config.attention_input(index),
             ),
-            qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs),
+            qkv=self.linear(linears.into, bias=attention.qkv_bias, inputs=config.layer_inputs)
+            if linears.into
+            else None,
             gate=self._output_gate(index),
             of_kind=None if spec.kind is None else KINDS[type(spec.kind)](self, index, spec.kind),
             head_norms=None
@@ -165,9 +168,11 @@ class WeightLoader(Generic[LinearT]):
             sinks=self._sinks(index) if attention.sinks else None,
             distances=load_distances(self, index, attention.distances),
             output_norm=self._inner_norm(index, names.output_norm, linears.out)
-            if attention.output_norm
+            if attention.output_norm and linears.out is not None
             else None,
-            attention_out=self.linear([linears.out], bias=attention.output_bias),
+            attention_out=None
+            if linears.out is None
+            else self.linear([linears.out], bias=attention.output_bias),
             attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
             mlp_norm=norm(names.mlp_norm, has=spec.has_mlp_norm),
             mlp=self._mlp(index),
@@ -308,9 +313,7 @@ class WeightLoader(Generic[LinearT]):
             up,
             down,
             self.expert_counts,
-            ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
-            if spec.clamp
-            else ExpertActivation(spec.activation if spec.gated else "relu"),
+            _activation(spec),
             correction,
         )
         identity = None
@@ -351,6 +354,7 @@ class WeightLoader(Generic[LinearT]):
             ),
             gate_factor=spec.gate_factor,
             down_factor=spec.down_factor,
+            limit=spec.limit,
             inner_norm=self._inner_norm(index, self.shard.config.names.inner_norm, linears.down)
             if spec.inner_norm
             else None,
@@ -464,6 +468,14 @@ class WeightLoader(Generic[LinearT]):
         weight = torch.full((shard.num_kv_heads * config.head_dim,), width**-0.5)
         first = (len(shard.heads) + shard.num_kv_heads) * config.head_dim
         return PartNorm(weight.to(self.backend.device), first, config.norm.eps / width)
+
+
+def _activation(spec: ExpertsSpec) -> ExpertActivation:
+    if spec.clamp is not None:
+        return ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
+    if spec.limit is not None:
+        return ExpertActivation("clamped_silu", limit=spec.limit)
+    return ExpertActivation(spec.activation if spec.gated else "relu")
 
 
 def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pagoda.backend.base import LinearT
-from pagoda.backend.decoder_operations import scaled, xielu
+from pagoda.backend.decoder_operations import clip, scaled, xielu
 from pagoda.backend.family_operations import above_deviations, expert_weights, sparse_mixing
 from pagoda.backend.graph import Value
 from pagoda.backend.operations import GraphBuilder
@@ -147,6 +147,8 @@ def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
         gates = above_deviations(ops, columns(ops, both, 0, count), deviations)
         gates = ops.gelu_tanh(columns(ops, gates, own.start, len(own)))
         return ops.mul(gates, columns(ops, both, count, len(own)))
+    if mlp.limit is not None:
+        return clamped(ops, both, mlp.limit)
     if mlp.gate_factor != 1 or mlp.activation == "relu2":
         size = both.width // 2
         gate, up = (columns(ops, both, first, size) for first in (0, size))
@@ -157,6 +159,16 @@ def _gated(ops: GraphBuilder, mlp: DenseMlp[LinearT], both: Value) -> Value:
         "gelu": ops.gelu_erf_and_mul,
     }
     return recorded[mlp.activation](both)
+
+
+def clamped(ops: GraphBuilder, both: Value, limit: float) -> Value:
+    """SiLU of gates [n, d], at most the limit, times ups beside them in [n, 2 d], from its negative to it.
+
+    The limit is 1 or more: a SiLU is above -0.28.
+    """
+    size = both.width // 2
+    gate, up = (columns(ops, both, first, size) for first in (0, size))
+    return ops.mul(clip(ops, ops.silu(gate), limit), clip(ops, up, limit))
 
 
 def _activated(ops: GraphBuilder, mlp: DenseMlp[LinearT], x: Value) -> Value:

@@ -39,9 +39,15 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("scale")
     if layer.shared is not None:
         found.add("join_columns")
+    if layer.mixed_with:
+        found.add("scale")
+    if layer.replaced is not None:
+        return found
+    attention = layer.attention
+    if attention.temperature is not None:
+        found |= {"position_scale", "scale_rows"}
     if layer.kind is not None:
         return found | layer.kind.operations
-    attention = layer.attention
     found.add("rotate_and_cache")
     if attention.distances is None:
         found.add("alibi_attention" if attention.alibi else "attention")
@@ -59,10 +65,8 @@ def _of_attention(layer: LayerSpec) -> set[str]:
         found.add("rms_norm_heads")
     if attention.value_scale != 1:
         found.add("scale")
-    if attention.temperature is not None:
-        found |= {"position_scale", "scale_rows"}
     if attention.output_gate:
-        found |= {"mul", "sigmoid"}
+        found |= {"scale_heads" if attention.gates_heads else "mul", "sigmoid"}
     return found
 
 
@@ -74,6 +78,8 @@ def _of_mlp(mlp: MlpSpec | ExpertsSpec | None) -> set[str]:
         plain = _PLAIN.get(mlp.activation, {mlp.activation})
         if mlp.deviations is not None:
             return found | {"above_deviations", "columns", "gelu_tanh", "mul"}
+        if mlp.limit is not None:
+            return found | {"columns", "silu", "clip", "mul"}
         if mlp.gate_factor != 1 or (mlp.gated and mlp.activation == "relu2"):
             scale = {"scale"} if mlp.gate_factor != 1 else set()
             return found | plain | scale | {"columns", "mul"}

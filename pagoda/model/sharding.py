@@ -28,6 +28,7 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.distances import Disentangled
+from pagoda.checkpoints.layer_runs import layer_runs
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -320,13 +321,12 @@ class Shard:
         for layer in self.layers:
             attention, spec = config.attention_linears(layer), config.layers[layer]
             tensors = {linear.stored.tensor for linear in attention.into}
-            into = [*attention.into]
-            into += [
-                gate
-                for gate in config.gate_linears(layer)
-                if spec.state is None or gate.stored.tensor in tensors
-            ]
-            biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias
+            gates = config.gate_linears(layer)
+            if spec.state is not None:
+                gates = [gate for gate in gates if gate.stored.tensor in tensors]
+            into = [*attention.into, *gates]
+            biases = into * spec.attention.qkv_bias
+            biases += [*filter(None, (attention.out,))] * spec.attention.output_bias
             if isinstance(spec.mlp, MlpSpec):
                 biases += config.mlp_biases(layer)
             elif spec.mlp is not None and spec.mlp.bias:
@@ -464,7 +464,7 @@ def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     Layers of one input stay together. The cost of a stage is the number of weights that a token is multiplied
     with; the head is one more cost of the last stage. Every stage has a layer at least.
     """
-    together = config.layer_runs
+    together = layer_runs(config)
     costs = [sum(map(config.weights_per_token, layers)) for layers in together]
     head = config.head.outputs * config.head.inputs
     # The cheapest limit under which so many stages are enough, found by halving.

@@ -94,12 +94,15 @@ def filled(rows: Tensor, linear: LinearSpec) -> Tensor:
     """Heads of all rows of a tensor filled with zeros, and repeated, as they are computed."""
     if linear.fill is None:
         return rows
-    own, dim, heads, width = linear.fill
+    own, dim, heads, width, groups = linear.fill
+    lacking = (heads - own) // groups if groups else 0
     if linear.role is LinearRole.ATTENTION_OUT:
-        apart = pad(rows.view(len(rows), own, dim), (0, width - dim))
-        return apart.flatten(1)
-    apart = rows.view(own, dim, -1).repeat_interleave(heads // own, dim=0)
-    return pad(apart, (0, 0, 0, width - dim)).reshape(-1, *rows.shape[1:])
+        apart = rows.view(len(rows), groups or 1, -1, dim)
+        return pad(apart, (0, width - dim, 0, lacking)).flatten(1)
+    apart = rows.view(groups or 1, -1, dim, rows[0].numel())
+    if not groups:
+        apart = apart.repeat_interleave(heads // own, dim=1)
+    return pad(apart, (0, 0, 0, width - dim, 0, lacking)).reshape(-1, *rows.shape[1:])
 
 
 def stored_rows(rows: Tensor, linear: LinearSpec) -> Tensor:

@@ -17,7 +17,7 @@ from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.worker import most_sampled
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import adapter_bytes
-from pagoda.model.decoder import LayerCache
+from pagoda.model.caches import LayerCache
 from pagoda.model.sharding import Shard
 from pagoda.worker.drafting.drafter import MOST_BEHIND
 from pagoda.worker.input_batch import input_batch_bytes
@@ -182,12 +182,12 @@ class WorkerMemoryPlan:
     def kv_bytes_per_token(self) -> int:
         """Bytes that a token takes in all layers of the shard that see it."""
         layers = (self.shard.config.layers[layer] for layer in self.shard.layers)
-        kept = (it.state is None and it.attention.kv_layer is None for it in layers)
+        kept = (it.state is None and it.keeps for it in layers)
         return sum(kept) * self._layer_bytes
 
     @property
     def layer_places(self) -> list[LayerPlace]:
-        """Place of each of the shard's layers."""
+        """Place of each of the shard's layers; that of any other one for a layer that keeps nothing."""
         found: dict[int, LayerPlace] = {}
         for number, group in enumerate(self.kv_groups):
             held = [layer for layer in group.layers if layer in self.shard.layers]
@@ -197,7 +197,8 @@ class WorkerMemoryPlan:
         read = {
             layer: self.shard.config.layers[layer].attention.kv_layer for layer in self.shard.layers
         }
-        return [found[layer if other is None else other] for layer, other in read.items()]
+        some = next(iter(found.values()))
+        return [found.get(layer if other is None else other, some) for layer, other in read.items()]
 
     def layer_caches(self, caches: Sequence[KVCache | LatentCache]) -> list[LayerCache]:
         """The cache of each of the shard's layers, from those of all places."""

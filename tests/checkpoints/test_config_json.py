@@ -87,6 +87,7 @@ _SPARSE = (
     *("Qwen3VLMoeForConditionalGeneration", "DeepseekForCausalLM", "BailingMoeForCausalLM"),
     *("AfmoeForCausalLM", "MiMoV2FlashForCausalLM", "LongcatFlashForCausalLM"),
     *("PhimoeForCausalLM", "DbrxForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"),
+    *("Mistral4ForCausalLM", "MistralLarge3ForCausalLM", "Step3p5ForCausalLM"),
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),
@@ -101,6 +102,7 @@ _NORMS = {
     "Qwen3VLMoeForConditionalGeneration": "head",
     **{"PersimmonForCausalLM": "layer", "Plamo3ForCausalLM": "head", "Plamo2ForCausalLM": "each"},
     **dict.fromkeys(("AfmoeForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM"), "head"),
+    "Step3p5ForCausalLM": "head",
 }
 
 
@@ -113,13 +115,14 @@ _SCANS |= {"Zamba2ForCausalLM"}
     "name", [it for it in FAMILIES if it.endswith("ForCausalLM") and it not in _SCANS]
 )
 def test_families(name: str) -> None:
-    dense = {
-        "layer_types": ["attention"] * 3,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 96,
+    dense = {"num_local_experts": 0, "shared_intermediate_size": 96}
+    own: dict[str, dict[str, Any]] = {
+        "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3, **dense},
+        **{"GPTJForCausalLM": {"rotary_dim": 8}, "MiMoV2FlashForCausalLM": {"v_head_dim": 16}},
+        "DeciLMForCausalLM": {"num_key_value_heads_per_layer": [2, 1, 2]},
+        "SolarForCausalLM": {f"bskcn_{it}": [min(it, 2)] for it in range(1, 5)},
+        "Step3p5ForCausalLM": {"moe_layers_enum": "1,2"},
     }
-    own = {"GraniteMoeHybridForCausalLM": dense, "GPTJForCausalLM": {"rotary_dim": 8}}
-    own |= {"MiMoV2FlashForCausalLM": {"v_head_dim": 16}}
     config = parse(architectures=[name], **own.get(name, {}))
     attention = config.layers[0].attention
     behind = (*_BIASED, "TeleChat2ForCausalLM")
@@ -132,12 +135,8 @@ def test_families(name: str) -> None:
     )
     behind = (
         *only_behind,
-        "Glm4ForCausalLM",
-        "AfmoeForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma3nForCausalLM",
-        "Gemma4ForCausalLM",
+        *("Glm4ForCausalLM", "AfmoeForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        *("Gemma3nForCausalLM", "Gemma4ForCausalLM"),
         *("OuroForCausalLM", "Plamo2ForCausalLM", "Plamo3ForCausalLM"),
     )
     assert config.layers[0].post_norm is (name in behind)

@@ -538,7 +538,7 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
 
 _COUNTS = ("num_layers", "n_layers", "n_layer", "num_hidden_layers")
 _WITH_STATES = ("lfm2", "qwen3-next", "qwen3.5")
-_NORMS_LESS_ONE = ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo", "ouro")
+_NORMS_LESS_ONE = ("gemma", "qwen3-next", "qwen3.5", "nemotron", "plamo", "ouro", "step")
 
 
 def of_one_layer(name: str) -> dict[str, Any]:

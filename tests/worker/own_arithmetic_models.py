@@ -66,6 +66,22 @@ OWN_ARITHMETIC: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32},
+            **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+            **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0},
+                **{"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+                **{"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1},
+                "partial_rotary_factor": 1 / 3,
+            },
+        },
+    ),
     "longcat-flash": (
         "LongcatFlashForCausalLM",
         {

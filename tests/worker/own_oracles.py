@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
 
 
 class Jais(transformers.BloomForCausalLM):
@@ -125,3 +131,97 @@ class _Again(nn.Module):
     def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
         layer, norm = self.__dict__["others"]
         return layer(hidden_states if norm is None else norm(hidden_states), *rest, **named)
+
+
+DECI_BLOCKS: list[dict[str, dict[str, Any]]] = [
+    {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 96}},
+    {"attention": {"no_op": True}, "ffn": {"intermediate_size": 64}},
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
+    {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 3.0}},
+    {"attention": {"n_heads_in_group": 1}, "ffn": {"intermediate_size": 96}},
+    {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+]
+
+
+class Deci(transformers.LlamaForCausalLM):
+    """Llama whose layers are those of `DECI_BLOCKS`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.use_cache = self.generation_config.use_cache = False
+        for index, (layer, block) in enumerate(zip(self.model.layers, DECI_BLOCKS, strict=True)):
+            own, attention, ffn = copy.copy(config), block["attention"], block["ffn"]
+            if attention.get("no_op"):
+                layer.self_attn = _Instead(None)
+            elif attention.get("replace_with_linear"):
+                layer.self_attn = _Instead(nn.Linear(64, 64, bias=False))
+            else:
+                own.num_key_value_heads = 4 // attention["n_heads_in_group"]
+                layer.self_attn = LlamaAttention(own, index)
+            own.intermediate_size = ffn.get("intermediate_size", 256)
+            layer.mlp = _Zero() if ffn.get("no_op") else LlamaMLP(own)
+
+
+class _Instead(nn.Module):
+    """A map in the place of attention, or nothing."""
+
+    def __init__(self, linear: nn.Module | None) -> None:
+        super().__init__()
+        self.linear_attn = linear
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        if self.linear_attn is None:
+            return torch.zeros_like(hidden_states), None
+        return self.linear_attn(hidden_states), None
+
+
+class _Zero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+SOLAR_LISTS: dict[str, Any] = {
+    **{"bskcn_1": [1, 3], "bskcn_2": [2], "bskcn_3": [2, 4], "bskcn_4": [4]},
+    "bskcn_tv": [0.9, 0.7],
+}
+
+
+class Solar(transformers.LlamaForCausalLM):
+    """Llama some of whose layers are given a mix with what others in front were given, by `SOLAR_LISTS`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        kept: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.model.layers):
+            layer.register_forward_pre_hook(partial(_mix, kept, index))
+
+
+def _mix(kept: dict[str, Tensor], index: int, _: nn.Module, given: tuple[Any, ...]) -> Any:
+    """Keeps, and mixes, the input of a layer."""
+    hidden, share = given[0], SOLAR_LISTS["bskcn_tv"][1]
+    for name in ("bskcn_1", "bskcn_2"):
+        if index in SOLAR_LISTS[name]:
+            kept[name] = hidden
+    for name, source in (("bskcn_3", "bskcn_1"), ("bskcn_4", "bskcn_2")):
+        if index in SOLAR_LISTS[name]:
+            hidden = kept[source] * share + hidden * (1 - share)
+    return (hidden, *given[1:])
+
+
+class Step(Step3p7PreTrainedModel, transformers.GenerationMixin):
+    """The decoder of Step 3.7 with a head, which transformers has within a model that sees alone."""
+
+    config_class = Step3p7TextConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+        self.generation_config.pad_token_id = None  # the configuration must have one
+
+    def forward(self, input_ids: Tensor, **named: Any) -> CausalLMOutputWithPast:
+        named.pop("logits_to_keep", None)
+        found = self.model(input_ids=input_ids, **named)
+        logits = self.lm_head(found[0])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=found.cache)

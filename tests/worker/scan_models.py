@@ -30,6 +30,8 @@ _MAMBA = {
     "conv_kernel": 3,
     "time_step_rank": 7,
 }
+_NO_LEAST_STEP = {"time_step_min": 1e-9}
+"""transformers brings steps of Nemotron-H up to this in prompts alone, which makers' code and vLLM never do."""
 _GRANITE4_H = {
     **_MULTIPLIERS,
     **_MAMBA2,
@@ -144,6 +146,7 @@ SCANS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 5},
             **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_latent_size": 40},
             **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 72},
+            **_NO_LEAST_STEP,
         },
     ),
     "hybrid-nemotron": (
@@ -172,6 +175,7 @@ SCANS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
             "moe_intermediate_size": 40,
             "moe_shared_expert_intermediate_size": 72,
+            **_NO_LEAST_STEP,
         },
     ),
 }

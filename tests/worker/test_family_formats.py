@@ -11,7 +11,7 @@ import pytest
 import torch
 from driver import answer_differences, load
 from family_models import FAMILIES, make_model
-from scan_models import SCANS
+from own_code_models import OWN_CODE, as_makers_publish, make_like
 
 SIZES: dict[str, Any] = {
     "hidden_size": 192,
@@ -47,8 +47,30 @@ ALLOWED = {"none": 1.0, "int8": 4.0, "int4": 40.0}
 """Mean differences of log-probabilities from float32, in units of those that transformers has in bfloat16."""
 
 
-_OF_FIXED_SIZES = SCANS.keys() - {"mamba", "falcon-mamba", "jamba", "minimax"}
-"""Hybrids whose sizes follow from each other."""
+_SCAN = {**SIZES, "mamba_n_heads": 8, "mamba_d_head": 24, "mamba_d_state": 16}
+_NEMOTRON = {
+    **{**SIZES, "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16},
+    **{"num_experts_per_tok": 8, "topk_group": 2, "moe_intermediate_size": 192},
+    "moe_shared_expert_intermediate_size": 192,
+}
+_OF_OWN_SIZES: dict[str, dict[str, Any]] = {
+    "granite4-h": {**_SCAN, "shared_intermediate_size": 192},
+    "granite4-h-moe": {**_SCAN, "shared_intermediate_size": 192, "num_experts_per_tok": 6},
+    "bamba": _SCAN,
+    "falcon-h1": {**_SCAN, "mamba_d_ssm": 192},
+    "mamba2": {"hidden_size": 192, "num_heads": 8, "head_dim": 48, "state_size": 16},
+    "zamba2": {"hidden_size": 192, "num_attention_heads": 4, "adapter_rank": 32},
+    "hybrid-nemotron": _NEMOTRON,
+    "hybrid-nemotron-latent": {**_NEMOTRON, "moe_latent_size": 96, "topk_group": 1},
+    **{name: {} for name in ("jais", "plamo2", "plamo3", "deci")},
+    "step": {"num_experts_per_tok": 6, "moe_intermediate_size": 64},
+    **dict.fromkeys(("ouro", "solar"), SIZES),
+    "mistral-large3": {
+        **{**SIZES, "num_key_value_heads": 12, "num_experts_per_tok": 8},
+        "moe_intermediate_size": 192,
+    },
+}
+"""Hybrids, whose sizes follow from each other, and families with code of their own: on `cpu` alone."""
 
 
 def _model(name: str) -> Any:
@@ -86,11 +108,26 @@ def _rounding(model: Any) -> float:
     return float((rounded.gather(1, tokens) - top).abs().mean())
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in _OF_FIXED_SIZES])
+_PLAIN = [name for name in FAMILIES if name not in {*_OF_OWN_SIZES, "zamba2-plain"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, backend) for name in _PLAIN for backend in ("auto", "reference")),
+        *((name, "auto") for name in _OF_OWN_SIZES),
+    ],
+)
 def test_formats_are_as_close_as_rounding_allows(name: str, backend: str, tmp_path: Path) -> None:
-    model = _model(name)
+    if name in OWN_CODE:
+        model = make_like(name, **_OF_OWN_SIZES[name])
+    elif name in _OF_OWN_SIZES:
+        model = make_model(name, **{"initializer_range": 0.06, **_OF_OWN_SIZES[name]})
+    else:
+        model = _model(name)
     model.save_pretrained(tmp_path)
+    if name in OWN_CODE:
+        as_makers_publish(name, tmp_path)
     unit = _rounding(model)
     for quantization, allowed in ALLOWED.items():
         runner = load(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers that kernels know them by."""
 KV_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
-GATES = {"silu": 0, "swiglu_oai": 1, "gelu_tanh": 2, "relu": 3}
+GATES = {"silu": 0, "swiglu_oai": 1, "gelu_tanh": 2, "relu": 3, "clamped_silu": 4}
 _LARGE_PAGE = 2**21
 _CHUNK = 2**27
 _ALIGNMENT = 64

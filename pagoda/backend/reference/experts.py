@@ -11,7 +11,14 @@ from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation, Experts
 from pagoda.backend.reference.linear import Linear, linear
-from pagoda.backend.reference.rows import gelu_and_mul, relu, sigmoid, silu_and_mul, swiglu_oai
+from pagoda.backend.reference.rows import (
+    gelu_and_mul,
+    relu,
+    sigmoid,
+    silu,
+    silu_and_mul,
+    swiglu_oai,
+)
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.parallel.collectives import Collectives
 
@@ -67,6 +74,9 @@ def dispatched_experts(
 def _activated(gate: Tensor, up: Tensor, activation: ExpertActivation) -> Tensor:
     if activation.kind == "relu":
         return relu(gate) * up
+    if activation.kind == "clamped_silu":
+        most = activation.limit
+        return silu(gate).clamp(max=most) * up.clamp(-most, most)
     if activation.kind != "swiglu_oai":
         joined = silu_and_mul if activation.kind == "silu" else gelu_and_mul
         return joined(torch.cat((gate, up), dim=1))

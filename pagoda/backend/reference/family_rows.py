@@ -63,6 +63,10 @@ def match_magnitude(x: Tensor, like: Tensor, *, least: float) -> Tensor:
     return x * (wanted.sqrt() / own.clamp(min=least).sqrt())
 
 
+def scale_heads(x: Tensor, factors: Tensor, *, head_dim: int) -> Tensor:
+    return x * factors.repeat_interleave(head_dim, dim=1)
+
+
 def join_columns(x: Tensor, beside: Tensor) -> Tensor:
     return torch.cat((x, beside), dim=1)
 
@@ -88,6 +92,7 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
         expert_weights,
         above_deviations,
         match_magnitude,
+        scale_heads,
         join_columns,
         mix_streams,
         correct_streams,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.deepseek import GGUF, gguf_latents, with_latents
+from pagoda.checkpoints.families.deepseek import DEEPSEEK_V3, GGUF, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import (
     conv_width,
     layer_kinds,
@@ -50,15 +50,14 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     usual = [_ATTENTION if at and at % 4 == 0 else _DELTA for at in range(spec.num_layers)]
     kinds = layer_kinds(fields, spec.num_layers, (_DELTA, _ATTENTION), usual)
     experts = sigmoid_experts(fields, _SIZES, scale=2.446)
-    sparse = sparse_by_kind(fields, spec.num_layers)
+    spec = with_experts(spec, experts, sparse_by_kind(fields, spec.num_layers))
     spec = without_rotation(with_latents(spec, fields), [True] * spec.num_layers)
     state = ChannelDeltaSpec(
         fields.positive("linear_num_heads", 32),
         fields.positive("linear_head_dim", 128),
         conv_width(fields, "linear_conv_kernel_dim", 4),
     )
-    layers = [layer for layer, kind in enumerate(kinds) if kind == _DELTA]
-    return with_state(with_experts(spec, experts, sparse), state, layers, bias=False)
+    return with_state(spec, state, [at for at, it in enumerate(kinds) if it == _DELTA], bias=False)
 
 
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
@@ -134,9 +133,5 @@ KIMI_LINEAR = Family(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 1_048_576,
     },
-    own_keys=frozenset(
-        {"first_k_dense_replace", "kv_lora_rank", "n_group", "n_routed_experts"}
-        | {"n_shared_experts", "num_experts", "num_local_experts", "num_shared_experts"}
-        | {"q_lora_rank", "routed_scaling_factor", "scoring_func", "topk_group"}
-    ),
+    own_keys=DEEPSEEK_V3.own_keys | {"num_experts", "num_local_experts", "num_shared_experts"},
 )

@@ -74,15 +74,16 @@ MINISTRAL = Family(
 def _adapt_ministral3(spec: ModelSpec, fields: Fields) -> ModelSpec:
     has_window = fields.values.get("sliding_window") is not None
     window = fields.positive("sliding_window") if has_window else None
+    return with_attention(spec, (window,) * spec.num_layers, temperature=temperature(fields))
+
+
+def temperature(fields: Fields) -> TemperatureSpec | None:
+    """Scale of queries by their positions, of a rotary table that has one."""
     rope = rope_table(fields)
-    temperature = None
-    if rope is not None and rope.values.get("llama_4_scaling_beta"):
-        temperature = TemperatureSpec(
-            period=rope.number("original_max_position_embeddings"),
-            factor=rope.number("llama_4_scaling_beta"),
-            offset=0.0,
-        )
-    return with_attention(spec, (window,) * spec.num_layers, temperature=temperature)
+    if rope is None or not rope.values.get("llama_4_scaling_beta"):
+        return None
+    period = rope.number("original_max_position_embeddings")
+    return TemperatureSpec(period, factor=rope.number("llama_4_scaling_beta"), offset=0.0)
 
 
 def _gguf_values(fields: Fields) -> Mapping[str, object]:

@@ -10,7 +10,14 @@ from typing import Any
 from pagoda.checkpoints.draft_heads import head_behind
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import ExpertsSpec, LayerSpec, MlpSpec, NormSpec, StateSpec
+from pagoda.checkpoints.layer_spec import (
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    OwnHeads,
+    StateSpec,
+)
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import (
     ClassifierSpec,
@@ -67,6 +74,18 @@ def with_attention_of(spec: ModelSpec, **changes: Any) -> ModelSpec:
     return with_attention(spec, windows, **changes)
 
 
+def with_query_heads(spec: ModelSpec, heads: Sequence[int]) -> ModelSpec:
+    """The model whose layers have so many heads of queries, evenly over its heads of keys."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        if heads[index] == spec.num_heads:
+            return layer
+        own = OwnHeads(spec.head_dim, spec.head_dim, spec.num_kv_heads, heads[index])
+        return replace(layer, attention=replace(layer.attention, own_heads=own))
+
+    return spec.with_layers(change)
+
+
 def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:
     """The model with the window that the file gives, if it does, for all its layers."""
     if fields.values.get("sliding_window") is None:
@@ -102,6 +121,33 @@ def conv_width(fields: Fields, name: str, usual: int) -> int:
     if width < 2:
         fields.refuse(name, "must be at least 2")
     return width
+
+
+def with_shared_blocks(
+    spec: ModelSpec,
+    block: LayerSpec,
+    behind: LayerSpec,
+    hybrids: Sequence[bool],
+    count: int,
+    parts: tuple[str, str],
+) -> ModelSpec:
+    """The model with layers like `behind`, in front of some of which lies a use of one of `count` blocks, in turn.
+
+    `block` is its first use. A block has the number of the layer that it is first used in, and `parts` are the
+    words for a use and for the layer behind in names."""
+    layers, numbers, words, firsts = list[LayerSpec](), list[int](), list[str](), list[int]()
+    uses = 0
+    for number, has_block in enumerate(hybrids):
+        if has_block and block.shared is not None:
+            firsts += [number] * (uses < count)
+            layers.append(replace(block, shared=replace(block.shared, use=uses)))
+            numbers.append(firsts[uses % count])
+            uses += 1
+        layers.append(replace(behind, joins_before=has_block))
+        numbers.append(number)
+        words += parts if has_block else [""]
+    names = replace(spec.names, numbers=tuple(numbers), parts=tuple(words))
+    return replace(spec, layers=tuple(layers), names=names)
 
 
 def with_state(

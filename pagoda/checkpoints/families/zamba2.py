@@ -8,17 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.checkpoints.families.mamba import MAMBA_NAMES, expanded, mamba2
-from pagoda.checkpoints.families.shared import without_rotation
+from pagoda.checkpoints.families.shared import (
+    with_attention,
+    with_shared_blocks,
+    without_rotation,
+)
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.layer_spec import LayerSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.shared_blocks import SharedSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _KINDS = {"mamba": False, "linear_attention": False, "hybrid": True}
 """Kinds of layers, as older and newer files call them, and whether a block lies in front of each."""
-_BLOCK, _BEHIND = "shared_transformer.", "mamba_decoder."
+_PARTS = "shared_transformer.", "mamba_decoder."
 """Parts of a layer with a block in front of it."""
 
 
@@ -34,53 +37,33 @@ def _hybrids(fields: Fields) -> list[bool]:
 def _values(fields: Fields) -> Mapping[str, object]:
     """Layers, blocks included, and heads, which share twice the channels of hidden states."""
     hybrids, hidden = _hybrids(fields), fields.positive("hidden_size")
-    values: dict[str, object] = {
+    longest = fields.positive("max_position_embeddings")
+    return {
         "num_hidden_layers": len(hybrids) + sum(hybrids),
         "head_dim": 2 * hidden // fields.positive("num_attention_heads", 32),
         "intermediate_size": fields.positive("intermediate_size", 4 * hidden),
         "layer_types": None,
+        "max_position_embeddings": 16_384 if fields.flag("use_long_context", False) else longest,
     }
-    if fields.flag("use_long_context", False):
-        values["max_position_embeddings"] = 16_384
-    return values
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("add_bias_linear", False)
     fields.require("rms_norm_eps", 1e-5)
-    blocks = fields.positive("num_mem_blocks", 1)
-    least = fields.number("time_step_min", 0.001)
-    state = replace(mamba2(fields, expanded(fields)), bias=True)
-    state = replace(state, dt_limit=(least, state.dt_limit[1]))
-    rank = fields.positive("adapter_rank", 128)
-    adapts = fields.flag("use_shared_attention_adapter", False)
-    layers: list[LayerSpec] = []
-    numbers, parts, firsts = [], [], list[int]()
-    plain = spec.layers[0]
-    scale = (spec.head_dim / 2) ** -0.5
-    attention = replace(plain.attention, scale=scale)
-    uses = 0
-    for number, has_block in enumerate(_hybrids(fields.updated({"num_hidden_layers": None}))):
-        if has_block:
-            firsts += [number] * (uses < blocks)
-            shared = SharedSpec(uses, rank, adapts)
-            layers.append(replace(plain, attention=attention, shared=shared))
-            numbers.append(firsts[uses % blocks])
-            uses += 1
-        layers.append(
-            replace(plain, attention=attention, mlp=None, state=state, joins_before=has_block)
-        )
-        numbers.append(number)
-        parts += [_BLOCK, _BEHIND] if has_block else [""]
-    names = replace(spec.names, numbers=tuple(numbers), parts=tuple(parts))
-    spec = replace(spec, layers=tuple(layers), names=names)
-    if fields.flag("use_mem_rope", False):
-        return spec
-    return without_rotation(spec, [True] * spec.num_layers)
+    scan, least = mamba2(fields, expanded(fields)), fields.number("time_step_min", 0.001)
+    state = replace(scan, bias=True, dt_limit=(least, scan.dt_limit[1]))
+    rank, adapts = fields.positive("adapter_rank", 128), "use_shared_attention_adapter"
+    shared = SharedSpec(0, rank, fields.flag(adapts, False))
+    spec = with_attention(spec, scale=(spec.head_dim / 2) ** -0.5)
+    block = replace(spec.layers[0], shared=shared)
+    behind = replace(spec.layers[0], mlp=None, state=state)
+    hybrids = _hybrids(fields.updated({"num_hidden_layers": None}))
+    count = fields.positive("num_mem_blocks", 1)
+    spec = with_shared_blocks(spec, block, behind, hybrids, count, _PARTS)
+    return without_rotation(spec, [not fields.flag("use_mem_rope", False)] * spec.num_layers)
 
 
 _MAMBA: Mapping[str, Any] = {name: f"{{part}}{it}" for name, it in MAMBA_NAMES.items()}
-_GATE_UP = "{part}feed_forward.gate_up_proj"
 ZAMBA2 = Family(
     "Zamba2ForCausalLM",
     "Zamba2 1.2B, 2.7B and 7B",
@@ -93,8 +76,8 @@ ZAMBA2 = Family(
         value="{part}self_attn.v_proj",
         attention_out="{part}self_attn.o_proj",
         mlp_norm="{part}pre_ff_layernorm",
-        gate=_GATE_UP,
-        up=_GATE_UP,
+        gate="{part}feed_forward.gate_up_proj",
+        up="{part}feed_forward.gate_up_proj",
         down="{part}feed_forward.down_proj",
         state_skip="{part}mamba.D",
         **_MAMBA,

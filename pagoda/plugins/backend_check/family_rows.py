@@ -48,6 +48,7 @@ _CASES: Mapping[str, _Case] = {
     "match_magnitude": _Case(
         (130, 130), (), lambda ops, x, y: family.match_magnitude(ops, x, y, 1e-5)
     ),
+    "scale_heads": _Case((120, 5), (), lambda ops, x, f: family.scale_heads(ops, x, f, 24)),
     "join_columns": _Case((130, 7), (), family.join_columns),
     "mix_streams": _Case((90, 9), (), lambda ops, x, c: family.mix_streams(ops, x, c, 3)),
     "correct_streams": _Case(

@@ -348,8 +348,12 @@ _ROUTINGS = {
     "weighed inputs": ExpertRouting(8, 1, False, "sigmoid", weighs_inputs=True),
 }
 _GIVEN = {
-    f"given weights, {kind}": (ExpertRouting(8, 2, False, "given"), ExpertActivation(kind))
-    for kind in ("gelu_tanh", "relu")
+    f"given weights, {it.kind}": (ExpertRouting(8, 2, False, "given"), it)
+    for it in (
+        ExpertActivation("gelu_tanh"),
+        ExpertActivation("relu"),
+        ExpertActivation("clamped_silu", limit=0.5),
+    )
 }
 """Cases of models whose weights of experts are worked out apart, by `expert_weights`."""
 _FP8_EXPERTS = "weights of fp8"

@@ -21,7 +21,7 @@ from pagoda.backend.kv_store import KVStore
 from pagoda.messages.segments import ColdSegment
 from pagoda.messages.transfers import HostSlots, TierBlocks, num_places, tier_name
 from pagoda.messages.worker import LostSegments
-from pagoda.model.decoder import LayerCache
+from pagoda.model.caches import LayerCache
 from pagoda.worker.kv.memory import HostArena
 from pagoda.worker.kv.staging import ALIGNMENT, Filling, Item, Staging, TierParts, part_room
 

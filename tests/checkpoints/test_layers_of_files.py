@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of families whose files say of each what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.layer_runs import layer_runs
+from pagoda.checkpoints.rope import RotarySpec
+from pagoda.errors import ConfigError
+
+_BASE: dict[str, Any] = {
+    **{"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "max_position_embeddings": 512},
+}
+_SLIDING = ["sliding_attention"]
+
+
+def parse(**changes: Any) -> Any:
+    return parse_model_config(_BASE | changes, source="config.json")
+
+
+def test_layers_that_were_searched_for() -> None:
+    """DeciLM has lists of heads of keys, or blocks of which each may lack attention or an MLP."""
+    deci = {"architectures": ["DeciLMForCausalLM"]}
+    listed = parse(**deci, num_key_value_heads_per_layer=[2, 1, 2])
+    plain = {"intermediate_size": 96}
+    blocks = [{"attention": {"n_heads_in_group": it}, "ffn": plain} for it in (2, 4, 2)]
+    assert parse(**deci, block_configs=blocks) == listed
+    assert [layer.attention.own_heads is None for layer in listed.layers] == [True, False, True]
+    nothing = {"attention": {"no_op": True}, "ffn": {"ffn_mult": 3.0}}
+    attention_alone = {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}}
+    config = parse(**deci, block_configs=[nothing, attention_alone, nothing])
+    assert config.kept_layers == [None, ("full", 0), None]
+    assert [layer.mlp and layer.mlp.intermediate_size for layer in config.layers] == [
+        256,
+        None,
+        256,
+    ]
+    assert layer_runs(config) == [range(3)]
+    window = {"attention": {"n_heads_in_group": 2, "window_length": 512}, "ffn": plain}
+    for blocks, said in (
+        ([nothing] * 3, "must have 3 layers, whose heads of keys divide the most of one"),
+        ([attention_alone], "must have 3 layers"),
+        ([{"ffn": plain}] * 3, "must be a list of objects that each have an object attention"),
+        ([window] * 3, r"block_configs\[0\].attention.window_length is not supported"),
+        ([{**nothing, "ffn": {"replace_with_linear": True}}] * 3, "replace_with_linear is not"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse(**deci, block_configs=blocks)
+
+
+def test_layers_that_are_mixed_with_others_stay_on_one_stage() -> None:
+    solar = {
+        "architectures": ["SolarForCausalLM"],
+        "num_hidden_layers": 6,
+        "bskcn_2": [],
+        "bskcn_4": [],
+    }
+    config = parse(**solar, bskcn_1=[1, 3], bskcn_3=[2, 4])
+    assert [layer.mixed_with for layer in config.layers[2:5]] == [((1, 0.8),), (), ((3, 0.8),)]
+    assert layer_runs(config) == [range(1), range(1, 3), range(3, 5), range(5, 6)]
+    with pytest.raises(ConfigError, match="bskcn_3 must name layers behind one of bskcn_1"):
+        parse(**solar, bskcn_1=[3], bskcn_3=[2])
+
+
+def test_rotary_bases_layer_by_layer() -> None:
+    """Step 3.5 has lists, which count layers that predict several tokens at once."""
+    step = {
+        **{"architectures": ["Step3p5ForCausalLM"], "num_attention_groups": 2, "head_dim": 32},
+        "layer_types": ["full_attention", *_SLIDING * 3],
+    }
+    parts = {"partial_rotary_factors": [0.5, 1.0, 1.0, 1.0], "moe_layers_enum": "1,2"}
+    config = parse(**step, **parts, rope_theta=[5e6, 1e4, 1e4, 1e4])
+    assert config.rotary["default"] == RotarySpec(16, 5e6)
+    assert config.rotary["local"] == RotarySpec(32, 1e4)
+    for thetas, said in (
+        ([5e6, 1e4, 2e4, 1e4], "must be the same"),
+        ([5e6, 1e4], "must be a list of 3"),
+    ):
+        with pytest.raises(ConfigError, match=f"rope_theta {said}"):
+            parse(**step, **parts, rope_theta=thetas)
+    with pytest.raises(ConfigError, match="swiglu_limits must be a list of 3 numbers"):
+        parse(**step, **parts, rope_theta=1e4, swiglu_limits=[0, 0.5, 0])
