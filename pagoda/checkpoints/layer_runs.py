@@ -7,8 +7,8 @@ from pagoda.checkpoints.model_spec import ModelSpec
 
 
 def layer_runs(spec: ModelSpec) -> list[range]:
-    """Layers that stay together: of one input, of which one counts behind, or is mixed with, another one, or one sees
-    what an encoder gives.
+    """Layers that stay together: of one input, of which one counts behind, or is mixed with, another one, or one
+    sees what an encoder gives.
 
     Those without attention go with one that has it, so that every stage keeps something of a sequence.
     """
