@@ -17,11 +17,18 @@ class Refusal(NamedTuple):
 
 
 _BETWEEN = "attends to what an encoder gives of a text"
+_RWKV = Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM")
 REFUSED: Mapping[str, Refusal] = {
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
-    "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
-    "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
+    "RwkvForCausalLM": _RWKV,
+    "RWKV7ForCausalLM": _RWKV,
+    "PanguProMoEV2ForCausalLM": Refusal(
+        "has keys and values that are weights", "GptOssForCausalLM"
+    ),
+    "PanguUltraMoEForCausalLM": Refusal(
+        "rotates heads in an order on which programs do not agree", "DeepseekV3ForCausalLM"
+    ),
     "T5ForConditionalGeneration": Refusal(_BETWEEN, "LlamaForCausalLM"),
     "BartForConditionalGeneration": Refusal(_BETWEEN, "OPTForCausalLM"),
 }

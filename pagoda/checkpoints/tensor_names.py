@@ -174,6 +174,8 @@ class TensorNames:
     state_step_norm: str = "mamba.dt_layernorm"
     state_b_norm: str = "mamba.b_layernorm"
     state_c_norm: str = "mamba.c_layernorm"
+    experts_norm: str = "post_attention_layernorm"
+    """Norm of what experts are given, where that is not what the shared MLP is given."""
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from family_models import make_random
-from own_oracles import DECI_BLOCKS, SOLAR_LISTS, Deci, Jais, Ouro, Plamo2, Solar, Step
+from own_oracles import DECI_BLOCKS, SOLAR_LISTS, Arctic, Deci, Jais, Ouro, Plamo2, Solar, Step
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -186,6 +186,7 @@ _PLAMO = {
     "post_feedforward_layernorm": "post_mlp_norm",
 }
 
+_MAPS = ("gate", "up", "down")
 _STEP_KINDS = [
     *("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
     "sliding_attention",  # of the layer that predicts one more token
@@ -498,6 +499,17 @@ OWN_CODE: dict[str, OwnCode] = {
             },
         },
         _step,
+    ),
+    "arctic": OwnCode(
+        "ArcticForCausalLM",
+        Arctic,
+        {"num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {
+            "residual.block_sparse_moe": "residual_mlp",
+            **{f"block_sparse_moe.{it}_proj": f"block_sparse_moe.mlp.{it}_proj" for it in _MAPS},
+            **{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        },
+        more={"use_residual": True, "parallel_attn_mlp_res": True, "moe_layer_frequency": 2},
     ),
     "solar": OwnCode("SolarForCausalLM", Solar, {"num_hidden_layers": 6}, more=SOLAR_LISTS),
     "orion": OwnCode(
