@@ -187,6 +187,8 @@ class ExpertsSpec:
     """The last experts, so many of them, give back what they are given (LongCat-Flash)."""
     carried: bool = False
     """Outputs of experts count behind the next layer."""
+    early: bool = False
+    """Experts have the input of attention, behind a norm of their own, and the shared MLP its output (Arctic)."""
     apart: bool = False
     """Experts and the shared MLP have norms of their own, and experts factors of their weights (Gemma 4)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -216,7 +218,8 @@ class ExpertsSpec:
 
     def vectors(self, names: TensorNames, hidden: int) -> list[tuple[str, int]]:
         """Names within a layer, and sizes, of its vectors besides maps."""
-        count, found = self.routing.num_experts, list[tuple[str, int]]()
+        count = self.routing.num_experts
+        found = [(f"{names.experts_norm}.weight", hidden)] * self.early
         if self.apart:
             norms = ((name, hidden) for name in names.apart_norms)
             found += [*norms, (names.expert_factors, count)]
@@ -293,6 +296,12 @@ class LayerSpec:
         if isinstance(self.mlp, MlpSpec) and self.mlp.inner_norm:
             found.append((names.inner_norm, self.mlp.intermediate_size))
         return [(f"{names.of_layer(layer, name)}.weight", size) for name, size in found]
+
+    @property
+    def held(self) -> int:
+        """Hidden states of a token that are there at once while the layer is computed, about."""
+        early = isinstance(self.mlp, ExpertsSpec) and self.mlp.early
+        return 2 + 2 * self.parallel + len(self.mixed_with) + early
 
     @property
     def keeps(self) -> bool:

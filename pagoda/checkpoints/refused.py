@@ -16,10 +16,17 @@ class Refusal(NamedTuple):
     """The family that is most like it."""
 
 
+_RWKV = Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM")
 REFUSED: Mapping[str, Refusal] = {
     "Step3TextForCausalLM": Refusal("factorizes its queries", "Qwen3MoeForCausalLM"),
-    "ArcticForCausalLM": Refusal("has experts beside dense layers", "MixtralForCausalLM"),
     "Grok1ModelForCausalLM": Refusal("has experts of GELU", "MixtralForCausalLM"),
-    "RwkvForCausalLM": Refusal("has layers with a state of RWKV", "Lfm2ForCausalLM"),
+    "RwkvForCausalLM": _RWKV,
+    "RWKV7ForCausalLM": _RWKV,
+    "PanguProMoEV2ForCausalLM": Refusal(
+        "has keys and values that are weights", "GptOssForCausalLM"
+    ),
+    "PanguUltraMoEForCausalLM": Refusal(
+        "rotates heads in an order on which programs do not agree", "DeepseekV3ForCausalLM"
+    ),
 }
 """Refusals by the names of architectures."""

@@ -183,6 +183,8 @@ class TensorNames:
     state_b_norm: str = "mamba.b_layernorm.weight"
     state_c_norm: str = "mamba.c_layernorm.weight"
     """Norms of those numbers, B and C; the tensors' names in full."""
+    experts_norm: str = "post_attention_layernorm"
+    """Norm of what experts are given, where that is not what the shared MLP is given."""
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"

@@ -45,7 +45,7 @@ from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
 from pagoda.model.loaded_layers import Layer
 from pagoda.model.loader import WeightLoader
-from pagoda.model.mlp import carried_part, own_part, whole_mlp
+from pagoda.model.mlp import carried_part, early_input, own_part, whole_mlp
 from pagoda.model.own_tokens import OwnTokens
 from pagoda.model.recording import (
     added,
@@ -449,6 +449,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             if not layer.spec.same_input:
                 given = attention_source(ops, layer, x, embedded, passed)
                 mixed = attention_input or normed(ops, given, layer.attention_norm, eps)
+            early = early_input(ops, layer, x, eps)
             x = residual(ops, layer, 0, x, mixed)
             if frame is not None and layer.beside is not None:
                 frame.attend(ops, layer.beside, mixed)
@@ -464,6 +465,8 @@ class Decoder(Generic[LinearT, MetadataT]):
                 if attended is not None:
                     attended = ops.select_rows(ops.share_rows(attended), rows)
                 x = ops.select_rows(ops.share_rows(x), rows)
+                if early is not None:
+                    early = ops.select_rows(ops.share_rows(early), rows)
                 if carried is not None:
                     carried = ops.select_rows(ops.share_rows(carried), rows)
                 if frame is not None:
@@ -485,7 +488,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             h = normed(ops, x, layer.mlp_norm, eps)
             x = residual(ops, layer, 1, x, h)
             before, carried = carried, carried_part(ops, layer, h)
-            out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x)
+            out = whole_mlp(ops, self._shard, layer, maps, h, adapters, x, early)
             x = added(ops, config, layer, x, out, layer.mlp_post_norm)
             x = x if before is None else ops.add(x, before)
             if frame is not None and layer.beside is not None:

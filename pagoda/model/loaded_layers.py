@@ -74,6 +74,15 @@ class DenseMlp(Generic[LinearT]):
     """Limit of activated gates and of ups."""
 
 
+class Norm(NamedTuple):
+    """Norm of hidden states [hidden]."""
+
+    weight: Tensor
+    """[hidden] float32."""
+    bias: Tensor | None
+    """[hidden] float32 of layer norms, None of RMS norms."""
+
+
 class ApartMlp(NamedTuple):
     """Vectors of experts that stand beside the shared MLP, [hidden] float32 all but the last."""
 
@@ -100,21 +109,14 @@ class SparseMlp(Generic[LinearT]):
     shared_router: LinearT | None
     identity: Tensor | None
     """[num_experts] float32, factors of weights, where some experts give back what they are given."""
+    early_norm: Norm | None
+    """Norm of what attention is given, where experts are given the same."""
     apart: ApartMlp | None
     latent: LinearT | None
     """Map of hidden states to what experts are given, and `latent_back`, where that is not hidden states."""
     latent_back: LinearT | None
     jitter: float | None
     """Reach of sparse mixing, which makes weights of scores; None where experts choose by scores."""
-
-
-class Norm(NamedTuple):
-    """Norm of hidden states [hidden]."""
-
-    weight: Tensor
-    """[hidden] float32."""
-    bias: Tensor | None
-    """[hidden] float32 of layer norms, None of RMS norms."""
 
 
 class PartNorm(NamedTuple):

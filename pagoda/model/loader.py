@@ -321,9 +321,11 @@ class WeightLoader(Generic[LinearT]):
             identity = torch.full((spec.routing.num_experts,), spec.routing.scaling_factor)
             identity = identity.to(self.backend.device)
         apart = self._apart(index) if spec.apart else None
+        early = config.names.of_layer(index, config.names.experts_norm)
         latent, back = [*(self.linear([it]) for it in sparse.latent), None, None][:2]
         return SparseMlp(
-            router, experts, shared, shared_router, identity, apart, latent, back, spec.jitter
+            *(router, experts, shared, shared_router, identity),
+            *(self.norm(early) if spec.early else None, apart, latent, back, spec.jitter),
         )
 
     def _apart(self, index: int) -> ApartMlp:

@@ -13,7 +13,7 @@ from pagoda.backend.relative_attention import columns
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.loaded_layers import ApartMlp, DenseMlp, Layer, SparseMlp
-from pagoda.model.recording import inner_normed, with_adapters
+from pagoda.model.recording import inner_normed, normed, with_adapters
 from pagoda.model.sharding import Shard
 
 
@@ -25,16 +25,28 @@ def whole_mlp(
     h: Value,
     adapters: Value | None,
     x: Value,
+    given: Value | None = None,
 ) -> Value:
-    """The MLP's output [n, hidden], summed over all ranks, from hidden states x [n, hidden], normed in h."""
+    """The MLP's output [n, hidden], summed over all ranks, from hidden states x [n, hidden], normed in h.
+
+    Experts of a layer that has `early_input` are `given` that.
+    """
     if isinstance(layer.mlp, SparseMlp) and layer.mlp.apart is not None:
         return _apart(ops, shard, layer.mlp, layer.mlp.apart, h, x)
     if not shard.dp_attention:
-        return ops.all_reduce(own_part(ops, shard, layer, maps, h, adapters))
+        return ops.all_reduce(own_part(ops, shard, layer, maps, h, adapters, given))
     if shard.dispatches and not isinstance(layer.mlp, DenseMlp):
-        return own_part(ops, shard, layer, maps, h, adapters)
+        return own_part(ops, shard, layer, maps, h, adapters, given)
     gathered = gather_rows(ops, h)
-    return scatter_rows(ops, own_part(ops, shard, layer, maps, gathered, adapters))
+    given = None if given is None else gather_rows(ops, given)
+    return scatter_rows(ops, own_part(ops, shard, layer, maps, gathered, adapters, given))
+
+
+def early_input(ops: GraphBuilder, layer: Layer[LinearT], x: Value, eps: float) -> Value | None:
+    """Input of experts, of the layer's x [n, hidden], where they have attention's; None of other layers."""
+    if not isinstance(layer.mlp, SparseMlp) or layer.mlp.early_norm is None:
+        return None
+    return normed(ops, x, layer.mlp.early_norm, eps)
 
 
 def _apart(
@@ -91,8 +103,12 @@ def own_part(
     maps: AdaptedLayer | None,
     h: Value,
     adapters: Value | None,
+    early: Value | None = None,
 ) -> Value:
-    """This rank's part of the MLP's output [n, hidden], from normed hidden states h [n, hidden]."""
+    """This rank's part of the MLP's output [n, hidden], from normed hidden states h [n, hidden].
+
+    Experts are given `early` where that is not None.
+    """
     mlp = layer.mlp
     if mlp is None:
         raise TypeError("The layer has no MLP.")
@@ -104,10 +120,11 @@ def own_part(
         and mlp.shared is not None
     ):
         return _dense(ops, mlp.shared, h, None, adapters)
-    scores = ops.linear(h, mlp.router)
+    given = h if early is None else early
+    scores = ops.linear(given, mlp.router)
     if mlp.jitter is not None:
         scores = sparse_mixing(ops, scores, mlp.jitter)
-    given = h if mlp.latent is None else ops.linear(h, mlp.latent)
+    given = given if mlp.latent is None else ops.linear(given, mlp.latent)
     if shard.dispatches:
         out = dispatched_experts(ops, given, scores, mlp.experts, shard.first_experts)
     else:

@@ -256,7 +256,7 @@ class Shard:
         kinds = {self.config.layers[layer]: layer for layer in self.layers}
         config, hidden = self.config, self.config.hidden_size
         return max(
-            (2 + 2 * one.parallel) * hidden + self._outputs_of(layer) + self._scanned_of(layer)
+            one.held * hidden + self._outputs_of(layer) + self._scanned_of(layer)
             for one, layer in kinds.items()
         ) + (0 if config.beside is None else config.beside.width(hidden) + hidden)
 

@@ -87,7 +87,7 @@ _SPARSE = (
     *("Qwen3VLMoeForConditionalGeneration", "DeepseekForCausalLM", "BailingMoeForCausalLM"),
     *("AfmoeForCausalLM", "MiMoV2FlashForCausalLM", "LongcatFlashForCausalLM"),
     *("PhimoeForCausalLM", "DbrxForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"),
-    *("Mistral4ForCausalLM", "MistralLarge3ForCausalLM", "Step3p5ForCausalLM"),
+    *("Mistral4ForCausalLM", "MistralLarge3ForCausalLM", "Step3p5ForCausalLM", "ArcticForCausalLM"),
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
 
@@ -225,3 +226,34 @@ class Step(Step3p7PreTrainedModel, transformers.GenerationMixin):
         found = self.model(input_ids=input_ids, **named)
         logits = self.lm_head(found[0])
         return CausalLMOutputWithPast(logits=logits, past_key_values=found.cache)
+
+
+class Arctic(transformers.MixtralForCausalLM):
+    """Mixtral whose even layers are dense, and whose others have a dense MLP behind attention besides experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        count = config.num_hidden_layers
+        self.model.layers = nn.ModuleList([_ArcticLayer(config, it) for it in range(count)])
+        self.model.layers.apply(self._init_weights)
+
+
+class _ArcticLayer(MixtralDecoderLayer):
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__(config, index)
+        dense = copy.copy(config)
+        dense.mlp_bias = False
+        if index % 2 == 0:
+            self.mlp = LlamaMLP(dense)
+            return
+        dense.intermediate_size = config.hidden_size
+        self.residual_mlp = LlamaMLP(dense)
+        self.residual_layernorm = copy.deepcopy(self.input_layernorm)
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
+        x, normed = hidden_states, self.input_layernorm(hidden_states)
+        behind = x + self.self_attn(hidden_states=normed, **named)[0]
+        if isinstance(self.mlp, LlamaMLP):
+            return behind + self.mlp(self.post_attention_layernorm(behind))
+        dense = self.residual_mlp(self.residual_layernorm(behind))
+        return behind + dense + self.mlp(self.post_attention_layernorm(x))

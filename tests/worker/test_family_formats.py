@@ -64,6 +64,7 @@ _OF_OWN_SIZES: dict[str, dict[str, Any]] = {
     "hybrid-nemotron-latent": {**_NEMOTRON, "moe_latent_size": 96, "topk_group": 1},
     **{name: {} for name in ("jais", "plamo2", "plamo3", "deci")},
     "step": {"num_experts_per_tok": 6, "moe_intermediate_size": 64},
+    "arctic": {"num_experts_per_tok": 5},
     **dict.fromkeys(("ouro", "solar"), SIZES),
     "mistral-large3": {
         **{**SIZES, "num_key_value_heads": 12, "num_experts_per_tok": 8},

@@ -108,6 +108,7 @@ FAMILIES: Mapping[str, Family] = _Families(
         "MiMoV2FlashForCausalLM": "mimo",
         "Step3p5ForCausalLM": "step",
         "LongcatFlashForCausalLM": "longcat",
+        "ArcticForCausalLM": "arctic",
         "PhimoeForCausalLM": "layer_norm_experts",
         "DbrxForCausalLM": "layer_norm_experts",
         "InternLMForCausalLM": "own_code",
