@@ -213,6 +213,15 @@ def _as_tq2_0(rows: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([blocks, scales], dim=2).flatten(1)
 
 
+def _nvfp4(blocks: Tensor) -> _Parts:
+    """Scales of four groups without signs, and of each group low halves of eight bytes, then their high halves."""
+    octets, halves = blocks[:, :4] & 127, blocks[:, 4:]
+    scales = torch.where(octets == 127, 0, octets).view(torch.float8_e4m3fn)
+    # Of scales 2^-8 counts, and numbers of the codebook are doubled.
+    unit = torch.full((len(blocks), 1), 2.0**7, dtype=torch.float16)
+    return nibbles(halves.contiguous(), 8), scales, None, unit, None
+
+
 def _words(octets: Tensor, size: int = 2) -> Tensor:
     """Words of so many bytes each, as [blocks, words] int32 for 2 and int64 for 4."""
     dtype = torch.int32 if size == 2 else torch.int64
@@ -345,6 +354,7 @@ _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
     "IQ3_S": _iq3_s,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
+    "NVFP4": _nvfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight, dequantize
-from pagoda.checkpoints.gguf.config import checked_tensor
+from pagoda.checkpoints.gguf.config import checked_tensor, scale_of_all
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
 from pagoda.checkpoints.linears import HeadFill, LinearRole, LinearSpec
 from pagoda.errors import ConfigError
@@ -40,7 +40,7 @@ class GgufWeights:
         if not is_vector and sizes[0] != sizes[1]:
             checked_tensor(self._file, name, tuple(out.shape))
         values = floats(self._rows(tensor), tensor.type).view(out.shape)
-        out.copy_(values)
+        out.copy_(values * scale_of_all(self._file, tensor, 0))
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         stored = linear.stored
@@ -49,9 +49,9 @@ class GgufWeights:
         tensor = checked_tensor(self._file, stored.weight, shape)
         rows, fill = self._rows(tensor), linear.fill
         if fill is not None and linear.role is LinearRole.ATTENTION_OUT:
-            whole = linear_weight(rows, tensor.type, dtype)
+            whole = self._weight(rows, tensor, linear, dtype)
             return _filled_inputs(whole, linear, fill, dtype)
-        weight = linear_weight(own_rows(rows, linear), tensor.type, dtype)
+        weight = self._weight(own_rows(rows, linear), tensor, linear, dtype)
         if linear.unit is not None:
             values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
             return DenseWeight(of_unit_length(values, linear).to(dtype))
@@ -61,6 +61,16 @@ class GgufWeights:
             for numbers in (weight.group_scales(), weight.group_minima()):
                 _check_finite(tensor, numbers)
         return weight
+
+    def _weight(
+        self, rows: Tensor, tensor: GgufTensor, linear: LinearSpec, dtype: torch.dtype
+    ) -> LinearWeight:
+        """The weight in rows of a tensor, with the scale of all of it."""
+        weight, stored = linear_weight(rows, tensor.type, dtype), linear.stored
+        scale = scale_of_all(self._file, tensor, stored.first // stored.shape[-2])
+        if scale == 1 or not isinstance(weight, BlockWeight) or weight.block_scales is None:
+            return weight
+        return replace(weight, block_scales=(weight.block_scales.float() * scale).half())
 
     def _rows(self, tensor: GgufTensor) -> Tensor:
         """The tensor's bytes, [rows, bytes of a row] uint8; what lies behind all rows is at the end of each."""

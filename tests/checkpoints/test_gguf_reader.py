@@ -240,7 +240,7 @@ WRONG_VALUES = [
 """Type and value of a key."""
 WRONG_TENSORS: list[tuple[list[tuple[list[int], int, int]], str]] = [
     ([([32], 77, 0)], "stores the tensor t as unknown type 77; Pagoda reads F32, F16, Q4_0"),
-    ([([256], 40, 0)], "stores the tensor t as NVFP4; Pagoda reads F32"),
+    ([([256], 15, 0)], "stores the tensor t as Q8_K; Pagoda reads F32"),
     ([([1] * 5, 0, 0)], "gives the tensor t 5 dimensions"),
     ([([32, 0], 0, 0)], "the tensor t the shape [0, 32]"),
     ([([33], 8, 0)], "tensor t the shape [33], but Q8_0 comes in rows of a multiple of 32"),

@@ -290,6 +290,8 @@ def _numbers(name: str) -> list[int]:
 
 def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
     """Blocks near `values` where the package can make them, else any blocks at all, as large as weights are."""
+    if kind is Kind.NVFP4:
+        return _nvfp4(values)
     if kind not in HALVES:
         return gguf.quantize(values, kind)
     weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -302,6 +304,18 @@ def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
     if kind is Kind.IQ1_M:  # its half is in the high ends of four words
         digits = np.uint16(0x0C1A) >> np.array([0, 4, 8, 12], dtype=np.uint16) & 15
         blocks[:, 49::2] = blocks[:, 49::2] & 15 | digits.astype(np.uint8) << 4
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def _nvfp4(values: np.ndarray) -> np.ndarray:
+    """Blocks of four groups with a scale that makes the highest number of each about 6."""
+    form = gguf.quants.NVFP4
+    groups = values.reshape(-1, 4, 16)
+    scales = form.fp32_to_ue4m3(np.abs(groups).max(axis=2) / 6)
+    meant = form.ue4m3_to_fp32(scales)[..., None, None] * np.array(form.kvalues)
+    codes = np.abs(meant - groups[..., None]).argmin(axis=3).astype(np.uint8)
+    packed = codes[..., :8] | codes[..., 8:] << 4
+    blocks = np.concatenate([scales, packed.reshape(len(groups), 32)], axis=1)
     return blocks.reshape(*values.shape[:-1], -1)
 
 

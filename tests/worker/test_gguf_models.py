@@ -47,7 +47,7 @@ TYPES = (
     *(Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_0, Kind.Q5_1, Kind.Q5_K),
     *(Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4),
     *(Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S),
-    *(Kind.TQ1_0, Kind.TQ2_0),
+    *(Kind.TQ1_0, Kind.TQ2_0, Kind.NVFP4),
 )
 
 # ---- weights
@@ -115,12 +115,58 @@ def test_blocks_of_any_bytes_are_those_of_the_package(kind: Kind) -> None:
     blocks = np.random.default_rng(kind).integers(0, 256, (64, num_bytes), dtype=np.uint8)
     if kind is Kind.MXFP4:  # float16 holds these scales
         blocks[:, 0] = 104 + blocks[:, 0] % 40
+    if kind is Kind.NVFP4:  # nobody writes signs of scales
+        blocks[:, :4] &= 127
     with np.errstate(invalid="ignore"):
         expected = gguf.dequantize(blocks, kind)
     finite = np.isfinite(expected).all(axis=1)
     assert finite.sum() > 32
     weight = linear_weight(torch.from_numpy(blocks[finite]), BLOCK_TYPES[kind], torch.float32)
     np.testing.assert_array_equal(dequantize(weight).numpy(), expected[finite])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_nvfp4_has_a_scale_for_all_of_a_matrix(family: str, tmp_path: Path) -> None:
+    """Experts have one each. Scales of inputs are not read."""
+    sizes = {"intermediate_size": 192, "num_hidden_layers": 1}
+    if family == "qwen3-moe":
+        sizes["moe_intermediate_size"] = 192
+    model = make_model(family, **sizes)
+    stored = save_gguf(model, tmp_path / "plain.gguf", _nvfp4)
+    writer = GGUFWriter(tmp_path / "m.gguf", family.replace("-", ""))
+    scales = {}
+    for name in [it for it in stored if _nvfp4(it) is Kind.NVFP4]:
+        count = len(stored[name]) if stored[name].ndim > 2 else 1
+        scales[name] = (np.arange(count, dtype=np.float32) + 1) / 64
+        for end in ("scale", "input_scale"):
+            writer.add_tensor(name.replace("weight", end), scales[name])
+    _copy(tmp_path / "plain.gguf", writer)
+    spec, weights = gguf_model_config(read_gguf(tmp_path / "m.gguf")), _weights(tmp_path / "m.gguf")
+    count = 0
+    for linear in spec.layer_linears(0, range(spec.experts.num_stored if spec.experts else 0)):
+        name, place = f"{linear.stored.tensor}.weight", linear.stored.first // linear.outputs
+        if name in scales:
+            expected = stored[name].reshape(-1, linear.outputs, linear.inputs)[place]
+            weight = weights.linear(linear, torch.float32)
+            assert isinstance(weight, BlockWeight)
+            np.testing.assert_array_equal(dequantize(weight), expected * scales[name][place])
+            count += 1
+    assert count == sum(map(len, scales.values())) > 0
+
+
+def _nvfp4(name: str) -> Kind:
+    return Kind.NVFP4 if "ffn_down" in name else Kind.F32
+
+
+@pytest.mark.parametrize("number", [0.0, float("nan"), 1e9])
+def test_a_scale_that_is_of_no_use(number: float, tmp_path: Path) -> None:
+    model = make_model("qwen3", intermediate_size=192, num_hidden_layers=1)
+    save_gguf(model, tmp_path / "plain.gguf", _nvfp4)
+    writer = GGUFWriter(tmp_path / "m.gguf", "qwen3")
+    writer.add_tensor("blk.0.ffn_down.scale", np.array([number], dtype=np.float32))
+    _copy(tmp_path / "plain.gguf", writer)
+    with pytest.raises(ConfigError, match=r"blk.0.ffn_down.scale holds .*, which must be from"):
+        load(tmp_path / "m.gguf")
 
 
 # ---- models
@@ -163,12 +209,12 @@ def _mixed(name: str) -> Kind:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "mixed"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "NVFP4", "mixed"])
 def test_quantized_models_answer_as_their_weights_say(
     family: str, kind: str, backend: str, tmp_path: Path
 ) -> None:
     """The oracle has the dequantized weights; activations are rounded too, so logits are only close."""
-    model = make_model(family, hidden_size=192, initializer_range=0.06)
+    model = make_model(family, hidden_size=192, intermediate_size=192, initializer_range=0.06)
     path = tmp_path / "m.gguf"
     _load_stored(model, save_gguf(model, path, _mixed if kind == "mixed" else lambda _: Kind[kind]))
     differences = answer_differences(load(path, backend=backend, dtype="float32"), model)

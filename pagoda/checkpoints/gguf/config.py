@@ -32,6 +32,7 @@ from pagoda.checkpoints.weight_formats import (
     IQ3_XXS_CODEBOOK,
     IQ4_CODEBOOK,
     MXFP4,
+    NVFP4,
     TERNARY,
     TERNARY_CODEBOOK,
     BlockFormat,
@@ -65,6 +66,7 @@ BLOCKS = {
     "IQ4_NL": BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=IQ4_CODEBOOK),
     "IQ4_XS": BlockFormat(4, 32, 256, integer_scales=True, minima=False, codebook=IQ4_CODEBOOK),
     "MXFP4": MXFP4,
+    "NVFP4": replace(NVFP4, block_size=64),
     "Q2_K": BlockFormat(2, 16, 256, integer_scales=True, minima=True),
     "Q3_K": BlockFormat(3, 16, 256, integer_scales=True, minima=False),
     "Q4_K": BlockFormat(4, 32, 256, integer_scales=True, minima=True),
@@ -211,11 +213,48 @@ def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
         index = rest.partition(".")[0]
         return layers == spec.names.layers and index.isdecimal() and int(index) < num_blocks
 
-    beside = (name for name in file.tensors if name not in others and not is_in_block(name))
-    for name in itertools.chain(unread_tensors(spec, file.tensors), beside):
+    names = [name for name in file.tensors if not _is_scale(file, name)]
+    beside = (name for name in names if name not in others and not is_in_block(name))
+    for name in itertools.chain(unread_tensors(spec, names), beside):
         raise ConfigError(
             f"{file.path} has a tensor {name!r}, which is in no model of its kind that Pagoda runs."
         )
+
+
+def _is_scale(file: GgufFile, name: str) -> bool:
+    """True of the scale of a whole matrix of NVFP4, and of that of its inputs, which is worked out anew."""
+    stem, _, end = name.rpartition(".")
+    matrix = file.tensors.get(f"{stem}.weight")
+    return end in ("scale", "input_scale") and matrix is not None and matrix.type.name == "NVFP4"
+
+
+def scale_of_all(file: GgufFile, tensor: GgufTensor, expert: int) -> float:
+    """Factor of all weights of a matrix, or of one expert's, besides the scales of their blocks.
+    Raises ConfigError: it is of no use."""
+    name = f"{tensor.name.removesuffix('.weight')}.scale"
+    if tensor.type.name != "NVFP4" or name not in file.tensors:
+        return 1.0
+    stored = file.tensor(name)
+    count = math.prod(stored.shape)
+    if stored.type.name != "F32" or count not in (1, *tensor.shape[:-2]):
+        raise ConfigError(
+            f"{stored.path}: tensor {name} must have one number of type F32, or one for each expert."
+        )
+    numbers = _numbers(stored)
+    scale = numbers[expert if count > 1 else 0]
+    # Beyond these float16 has no number of full precision.
+    if not 2.0**-21 <= scale <= 2.0**8:
+        raise ConfigError(
+            f"{stored.path}: tensor {name} holds {scale}, which must be from 2^-21 to 256."
+        )
+    return scale
+
+
+def _numbers(tensor: GgufTensor) -> tuple[float, ...]:
+    """All numbers of a tensor of type F32."""
+    with open(tensor.path, "rb", opener=open_regular) as opened:
+        opened.seek(tensor.start)
+        return struct.unpack(f"<{tensor.num_bytes // 4}f", opened.read(tensor.num_bytes))
 
 
 def _longrope(file: GgufFile, count: int) -> LongRopeScaling:
@@ -235,9 +274,7 @@ def _frequency_factors(file: GgufFile, name: str, count: int) -> tuple[float, ..
     tensor = checked_tensor(file, name, (count,))
     if tensor.type.name != "F32":
         raise ConfigError(f"{file.path}: tensor {name} must be of type F32.")
-    with open(tensor.path, "rb", opener=open_regular) as opened:
-        opened.seek(tensor.start)
-        factors = struct.unpack(f"<{count}f", opened.read(tensor.num_bytes))
+    factors = _numbers(tensor)
     if not all(0 < factor < math.inf for factor in factors):
         raise ConfigError(f"{file.path}: tensor {name} must hold positive numbers.")
     return factors

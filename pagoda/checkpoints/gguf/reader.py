@@ -87,6 +87,7 @@ BLOCK_TYPES = {
     # Of BitNet's own llama.cpp: two bits in runs of 128, as its x86 writes them, and one scale behind the tensor.
     36: BlockType("I2_S", 256, 64, behind=32),
     39: BlockType("MXFP4", 32, 17),
+    40: BlockType("NVFP4", 64, 36),
 }
 """The types that Pagoda reads, by their numbers in the file."""
 _UNREAD_TYPES = {
@@ -97,7 +98,6 @@ _UNREAD_TYPES = {
     26: "I32",
     27: "I64",
     28: "F64",
-    40: "NVFP4",
 }
 
 
