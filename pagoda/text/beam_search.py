@@ -75,9 +75,12 @@ class Beam:
 class BeamSearch:
     """The beams of one prompt; knows no models."""
 
-    def __init__(self, params: BeamSearchParams, end_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, params: BeamSearchParams, end_token_ids: Collection[int], never: Collection[int] = ()
+    ) -> None:
+        """`never` are tokens that no beam has."""
         self._params = params
-        self._ends = frozenset(end_token_ids)
+        self._ends, self._never = frozenset(end_token_ids), frozenset(never)
         self.running = [Beam()]
         """Unfinished beams, the likeliest first."""
         self.finished: list[Beam] = []
@@ -89,7 +92,8 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Likeliest tokens of each beam that a step looks at: enough to go on with without those that end."""
-        return max(2, 1 + len(self._ends)) * self._params.beam_width
+        each = max(2, 1 + len(self._ends)) * self._params.beam_width
+        return each + len(self._never)
 
     def advance(self, likeliest: Sequence[TokenLogprobs]) -> None:
         """Goes on one token with the likeliest tokens behind each of `running`."""
@@ -100,6 +104,7 @@ class BeamSearch:
             (-(beam.cumulative_logprob + logprob), index, rank)
             for index, (beam, top) in enumerate(pairs)
             for rank, logprob in enumerate(top.top_logprobs)
+            if top.top_token_ids[rank] not in self._never
         ]
         best = heapq.nsmallest(self.num_candidates, places)
         candidates = [pairs[index][0].extended(pairs[index][1], rank) for _, index, rank in best]
@@ -149,7 +154,8 @@ async def beam_search(
     `Endpoint.generate`.
     """
     ends = {*request.request.work.eos_token_ids, *request.sampling.stop_token_ids}
-    search = BeamSearch(params, ends)
+    rules = request.request.work.speech
+    search = BeamSearch(params, ends, () if rules is None else rules.suppressed)
     tracker, num_cached_tokens = generator.tracker, None
     with (
         tracker.answering(request.request, request.client_request) as record,

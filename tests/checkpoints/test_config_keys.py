@@ -96,7 +96,7 @@ WITHOUT_USE = {
 NAMES = [
     name
     for name in FAMILIES
-    if not name.endswith("ForConditionalGeneration")
+    if not name.endswith(("ForConditionalGeneration", "MarianMTModel"))
     and hasattr(transformers, name.replace("MiMo", "Qwen2"))
 ]
 """Families of which transformers has the class, and not as the text part of another alone."""

@@ -136,6 +136,13 @@ def test_what_is_no_text_for_the_encoder_is_refused(saved: Save) -> None:
             engine.answer([request])
 
 
+def test_absent_keys_have_the_values_of_transformers() -> None:
+    for make, config, _ in MODELS.values():
+        named = {"architectures": [make.__name__]}
+        spec = parse_model_config(named, source="config.json")
+        assert spec == parse_model_config(config().to_dict() | named, source="config.json")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

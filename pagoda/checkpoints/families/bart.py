@@ -123,4 +123,5 @@ MARIAN = replace(
     architecture="MarianMTModel",
     models="OPUS-MT (translations)",
     adapt=partial(_adapt, pre_norm=False, norms_embedding=False, sinusoidal=True),
+    defaults={**BART.defaults, "vocab_size": 58101},
 )
