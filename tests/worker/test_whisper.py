@@ -105,7 +105,7 @@ def _expected(model: Any, heard: Heard) -> Answer:
             for process in _processors(heard):
                 scores = process(ids, scores)
             token_id = int(scores.argmax())
-            answer.append((token_id, float(logits.log_softmax(-1)[0, token_id])))
+            answer.append((token_id, float(scores.log_softmax(-1)[0, token_id])))
             ids = torch.cat([ids, torch.tensor([[token_id]])], 1)
     return answer
 

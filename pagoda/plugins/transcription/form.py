@@ -32,6 +32,7 @@ class TranscriptionForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Text that was said before, whose style is kept."""
     response_format: ResponseFormat = "json"
     temperature: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Temperature of sampling; with 0, what comes out bad is tried again at higher ones."""
     timestamp_granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] = []
     stream: bool = False
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

@@ -54,7 +54,7 @@ async def _stream(transcription: Transcription, audio: DecodedAudio, stream: Eve
         async for piece in pieces:
             while (delta := await piece.deltas.get()) is not None:
                 # What a text begins with is no part of it.
-                added = delta.text if text else delta.text.lstrip()
+                added = delta if text else delta.lstrip()
                 if added:
                     text += added
                     await stream.send(event({"type": "transcript.text.delta", "delta": added}))
@@ -83,9 +83,7 @@ async def _whole(
         write = srt if form.response_format == "srt" else vtt
         return context.text(write(segments), _TYPES[form.response_format])
     rate = speech.features.rate / speech.features.hop
-    shown = await generator.run_sized(
-        lambda: verbose(segments, form.temperature, rate), _CHARS_OF_TOKEN * size
-    )
+    shown = await generator.run_sized(lambda: verbose(segments, rate), _CHARS_OF_TOKEN * size)
     answer: dict[str, Any] = {
         "task": transcription.task,
         "language": transcription.language or "en",
