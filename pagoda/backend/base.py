@@ -50,6 +50,8 @@ class HeardAudio(NamedTuple):
     """Place of the sequence in the step."""
     features: Tensor
     """[mel_bins * frames] float32."""
+    digest: bytes
+    """SHA-256 of the features."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class TokenBatch:
             cold=cold or {},
             ranks=None if self.ranks is None else self.ranks[chosen],
             audio=tuple(
-                HeardAudio(int(chosen[: it.sequence].sum()), it.features)
+                it._replace(sequence=int(chosen[: it.sequence].sum()))
                 for it in self.audio
                 if chosen[it.sequence]
             ),

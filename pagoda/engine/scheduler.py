@@ -26,6 +26,7 @@ from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
+    Pooling,
     PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
@@ -148,6 +149,13 @@ class Scheduler:
         heard = 0 if request.work.audio is None else len(request.work.audio.values)
         if heard != self.limits.feature_bytes:
             return _wrong_audio(heard, self.limits.feature_bytes)
+        alignment, finds = request.work.alignment, request.work.pooling is Pooling.PLACES
+        if finds or alignment is not None:
+            first = len(request.token_ids) if alignment is None else alignment.first
+            if not (heard and finds and first < request.num_prompt_tokens):
+                return (
+                    "Places in an audio are those of tokens of a prompt, which an alignment names."
+                )
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "

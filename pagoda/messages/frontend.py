@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
-from pagoda.messages.audio import AudioFeatures, SpeechRules
+from pagoda.messages.audio import Alignment, AudioFeatures, SpeechRules
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.ranges import (
@@ -39,7 +39,7 @@ from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 MAX_ROUTERS = 1024
 """Ids of routers that a host names."""
@@ -97,6 +97,8 @@ class Pooling(enum.StrEnum):
     """The scores that the model's head gives the text for one of its tokens, instead of a hidden state."""
     SCORE_ALL = "score_all"
     """The scores that the model's head gives the text for all of its tokens, or those of each token."""
+    PLACES = "places"
+    """The place in the audio at which each token of `Work.alignment` is left for the next one."""
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -120,6 +122,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Audio that the request is about, of a model that hears."""
     speech: SpeechRules | None = None
     """Tokens that a transcript may have; None of an answer that is none."""
+    alignment: Alignment | None = None
+    """Tokens whose places in the audio are wanted; with `Pooling.PLACES`."""
 
 
 class GenerateRequest(

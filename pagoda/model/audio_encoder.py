@@ -7,7 +7,8 @@ that attends to audio. So they live and die with the sequence's KV, and no sched
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 HEARD = -1
 """Number of the metadata of attention to audio, beside those of KV groups."""
 _ENCODED = "encoded"
+_MOST_KEPT = 16
+"""Audios of which is kept what the encoder gave: pieces of two that are transcribed at a time."""
+
+
+def crossing(layer: int) -> str:
+    """Name of the result of a stage that are the queries of a layer which attends to what is heard."""
+    return f"crossing_{layer}"
 
 
 def heard_by(batch: TokenBatch, positions: int) -> TokenBatch:
@@ -57,6 +65,7 @@ class AudioEncoder(Generic[LinearT]):
             Shard(encoder, range(encoder.num_layers), shard.tp_rank, shard.tp_size)
         )
         self._spec, self._shard, self._backend = spec, own.shard, loader.backend
+        self._tracer = loader.tracer
         self._convolutions = [
             (
                 loader.vector(f"{name}.weight", (hidden, channels, 3)),
@@ -74,6 +83,8 @@ class AudioEncoder(Generic[LinearT]):
             if shard.config.layers[index].attention.crosses
         }
         self._group = 0
+        self._kept = OrderedDict[bytes, Tensor]()
+        """Encoded last audios [positions, hidden], by the digest of their features."""
 
     @property
     def positions(self) -> int:
@@ -101,35 +112,78 @@ class AudioEncoder(Generic[LinearT]):
                 keys = columns(ops, both, 0, both.width // 2)
                 written = self._written(ops, join_columns(ops, keys, both), cache)
                 ops.result(f"layer_{index}", written)
+                ops.result(f"keys_{index}", keys)
         self._compiled: Compiled[Any] = self._backend.compile(ops.build())
 
     def encode(self, batch: TokenBatch) -> None:
         """Writes keys and values of the audio of a step's sequences, one after the other: how many there are
-        changes no bit."""
-        for sequence, features in batch.audio:
-            tables = tuple(table[sequence : sequence + 1] for table in batch.block_tables)
-            step = self._step(self._convolved(features), tables)
-            (encoded,) = self._compiled(step, [_ENCODED])
-            known = StepInput({_ENCODED: encoded}, step.metadata)
+        changes no bit. The encoder is spared audio that it was given lately, of which several things are asked."""
+        began = self._tracer.e2e() if batch.audio else 0
+        for heard in batch.audio:
+            tables = tuple(
+                table[heard.sequence : heard.sequence + 1] for table in batch.block_tables
+            )
+            encoded = self._kept.pop(heard.digest, None)
+            metadata = self._metadata(tables)
+            if encoded is None:
+                step = StepInput({"hidden": self._convolved(heard.features)}, metadata)
+                (encoded,) = self._compiled(step, [_ENCODED])
+            known = StepInput({_ENCODED: encoded}, metadata)
             for index in self._keys_values:
                 self._compiled(known, [f"layer_{index}"])
+            self._kept[heard.digest] = encoded
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        if began:
+            self._tracer.span("encode audio", began)
 
-    def profile(self) -> int:
-        """Bytes of memory that an audio takes while it is encoded."""
+    def own_heads(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """This rank's heads among `heads`, which name layers that attend to audio and heads of them: decoder's
+        layers, and places among the rank's heads. Raises IndexError: there is no such layer."""
+        layers, own = [*self._keys_values], self._shard.heads
+        return [(layers[layer], head - own.start) for layer, head in heads if head in own]
+
+    def keys(self, digest: bytes, heads: Sequence[tuple[int, int]]) -> Tensor:
+        """Keys of `own_heads` [heads, positions, head_dim] of an audio that was encoded in this step.
+        Raises KeyError: it was not."""
+        size = self._spec.encoder.head_dim
+        step: StepInput[Any] = StepInput({_ENCODED: self._kept[digest]})
+        names = list(dict.fromkeys(f"keys_{layer}" for layer, _ in heads))
+        found = dict(zip(names, self._compiled(step, names), strict=True)) if names else {}
+        parts = [
+            found[f"keys_{layer}"][:, size * head : size * (head + 1)] for layer, head in heads
+        ]
+        return torch.stack(parts) if parts else torch.zeros(0, self.positions, size)
+
+    def queries(
+        self, crossed: Mapping[int, Tensor], heads: Sequence[tuple[int, int]], count: int
+    ) -> Tensor:
+        """Scaled queries of `own_heads` [count, heads, head_dim], of those of whole layers [count, width]."""
+        encoder = self._spec.encoder
+        size, scale = encoder.head_dim, encoder.layers[0].attention.scale
+        parts = [crossed[layer][:, size * head : size * (head + 1)] for layer, head in heads]
+        return scale * torch.stack(parts, 1) if parts else torch.zeros(count, 0, size)
+
+    def profile(self, decoder_bytes: int) -> int:
+        """Bytes of memory that a step takes in which an audio is encoded before the decoder takes so many, with
+        those that are kept of the last audios."""
         hidden = self._spec.encoder.hidden_size
         table = torch.zeros((1, 1), dtype=torch.int64)
-        step = self._step(torch.zeros(self.positions, hidden), (table,) * (self._group + 1))
-        convolved = 4 * hidden * 4 * self.positions * torch.float32.itemsize
-        return self._compiled.profile(step, [_ENCODED]) + convolved
+        tables = (table,) * (self._group + 1)
+        step = StepInput({"hidden": torch.zeros(self.positions, hidden)}, self._metadata(tables))
+        encoded = hidden * self.positions * torch.float32.itemsize
+        convolved = self._compiled.profile(step, [_ENCODED]) + 4 * 4 * encoded
+        return max(decoder_bytes, convolved) + _MOST_KEPT * encoded
 
-    def _step(self, x: Tensor, tables: tuple[Tensor, ...]) -> StepInput[Any]:
-        """The step of one audio, whose hidden states [positions, hidden] go into the first layer."""
+    def _metadata(self, tables: tuple[Tensor, ...]) -> dict[int, Any]:
+        """Metadata of the step of one audio."""
         places = torch.arange(self.positions)
         lens = torch.tensor([self.positions])
         batch = TokenBatch(places, places, torch.zeros_like(places), lens, lens, tables)
         heads = len(self._shard.heads)
-        metadata = self._backend.attention_metadata(batch, heads, self._cache, self._group)
-        return StepInput({"hidden": x}, {self._group: metadata})
+        return {
+            self._group: self._backend.attention_metadata(batch, heads, self._cache, self._group)
+        }
 
     def _convolved(self, features: Tensor) -> Tensor:
         """Hidden states [positions, hidden] in front of the first layer, of features [mel_bins * frames]."""

@@ -38,7 +38,7 @@ from pagoda.backend.row_sampling import SamplesRows
 from pagoda.checkpoints.draft_heads import DraftHeadSpec
 from pagoda.checkpoints.pooling_spec import VectorKind
 from pagoda.model.adapters import AdaptedLayer, Adapters
-from pagoda.model.audio_encoder import HEARD, AudioEncoder, heard_by
+from pagoda.model.audio_encoder import HEARD, AudioEncoder, crossing, heard_by
 from pagoda.model.draft_heads import fused_input, load_joint, load_token_offsets
 from pagoda.model.embedding import embed
 from pagoda.model.layer_inputs import load_beside
@@ -158,7 +158,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
         self._embedding_multiplier = rounded.item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
-        self._audio = None if config.audio is None else AudioEncoder(loader, config.audio)
+        self.audio = None if config.audio is None else AudioEncoder(loader, config.audio)
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -175,8 +175,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
-        if self._audio is not None:
-            self._audio.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
+        if self.audio is not None:
+            self.audio.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
         self._compiled = compiled = self._compile(embeds_spans=False)
         self._compiled_with_spans: Compiled[MetadataT] | None = None
         """The graph of steps with embedded spans; the first of them compiles it."""
@@ -209,9 +209,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         metadata = {
             group: plan(attended, heads, cache, group) for group, cache in self._groups.items()
         }
-        if self._audio is not None:
+        if self.audio is not None:
             cache, group = self.caches[0].cache, self.caches[0].group
-            metadata[HEARD] = plan(heard_by(batch, self._audio.positions), heads, cache, group)
+            metadata[HEARD] = plan(heard_by(batch, self.audio.positions), heads, cache, group)
         return PlannedBatch(batch, metadata, own)
 
     def forward(
@@ -238,12 +238,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         results: Sequence[str] = (LAST_HIDDEN,),
     ) -> tuple[Tensor, ...]:
         """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
-        tracer = self._tracer
-        if self._audio is not None and planned.batch.audio:
-            began = tracer.e2e()
-            self._audio.encode(planned.batch)
-            tracer.span("encode audio", began)
-        began = tracer.e2e()
+        if self.audio is not None:
+            self.audio.encode(planned.batch)
+        tracer, began = self._tracer, self._tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
         ready = tracer.kernel()
@@ -282,7 +279,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             # The embeddings that are given, of all tokens, and their sum with those of tokens.
             hidden_size = self._shard.config.hidden_size
             num_bytes += 2 * len(batch.token_ids) * hidden_size * torch.float32.itemsize
-        return num_bytes if self._audio is None else max(num_bytes, self._audio.profile())
+        return num_bytes if self.audio is None else self.audio.profile(num_bytes)
 
     def _input(
         self,
@@ -460,7 +457,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             table = tables.get(layer.spec.attention.rotary)
             own_beside = beside if layer.block is None else layer.block.added(ops, h)
             attended = self._attention(
-                ops, layer, maps, (cache, states), table, h, adapters, own_beside
+                *(ops, index, layer, maps, (cache, states), table, h, adapters, own_beside)
             )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
@@ -535,6 +532,7 @@ class Decoder(Generic[LinearT, MetadataT]):
     def _attention(
         self,
         ops: GraphBuilder,
+        index: int,
         layer: Layer[LinearT],
         maps: AdaptedLayer | None,
         caches: tuple[LayerCache, list[StateCache]],
@@ -569,9 +567,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         is_own = qkv.own
         qkv, table = with_own_heads(ops, qkv, layer, self._shard, table)
         queries = ops.share_rows(qkv)
-        if spec.kv_layer is None and not crosses:
-            num_heads = len(self._shard.heads)
-            sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
+        if crosses:
+            ops.result(crossing(index), queries)
+        elif spec.kv_layer is None:
+            sizes: dict[str, Any] = {"num_heads": len(self._shard.heads), "head_dim": head_dim}
             queries = ops.rotate_and_cache(queries, metadata, table, cache, norms, **sizes)
         if spec.temperature is not None:
             scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))

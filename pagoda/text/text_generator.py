@@ -330,6 +330,7 @@ class TextGenerator:
                         spans=draft.spans,
                         audio=draft.audio,
                         speech=draft.speech,
+                        alignment=draft.alignment,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import EmbeddedRows, HeardAudio, TokenBatch
+from pagoda.messages.audio import AudioFeatures
 from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.transfers import HostSlots, TierBlocks
@@ -239,7 +240,7 @@ class InputBatch:
         """Places of the second of two texts; 0 for none."""
         self._pairs: set[int] = set()
         """Slots with two texts."""
-        self._audio: dict[int, bytes] = {}
+        self._audio: dict[int, AudioFeatures] = {}
         """Features of slots that have not begun."""
         self._spans: dict[int, list[_Span]] = {}
         """Embedded spans of slots whose places are not all computed."""
@@ -299,7 +300,7 @@ class InputBatch:
         if start.work.spans and self._embeds_spans:
             self._spans[slot] = list(map(_Span.of, start.work.spans))
         if start.work.audio is not None and start.num_computed_tokens == 0:
-            self._audio[slot] = start.work.audio.values
+            self._audio[slot] = start.work.audio
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
@@ -522,12 +523,16 @@ class InputBatch:
 
     def _heard(self, slots: list[int]) -> tuple[HeardAudio, ...]:
         """Audio of the slots that begin, which is forgotten."""
-        return tuple(
-            HeardAudio(
-                place, torch.frombuffer(bytearray(self._audio.pop(slot)), dtype=torch.float32)
-            )
+        found = [
+            (place, self._audio.pop(slot))
             for place, slot in enumerate(slots)
             if slot in self._audio
+        ]
+        return tuple(
+            HeardAudio(
+                place, torch.frombuffer(bytearray(audio.values), dtype=torch.float32), audio.digest
+            )
+            for place, audio in found
         )
 
     def _refuse(
