@@ -6,19 +6,22 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from pagoda.api.errors import GenerationError
 from pagoda.errors import OverloadedError, refuse
-from pagoda.messages.audio import AudioFeatures, SpeechRules
+from pagoda.messages.audio import Alignment, AudioFeatures, SpeechRules
+from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.transcription.decoding import DecodedAudio, piece_seconds
 from pagoda.plugins.transcription.form import TranscriptionForm
+from pagoda.plugins.transcription.words import Word, words_of
 from pagoda.telemetry.request_tracker import ClientRequest
 from pagoda.text.draft import Draft
 from pagoda.text.speech_files import SpeechTask, SpeechText
@@ -26,6 +29,8 @@ from pagoda.text.text_generator import TextDelta, TextGenerator
 
 _AHEAD = 8
 """Pieces of an audio that are transcribed at a time."""
+CHARS_OF_TOKEN = 16
+"""Characters of a text that takes as long as a token of a transcript with times."""
 _TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures at which a piece is tried until it is accepted (Radford et al. 2022, part 4.5)."""
 _MAX_COMPRESSION, _LEAST_LOGPROB, _MAX_NO_SPEECH = 2.4, -1.0, 0.6
@@ -39,6 +44,8 @@ class HeardPiece:
     index: int
     start: float
     end: float
+    positions: int
+    """Positions that the encoder makes of it."""
     temperature: float = 0.0
     """Temperature of the transcript."""
     token_ids: list[int] = field(default_factory=list)
@@ -46,6 +53,8 @@ class HeardPiece:
     text: str = ""
     no_speech: float | None = None
     """Probability that nobody speaks, once it is known."""
+    words: list[Word] = field(default_factory=list)
+    """Words, if they are asked for."""
     deltas: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     """Further text of the piece, once it is certain; None at its end."""
 
@@ -99,8 +108,13 @@ class Transcription:
         self._sampling = generator.check_sampling(sampling)
 
     async def read_prompt(self) -> None:
-        """Reads what was said before. Raises InvalidRequestError: the form's language or prompt is wrong."""
+        """Reads what was said before. Raises InvalidRequestError: the form asks for what there is not."""
         form, speech = self.form, self.speech
+        if form.shows("word") and not speech.alignment_heads:
+            refuse(
+                "timestamp_granularities",
+                "must be segment: generation_config.json of the model names no alignment_heads",
+            )
         if form.language is not None:
             speech.prompt(self.task, form.language, has_times=form.has_times)
         if not form.prompt:
@@ -125,7 +139,8 @@ class Transcription:
                     features = await audio.features()
                     if self.language is None and self.speech.languages:
                         self.language = await self._language_of(features)
-                    heard = HeardPiece(index, *piece_seconds(piece, rate))
+                    positions = max(1, (piece.end - piece.first) // (2 * self.speech.features.hop))
+                    heard = HeardPiece(index, *piece_seconds(piece, rate), positions)
                     task = asyncio.create_task(self._transcribe(heard, features))
                     running.append((heard, task))
                 heard, task = running[0]
@@ -146,6 +161,8 @@ class Transcription:
                 await self._say(heard, features)
                 if not self._tries or await self._is_accepted(heard, features):
                     break
+            if self.form.shows("word"):
+                await self._find_words(heard, features)
             if self._tries:
                 heard.deltas.put_nowait(heard.text)
         finally:
@@ -184,6 +201,28 @@ class Transcription:
             before, token_ids = self._before, (self.speech.no_speech,)
             _, logprob = await self._first_of(features, token_ids, before, waits=waits)
             heard.no_speech = math.exp(logprob)
+
+    async def _find_words(self, heard: HeardPiece, features: AudioFeatures) -> None:
+        """Finds the times of the words of a piece."""
+        speech, generator = self.speech, self.generator
+        prompt = speech.prompt(self.task, self.language, has_times=False)
+        spoken = heard.spoken(speech)[: generator.endpoint.limits.max_model_len - len(prompt)]
+        if not spoken:
+            return
+        # A token is said where the one in front of it is left: the first of text behind the last of the prompt.
+        alignment = Alignment(speech.alignment_heads, len(prompt) - 1, heard.positions)
+        draft = replace(self._draft(features), pooling=Pooling.PLACES, alignment=alignment)
+        sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
+        places = array("f")
+        async for delta in self._answer([*prompt, *spoken], sampling, draft, waits=True):
+            places.frombytes(delta.embedding or b"")
+        if len(places) != len(spoken) + 1:
+            raise GenerationError("an audio gave no places of its tokens")
+        times = [place * speech.step_s for place in places]
+        decode = generator.text.tokenizer.decode
+        heard.words = await generator.run_sized(
+            lambda: words_of(spoken, times, decode, self.language), CHARS_OF_TOKEN * len(spoken)
+        )
 
     async def _language_of(self, features: AudioFeatures) -> str:
         """The likeliest language of a piece."""
