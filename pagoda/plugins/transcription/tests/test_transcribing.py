@@ -14,7 +14,7 @@ import torch
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from pagoda.errors import OverloadedError
+from pagoda.errors import InvalidRequestError, OverloadedError
 from pagoda.messages.audio import AudioFeatures, FeatureSpec, audio_features
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
@@ -178,3 +178,13 @@ async def test_a_further_try_waits_for_room() -> None:
     model.rooms = [False]
     with pytest.raises(OverloadedError):
         await _heard(model)
+
+
+async def test_words_of_a_model_without_alignment_heads_are_refused() -> None:
+    form = TranscriptionForm(response_format="verbose_json", timestamp_granularities=["word"])
+    model = cast(TextGenerator, Model({}))
+    transcription = Transcription(
+        model, SPEECH, form, "transcribe", ClientRequest(id="0", arrived_ns=0)
+    )
+    with pytest.raises(InvalidRequestError, match="names no alignment_heads"):
+        await transcription.read_prompt()
