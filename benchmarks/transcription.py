@@ -146,7 +146,8 @@ def _of_transformers(model: Path, samples: array.array[int], rounds: int) -> Row
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
     torch.set_num_threads(available_cores())
-    own: Any = WhisperForConditionalGeneration.from_pretrained(model).float().eval()
+    own: Any = WhisperForConditionalGeneration.from_pretrained(model)
+    own = own.float().eval()
     extractor: Any = WhisperFeatureExtractor.from_pretrained(model)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
