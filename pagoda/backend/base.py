@@ -50,6 +50,8 @@ class ToEncode(NamedTuple):
     """Place of the sequence in the step."""
     values: bytes
     """Features of audio or ids of tokens, as `EncoderInput` has them."""
+    digest: bytes
+    """SHA-256 of the values."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class TokenBatch:
             cold=cold or {},
             ranks=None if self.ranks is None else self.ranks[chosen],
             to_encode=tuple(
-                ToEncode(int(chosen[: it.sequence].sum()), it.values)
+                it._replace(sequence=int(chosen[: it.sequence].sum()))
                 for it in self.to_encode
                 if chosen[it.sequence]
             ),

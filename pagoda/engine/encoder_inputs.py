@@ -4,11 +4,19 @@
 from __future__ import annotations
 
 from pagoda.engine.batching import SchedulerLimits
+from pagoda.engine.request import Request
 from pagoda.messages.encoder_input import TOKEN_BYTES, EncoderInput
+from pagoda.messages.frontend import Pooling
 
 
-def problem_with_input(given: EncoderInput | None, limits: SchedulerLimits) -> str | None:
-    """Sentence about a request whose model cannot encode what the request brings; None if it can."""
+def problem_with_input(request: Request, limits: SchedulerLimits) -> str | None:
+    """Sentence about a request whose model cannot encode what the request brings, or cannot find in it what is
+    asked for; None if it can."""
+    given = request.work.encoder_input
+    return _problem_with(given, limits) or _problem_with_places(request, limits)
+
+
+def _problem_with(given: EncoderInput | None, limits: SchedulerLimits) -> str | None:
     size = 0 if given is None else len(given.values)
     if limits.encodes_text:
         return _problem_with_text(given, limits)
@@ -30,4 +38,16 @@ def _problem_with_text(given: EncoderInput | None, limits: SchedulerLimits) -> s
     ids = memoryview(given.values).cast("i")
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         return f"Ids of a text for the encoder are below {limits.vocab_size}."
+    return None
+
+
+def _problem_with_places(request: Request, limits: SchedulerLimits) -> str | None:
+    alignment, finds = request.work.alignment, request.work.pooling is Pooling.PLACES
+    if not finds and alignment is None:
+        return None
+    if limits.num_stages > 1:
+        return "Times of words are not found on several pipeline stages; ask for those of segments."
+    hears = limits.feature_bytes > 0
+    if not hears or not finds or alignment is None or alignment.first >= request.num_prompt_tokens:
+        return "Places in an audio are those of tokens of a prompt, which an alignment names."
     return None

@@ -146,7 +146,7 @@ class Scheduler:
             problem = problem_with_spans(spans, request.num_prompt_tokens, hidden_size)
             if problem is not None:
                 return f"{problem[0].upper()}{problem[1:]}."
-        if problem := problem_with_input(request.work.encoder_input, self.limits):
+        if problem := problem_with_input(request, self.limits):
             return problem
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.messages.encoder_input import EncoderInput, encoder_input
+from pagoda.messages.ranges import Place, Size
 from pagoda.messages.sampling_params import MAX_TOKEN_LIST, TokenId
 
 
@@ -45,6 +46,17 @@ AudioFeatures = EncoderInput
 def audio_features(values: bytes, positions: int = 0) -> AudioFeatures:
     """Features with their digest."""
     return encoder_input(values, positions)
+
+
+class Alignment(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a prompt whose places in its audio are wanted, and heads that look there (`Pooling.PLACES`)."""
+
+    heads: Annotated[tuple[tuple[Place, Place], ...], Meta(min_length=1, max_length=1024)]
+    """Layers that attend to audio, counted from 0, and heads of them."""
+    first: Place
+    """Place of the first of the tokens; all behind it follow."""
+    positions: Size
+    """Positions of the encoder that have audio; silence follows them."""
 
 
 class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
-from pagoda.messages.audio import SpeechRules
+from pagoda.messages.audio import Alignment, SpeechRules
 from pagoda.messages.encoder_input import EncoderInput
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
@@ -98,6 +98,8 @@ class Pooling(enum.StrEnum):
     """The scores that the model's head gives the text for one of its tokens, instead of a hidden state."""
     SCORE_ALL = "score_all"
     """The scores that the model's head gives the text for all of its tokens, or those of each token."""
+    PLACES = "places"
+    """The place in the audio at which each token of `Work.alignment` is left for the next one."""
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -121,6 +123,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Audio or text that the request is about, of a model that has an encoder for it."""
     speech: SpeechRules | None = None
     """Tokens that a transcript may have; None of an answer that is none."""
+    alignment: Alignment | None = None
+    """Tokens whose places in the audio are wanted; with `Pooling.PLACES`."""
 
 
 class GenerateRequest(

@@ -14,7 +14,7 @@ from pagoda.backend.operations import GraphBuilder
 from pagoda.backend.relative_attention import columns
 from pagoda.model.adapters import AdaptedLayer
 from pagoda.model.caches import LayerCache
-from pagoda.model.cross_encoder import ENCODED
+from pagoda.model.cross_encoder import ENCODED, crossing
 from pagoda.model.loaded_layers import Layer
 from pagoda.model.recording import inner_normed, with_adapters, with_own_heads
 from pagoda.model.sharding import Shard
@@ -23,6 +23,7 @@ from pagoda.model.sharding import Shard
 def attend(
     ops: GraphBuilder,
     shard: Shard,
+    index: int,
     layer: Layer[LinearT],
     maps: AdaptedLayer | None,
     caches: tuple[LayerCache, list[StateCache]],
@@ -62,9 +63,10 @@ def attend(
     is_own = qkv.own
     qkv, table = with_own_heads(ops, qkv, layer, shard, table)
     queries = ops.share_rows(qkv)
-    if spec.kv_layer is None and not crosses:
-        num_heads = len(shard.heads)
-        sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
+    if crosses:
+        ops.result(crossing(index), queries)
+    elif spec.kv_layer is None:
+        sizes: dict[str, Any] = {"num_heads": len(shard.heads), "head_dim": head_dim}
         queries = ops.rotate_and_cache(queries, metadata, table, cache, norms, **sizes)
     if spec.temperature is not None:
         scales = position_scale(ops, ops.input("positions"), **vars(spec.temperature))

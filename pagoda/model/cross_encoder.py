@@ -7,7 +7,8 @@ that attends to them. So they live and die with the sequence's KV, and no schedu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -26,7 +27,6 @@ from pagoda.model.embedding import embed
 from pagoda.model.mlp import whole_mlp
 from pagoda.model.recording import added, normed
 from pagoda.model.sharding import Shard
-from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
     from pagoda.model.caches import LayerCache
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 ENCODED = -1
 """Number of the metadata of attention to what an encoder gives, beside those of KV groups."""
 _ENCODED = "encoded"
+
+
+def crossing(layer: int) -> str:
+    """Name of the result of a stage that are the queries of a layer which attends to what an encoder gives."""
+    return f"crossing_{layer}"
 
 
 def across(batch: TokenBatch, positions: int) -> TokenBatch:
@@ -67,6 +72,9 @@ def across(batch: TokenBatch, positions: int) -> TokenBatch:
 
 class AudioFront:
     """Two convolutions, and learned positions, in front of an encoder's layers (Radford et al. 2022)."""
+
+    most_kept = 16
+    """Audios of which is kept what the encoder gave: pieces of two that are transcribed at a time."""
 
     def __init__(self, loader: WeightLoader[Any], spec: AudioSpec) -> None:
         hidden = spec.encoder.hidden_size
@@ -107,6 +115,8 @@ class TextFront(Generic[LinearT]):
     """Embeddings of tokens and of positions in front of an encoder's layers."""
 
     taken_bytes = 0
+    most_kept = 1
+    """Answers to one text begin one after the other."""
 
     def __init__(
         self, loader: WeightLoader[LinearT], embedding: LinearT | None, multiplier: float
@@ -147,6 +157,7 @@ class CrossEncoder(Generic[LinearT]):
             Shard(encoder, range(encoder.num_layers), shard.tp_rank, shard.tp_size)
         )
         self._spec, self._shard, self._backend = spec, own.shard, loader.backend
+        self._tracer = loader.tracer
         self._front: AudioFront | TextFront[LinearT] = (
             AudioFront(loader, spec)
             if isinstance(spec, AudioSpec)
@@ -160,6 +171,8 @@ class CrossEncoder(Generic[LinearT]):
             if (attention := shard.config.layers[index].attention).crosses
         }
         self._group = 0
+        self._kept = OrderedDict[bytes, Tensor]()
+        """What was encoded last [positions, hidden], by the digest of the input."""
 
     @property
     def positions(self) -> int:
@@ -187,37 +200,74 @@ class CrossEncoder(Generic[LinearT]):
                 keys = columns(ops, both, 0, both.width // 2)
                 written = self._written(ops, join_columns(ops, keys, both), cache)
                 ops.result(f"layer_{index}", written)
+                ops.result(f"keys_{index}", keys)
         self._compiled: Compiled[Any] = self._backend.compile(ops.build())
 
-    def encode(self, batch: TokenBatch, tracer: Tracer) -> None:
+    def encode(self, batch: TokenBatch) -> None:
         """Writes keys and values of what a step's sequences are about, one after the other: how many there are
-        changes no bit."""
-        began = tracer.e2e()
-        for sequence, values in batch.to_encode:
+        changes no bit. The encoder is spared what it was given lately, of which several things are asked."""
+        began = self._tracer.e2e() if batch.to_encode else 0
+        for sequence, values, digest in batch.to_encode:
             tables = tuple(table[sequence : sequence + 1] for table in batch.block_tables)
-            step = self._step(values, tables)
-            (encoded,) = self._compiled(step, [_ENCODED])
-            known = StepInput({_ENCODED: encoded}, step.metadata)
+            encoded = self._kept.pop(digest, None)
+            if encoded is None:
+                inputs = self._front.inputs(values)
+                step = StepInput(inputs, self._metadata(len(next(iter(inputs.values()))), tables))
+                (encoded,) = self._compiled(step, [_ENCODED])
+            known = StepInput({_ENCODED: encoded}, self._metadata(len(encoded), tables))
             for index in self._keys_values:
                 self._compiled(known, [f"layer_{index}"])
+            self._kept[digest] = encoded
+            if len(self._kept) > self._front.most_kept:
+                self._kept.popitem(last=False)
         if batch.to_encode:
-            tracer.span("encode", began)
+            self._tracer.span("encode", began)
 
-    def profile(self) -> int:
-        """Bytes of memory that the longest input takes while it is encoded."""
+    def own_heads(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """This rank's heads among `heads`, which name layers that attend to audio and heads of them: decoder's
+        layers, and places among the rank's heads. Raises IndexError: there is no such layer."""
+        layers, own = [*self._keys_values], self._shard.heads
+        return [(layers[layer], head - own.start) for layer, head in heads if head in own]
+
+    def keys(self, digest: bytes, heads: Sequence[tuple[int, int]]) -> Tensor:
+        """Keys of `own_heads` [heads, positions, head_dim] of an audio that was encoded in this step.
+        Raises KeyError: it was not."""
+        size = self._spec.encoder.head_dim
+        step: StepInput[Any] = StepInput({_ENCODED: self._kept[digest]})
+        names = list(dict.fromkeys(f"keys_{layer}" for layer, _ in heads))
+        found = dict(zip(names, self._compiled(step, names), strict=True)) if names else {}
+        parts = [
+            found[f"keys_{layer}"][:, size * head : size * (head + 1)] for layer, head in heads
+        ]
+        return torch.stack(parts) if parts else torch.zeros(0, self.positions, size)
+
+    def queries(
+        self, crossed: Mapping[int, Tensor], heads: Sequence[tuple[int, int]], count: int
+    ) -> Tensor:
+        """Scaled queries of `own_heads` [count, heads, head_dim], of those of whole layers [count, width]."""
+        encoder = self._spec.encoder
+        size, scale = encoder.head_dim, encoder.layers[0].attention.scale
+        parts = [crossed[layer][:, size * head : size * (head + 1)] for layer, head in heads]
+        return scale * torch.stack(parts, 1) if parts else torch.zeros(count, 0, size)
+
+    def profile(self, decoder_bytes: int) -> int:
+        """Bytes of memory that a step takes in which the longest input is encoded before the decoder takes so
+        many, with those that are kept of the last inputs."""
         table = torch.zeros((1, 1), dtype=torch.int64)
-        step = self._step(self._front.longest, (table,) * (self._group + 1))
-        return self._compiled.profile(step, [_ENCODED]) + self._front.taken_bytes
-
-    def _step(self, values: bytes, tables: tuple[Tensor, ...]) -> StepInput[Any]:
-        """The step of one sequence's input."""
-        inputs = self._front.inputs(values)
+        inputs = self._front.inputs(self._front.longest)
         count = len(next(iter(inputs.values())))
+        step = StepInput(inputs, self._metadata(count, (table,) * (self._group + 1)))
+        taken = self._compiled.profile(step, [_ENCODED]) + self._front.taken_bytes
+        kept = count * self._spec.encoder.hidden_size * torch.float32.itemsize
+        return max(decoder_bytes, taken) + self._front.most_kept * kept
+
+    def _metadata(self, count: int, tables: tuple[Tensor, ...]) -> dict[int, Any]:
+        """Metadata of the step of one sequence's input of so many positions."""
         places, lens = torch.arange(count), torch.tensor([count])
         batch = TokenBatch(places, places, torch.zeros_like(places), lens, lens, tables)
         heads = len(self._shard.heads)
         metadata = self._backend.attention_metadata(batch, heads, self._cache, self._group)
-        return StepInput(inputs, {self._group: metadata})
+        return {self._group: metadata}
 
     def _layer(self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, cache: KVCache) -> Value:
         """x [positions, hidden] behind a layer; all of them write keys and values to the same cache."""

@@ -150,7 +150,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self._embedding_multiplier = factor.to(loader.dtype).item()
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
         shared = self._embedding, self._embedding_multiplier
-        self._encoder = CrossEncoder(loader, *shared) if config.cross_encoder else None
+        self.encoder = CrossEncoder(loader, *shared) if config.cross_encoder else None
         self.use_caches(caches)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -167,8 +167,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
-        if self._encoder is not None:
-            self._encoder.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
+        if self.encoder is not None:
+            self.encoder.use_caches(dict(zip(self._shard.layers, caches, strict=True)))
         self._compiled = compiled = self._compile(embeds_spans=False)
         self._compiled_with_spans: Compiled[MetadataT] | None = None
         """The graph of steps with embedded spans; the first of them compiles it."""
@@ -201,9 +201,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         metadata = {
             group: plan(attended, heads, cache, group) for group, cache in self._groups.items()
         }
-        if self._encoder is not None:
+        if self.encoder is not None:
             cache, group = self.caches[0].cache, self.caches[0].group
-            metadata[ENCODED] = plan(across(batch, self._encoder.positions), heads, cache, group)
+            metadata[ENCODED] = plan(across(batch, self.encoder.positions), heads, cache, group)
         return PlannedBatch(batch, metadata, own)
 
     def forward(
@@ -230,10 +230,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         results: Sequence[str] = (LAST_HIDDEN,),
     ) -> tuple[Tensor, ...]:
         """`results` of the pass that `forward` makes; a head needs `hidden` [n, hidden] of its model as well."""
-        tracer = self._tracer
-        if self._encoder is not None:
-            self._encoder.encode(planned.batch, tracer)
-        began = tracer.e2e()
+        if self.encoder is not None:
+            self.encoder.encode(planned.batch)
+        tracer, began = self._tracer, self._tracer.e2e()
         step = self._input(planned, hidden, rows, future_tokens)
         compiled = self._graph_of(planned.batch)
         ready = tracer.kernel()
@@ -272,7 +271,7 @@ class Decoder(Generic[LinearT, MetadataT]):
             # The embeddings that are given, of all tokens, and their sum with those of tokens.
             hidden_size = self._shard.config.hidden_size
             num_bytes += 2 * len(batch.token_ids) * hidden_size * torch.float32.itemsize
-        return num_bytes if self._encoder is None else max(num_bytes, self._encoder.profile())
+        return num_bytes if self.encoder is None else self.encoder.profile(num_bytes)
 
     def _input(
         self,
@@ -457,7 +456,18 @@ class Decoder(Generic[LinearT, MetadataT]):
             table = tables.get(layer.spec.attention.rotary)
             own_beside = beside if layer.block is None else layer.block.added(ops, h)
             attended = attend(
-                ops, self._shard, layer, maps, (cache, states), table, h, adapters, own_beside
+                *(
+                    ops,
+                    self._shard,
+                    index,
+                    layer,
+                    maps,
+                    (cache, states),
+                    table,
+                    h,
+                    adapters,
+                    own_beside,
+                )
             )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagoda.messages.audio import AudioFeatures, SpeechRules
+from pagoda.messages.audio import Alignment, AudioFeatures, SpeechRules
 from pagoda.messages.frontend import Grammar, KVSource, Pooling
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.telemetry.request_tracker import ClientRequest
@@ -49,6 +49,7 @@ class Draft:
     spans: tuple[EmbeddedSpan, ...] = ()
     audio: AudioFeatures | None = None
     speech: SpeechRules | None = None
+    alignment: Alignment | None = None
     num_scored_tokens: int = 0
     scores_once: bool = True
     """The first of several answers alone has the log-probabilities of the prompt."""

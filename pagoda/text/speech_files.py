@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError, refuse
 from pagoda.files import read_object
 from pagoda.messages.audio import FeatureSpec, SpeechRules
@@ -45,6 +48,8 @@ class SpeechText:
     suppressed: tuple[int, ...]
     begin_suppressed: tuple[int, ...]
     initial_times: int
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layers of the decoder and heads of them that look at what is said; empty where files name none."""
 
     @property
     def step_s(self) -> float:
@@ -133,4 +138,20 @@ def read_speech(
         suppressed=listed("suppress_tokens"),
         begin_suppressed=listed("begin_suppress_tokens"),
         initial_times=steps if isinstance(steps, int) else _INITIAL_TIMES,
+        alignment_heads=_heads(generation.get("alignment_heads"), spec, directory),
+    )
+
+
+def _heads(value: object, spec: ModelSpec, directory: Path) -> tuple[tuple[int, int], ...]:
+    """Pairs of a layer of the decoder and a head of it. Raises ConfigError: a value is no list of them."""
+    sizes = spec.num_layers // 2, spec.num_heads  # each layer of the file is two
+    try:
+        heads = msgspec.convert(whole_numbers(value or []), tuple[tuple[int, int], ...])
+    except msgspec.ValidationError:
+        heads = ((-1, -1),)
+    if all(0 <= layer < sizes[0] and 0 <= head < sizes[1] for layer, head in heads):
+        return heads
+    raise ConfigError(
+        f"{directory / 'generation_config.json'}: alignment_heads must be pairs of a layer below {sizes[0]} and "
+        f"a head below {sizes[1]}."
     )

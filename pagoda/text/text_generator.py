@@ -332,6 +332,7 @@ class TextGenerator:
                         spans=draft.spans,
                         encoder_input=beside,
                         speech=rules,
+                        alignment=draft.alignment,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import EmbeddedRows, ToEncode, TokenBatch
+from pagoda.messages.encoder_input import EncoderInput
 from pagoda.messages.segments import SEGMENT, ColdSegment
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.messages.transfers import HostSlots, TierBlocks
@@ -241,7 +242,7 @@ class InputBatch:
         """Places of the second of two texts; 0 for none."""
         self._pairs: set[int] = set()
         """Slots with two texts."""
-        self._to_encode: dict[int, bytes] = {}
+        self._to_encode: dict[int, EncoderInput] = {}
         """Inputs of the encoder of slots that have not begun."""
         self._encoded_positions = encoded_positions
         self._encoded_lens = [1] * max_num_seqs
@@ -305,7 +306,7 @@ class InputBatch:
             self._spans[slot] = list(map(_Span.of, start.work.spans))
         if (beside := start.work.encoder_input) is not None:
             if start.num_computed_tokens == 0:
-                self._to_encode[slot] = beside.values
+                self._to_encode[slot] = beside
             if self._encoded_positions is not None:
                 self._encoded_lens[slot] = self._encoded_positions(len(beside.values))
         self.append(slot, start.token_ids)
@@ -533,11 +534,12 @@ class InputBatch:
 
     def _beginning(self, slots: list[int]) -> tuple[ToEncode, ...]:
         """Inputs of the encoder of the slots that begin, which are forgotten."""
-        return tuple(
-            ToEncode(place, self._to_encode.pop(slot))
+        found = [
+            (place, self._to_encode.pop(slot))
             for place, slot in enumerate(slots)
             if slot in self._to_encode
-        )
+        ]
+        return tuple(ToEncode(place, it.values, it.digest) for place, it in found)
 
     def _refuse(
         self, slots: list[int], num_tokens: list[int], drafts: Mapping[int, list[int]]

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from pagoda.backend.sampling import ScoredRows
 from pagoda.checkpoints.pooling_spec import HeadPooling, VectorKind
+from pagoda.messages.audio import Alignment
 from pagoda.messages.frontend import Pooling, PromptLogprobs
 from pagoda.messages.worker import MIN_SAMPLED_ROWS, SlotStart
+from pagoda.model.cross_encoder import CrossEncoder, crossing
 from pagoda.model.decoder import Decoder
+from pagoda.worker.alignment import places_of
 from pagoda.worker.step_rows import SlotRows
 
 _HEAD_POOLING: Mapping[HeadPooling, Pooling] = {
@@ -91,10 +94,14 @@ class _Prompt:
             self.num_scored = self.num_tokens
         self.token_ids = torch.tensor(start.token_ids[: self.num_tokens])
         self.pooling = start.work.pooling
+        self.alignment = start.work.alignment
+        self.digest = b"" if start.work.encoder_input is None else start.work.encoder_input.digest
+        self.keys = torch.zeros(0)
+        """Keys [heads, positions, head_dim] of what is heard, of the heads of the alignment."""
         self.sum: Tensor | None = None
         """Hidden states of all tokens so far, added up in float64."""
         self.rows: list[Tensor] = []
-        """Vectors of tokens so far [n, d], where all are wanted."""
+        """Vectors of tokens so far [n, d], where all are wanted; of an alignment queries [n, heads, head_dim]."""
 
 
 class PromptReader:
@@ -147,7 +154,7 @@ class PromptReader:
             pooled = range(0)
             is_last = first + len(rows) == prompt.num_tokens
             pooling = self._rows_of(prompt)
-            if pooling is Pooling.MEAN or pooling in _OF_TOKENS:
+            if pooling in (Pooling.MEAN, Pooling.PLACES) or pooling in _OF_TOKENS:
                 pooled = rows
             elif pooling is Pooling.FIRST and first == 0:  # encoders take prompts whole
                 pooled = rows[:1]
@@ -158,17 +165,35 @@ class PromptReader:
                 wanted.append(_Chunk(slot, scored, scoring, pooled, is_last))
         return wanted
 
+    def needs(self, model: Decoder[Any, Any], chunks: list[_Chunk]) -> list[str]:
+        """Results of the model that chunks are made of, besides hidden states."""
+        found = (self._prompts[chunk.slot].alignment for chunk in chunks)
+        if model.encoder is None:
+            return []
+        heads = {
+            head for it in found if it is not None for head in model.encoder.own_heads(it.heads)
+        }
+        return [crossing(layer) for layer in sorted({layer for layer, _ in heads})]
+
     def read(
-        self, model: Decoder[Any, Any], hidden: Tensor, places: dict[int, int], chunks: list[_Chunk]
+        self,
+        model: Decoder[Any, Any],
+        hidden: Tensor,
+        places: dict[int, int],
+        chunks: list[_Chunk],
+        needed: Mapping[str, Tensor],
     ) -> PromptOutputs:
-        """`hidden` [m, hidden] are normed hidden states; `places` says which of them is which row of the step."""
+        """`hidden` [m, hidden] are normed hidden states; `places` says which of them is which row of the step.
+        `needed` are the results that `needs` names, of all rows."""
         outputs = PromptOutputs()
         for chunk in chunks:
             prompt = self._prompts[chunk.slot]
             if chunk.scored:
                 rows = [places[row] for row in chunk.scoring]
                 outputs.logprobs[chunk.slot] = self._logprobs(model, hidden, rows, chunk, prompt)
-            if chunk.pooled:
+            if prompt.alignment is not None and model.encoder is not None:
+                self._align(model, model.encoder, needed, chunk, prompt, prompt.alignment, outputs)
+            elif chunk.pooled:
                 pooled = hidden[[places[row] for row in chunk.pooled]]
                 self._pool(model, pooled, chunk, prompt, outputs)
         return outputs
@@ -238,6 +263,28 @@ class PromptReader:
             pooled = pooled if of_tokens else layers(pooled[None])[0]
             is_finite = bool(pooled.isfinite().all())
             outputs.embeddings[chunk.slot] = _bytes(pooled) if is_finite else None
+
+    def _align(
+        self,
+        model: Decoder[Any, Any],
+        encoder: CrossEncoder[Any],
+        needed: Mapping[str, Tensor],
+        chunk: _Chunk,
+        prompt: _Prompt,
+        alignment: Alignment,
+        outputs: PromptOutputs,
+    ) -> None:
+        """Takes the queries of a chunk's tokens; once all are there, finds the tokens' places in the audio."""
+        heads = encoder.own_heads(alignment.heads)
+        if not prompt.rows:  # the audio was encoded in this step
+            prompt.keys = encoder.keys(prompt.digest, heads)
+        crossed = {layer: needed[crossing(layer)][[*chunk.pooled]] for layer, _ in heads}
+        outputs.rows[chunk.slot] = encoder.queries(crossed, heads, len(chunk.pooled))
+        if chunk.is_last:
+            queries = torch.cat([*prompt.rows, outputs.rows[chunk.slot]])[alignment.first :]
+            sizes = alignment.positions, len(alignment.heads)
+            found = places_of(queries, prompt.keys, *sizes, model.backend.group.all_reduce)
+            outputs.embeddings[chunk.slot] = _bytes(found)
 
     def advance(self, outputs: PromptOutputs) -> None:
         """Remembers what the step has given."""

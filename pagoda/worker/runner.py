@@ -477,8 +477,15 @@ class Runner:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
         future = self._future_tokens(tokens, ends)
+        names = self._prompts.needs(self.model, chunks) if chunks else []
         with computing(tokens.segments) as streamed:
-            hidden, states = self._forward(tokens, planned, hidden, wanted, future)
+            if names:  # of models that no drafter goes with
+                results = [LAST_HIDDEN, *names]
+                hidden, *found = self.model.compute(planned, hidden, wanted, future, results)
+                states = dict[int, Tensor]()
+            else:
+                hidden, states = self._forward(tokens, planned, hidden, wanted, future)
+                found = []
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
@@ -493,7 +500,8 @@ class Runner:
         pending.note(streamed, tokens.slots)
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
-            prompts = self._prompts.read(self.model, hidden, places, chunks)
+            needed = dict(zip(names, found, strict=True))
+            prompts = self._prompts.read(self.model, hidden, places, chunks, needed)
             pending.add(Sampled(prompts=prompts))
         pending.counts.append(self.model.take_expert_tokens())
         return pending

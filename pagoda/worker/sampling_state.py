@@ -17,6 +17,9 @@ from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.worker import SlotStart
 from pagoda.worker.speech import SpeechState, as_bits
 
+_LEAST_LOGIT = -1e30
+"""Logit of tokens that rules leave out: it is finite behind any temperature."""
+
 
 class SamplingState:
     def __init__(self, start: SlotStart, table: SamplingTable) -> None:
@@ -64,14 +67,21 @@ class SamplingState:
         return self._speech is not None
 
     def weigh(self, logits: Tensor) -> None:
-        """Lets the next token of a transcript be a time, if the logits [vocab] say that it is one."""
-        self._allow_speech(logits)
+        """Lets the next token of a transcript be a time, if the logits [vocab] say that it is one.
 
-    def _allow_speech(self, logits: Tensor | None) -> None:
-        if self._speech is not None:
-            allowed = self._speech.allowed(logits)
-            own = self._rules.allowed
-            self._table.allow(self._slot, allowed if own is None else allowed & own)
+        Logits of tokens that may not come next are lowered: log-probabilities are those among the others."""
+        chosen = self._allow_speech(logits)
+        if chosen is not None:
+            logits.masked_fill_(~chosen.to(logits.device), _LEAST_LOGIT)
+
+    def _allow_speech(self, logits: Tensor | None) -> Tensor | None:
+        """Tokens [vocab] bool that may come next in a transcript; None of an answer that is none."""
+        if self._speech is None:
+            return None
+        chosen = self._speech.allowed(logits)
+        allowed, own = as_bits(chosen), self._rules.allowed
+        self._table.allow(self._slot, allowed if own is None else allowed & own)
+        return chosen
 
     def _row(self, position: int, seen: array[int], counts: array[float]) -> SamplingRow:
         return SamplingRow(

@@ -45,7 +45,7 @@ class SpeechState:
             self._latest = token_id
 
     def allowed(self, logits: Tensor | None) -> Tensor:
-        """The mask of the next token, as `as_bits` has it.
+        """Tokens that may come next: [vocab] bool.
 
         With its logits [vocab], it must be a time if all times together are likelier than any token of text.
         """
@@ -53,7 +53,7 @@ class SpeechState:
         if self._begins:
             chosen[_within(rules.begin_suppressed, len(chosen))] = False
         if rules.first_timestamp is None:
-            return as_bits(chosen)
+            return chosen
         first = rules.first_timestamp
         self._pair(chosen, first)
         if self._begins:
@@ -64,7 +64,7 @@ class SpeechState:
             possible = logits.masked_fill(~chosen, -torch.inf)
             if possible[first:].logsumexp(0) > possible[:first].max():
                 chosen[:first] = False
-        return as_bits(chosen)
+        return chosen
 
     def _pair(self, chosen: Tensor, first: int) -> None:
         """Leaves out times that would be alone, or earlier than those before."""

@@ -87,6 +87,7 @@ def save_speech_model(directory: Path) -> WhisperForConditionalGeneration:
         suppress_tokens=[i for i, it in enumerate(alphabet) if it not in said]
         + [*range(END + 1, FIRST_TIME - 1)],
         begin_suppress_tokens=[alphabet.index("Ġ"), END],
+        alignment_heads=[[0, 1], [1, 0], [1, 2]],
     )
     model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -7,23 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 import transformers
 from in_process import Answer, InProcessEngine
-from speech_models import BINS, FRAMES, VOCABULARY, make_whisper
+from speech_models import BINS, FRAMES, POSITIONS, VOCABULARY, make_whisper
 from tiny_models import save_model
 from torch import Tensor
+from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
 )
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.errors import ConfigError
-from pagoda.messages.audio import SpeechRules, audio_features
-from pagoda.messages.frontend import GenerateRequest, Work
+from pagoda.messages.audio import Alignment, SpeechRules, audio_features
+from pagoda.messages.frontend import GenerateRequest, Pooling, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -106,7 +109,7 @@ def _expected(model: Any, heard: Heard) -> Answer:
             for process in _processors(heard):
                 scores = process(ids, scores)
             token_id = int(scores.argmax())
-            answer.append((token_id, float(logits.log_softmax(-1)[0, token_id])))
+            answer.append((token_id, float(scores.log_softmax(-1)[0, token_id])))
             ids = torch.cat([ids, torch.tensor([[token_id]])], 1)
     return answer
 
@@ -177,6 +180,61 @@ def test_prefixes_are_shared_by_requests_of_one_audio_alone(tmp_path: Path) -> N
     assert found[0] == found[2] != found[1]
 
 
+HEADS = ((0, 2), (1, 0), (1, 1))
+ALIGNED = [
+    (Heard(1, [*range(30, 57)]), Alignment(HEADS, 3, 60)),
+    (Heard(2, [1, 5, 9, 77]), Alignment(HEADS, 2, POSITIONS)),
+    (Heard(1, [*range(200, 260)]), Alignment(HEADS[:1], 0, 2)),
+    (Heard(3, [*range(90, 97)]), Alignment(HEADS, 6, 41)),
+]
+
+
+def _places(model: Any, heard: Heard, alignment: Alignment) -> list[float]:
+    """Positions that transformers finds for tokens; it has none for the last one, which stands for the end."""
+    prompt = torch.tensor([heard.prompt])
+    with torch.no_grad():
+        found = model(heard.features[None], decoder_input_ids=prompt, output_attentions=True)
+    times = vars(WhisperGenerationMixin)["_extract_token_timestamps"](
+        model,
+        GenerateEncoderDecoderOutput(
+            sequences=torch.tensor([[*heard.prompt, END]]),
+            cross_attentions=(found.cross_attentions,),
+        ),
+        alignment.heads,
+        num_frames=2 * alignment.positions,
+        num_input_ids=alignment.first,
+    )
+    places: list[float] = (times[0, alignment.first : -1] / 0.02).round().tolist()
+    return places
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_places_of_tokens_are_those_of_transformers(
+    way: str, backend: str, directory: Path, expected: list[Answer]
+) -> None:
+    model = make_whisper()
+    model.set_attn_implementation("eager")
+    engine = InProcessEngine(directory, **{"backend": backend, "block_size": 128} | WAYS[way])
+    requests, places = [AUDIOS[0].request("transcript")], {}
+    for index, (heard, alignment) in enumerate(ALIGNED):
+        audio = audio_features(heard.features.numpy().tobytes())
+        sampling = SamplingParams(temperature=0, seed=0, max_tokens=0)
+        work = Work(sampling, pooling=Pooling.PLACES, audio=audio, alignment=alignment)
+        name = str(index)
+        requests.append(GenerateRequest(request_id=name, prompt_token_ids=heard.prompt, work=work))
+        places[name] = _places(model, heard, alignment)
+        assert len(set(places[name])) > 1 or len(places[name]) < 3
+    found, text = {}, list[int]()
+    for chunk in engine.chunks(requests):
+        if chunk.embedding is not None:
+            found[chunk.request_id] = torch.frombuffer(
+                bytearray(chunk.embedding), dtype=torch.float32
+            ).tolist()
+        text += chunk.token_ids
+    assert found == places
+    assert text == [token for token, _ in expected[0]]
+
+
 @pytest.mark.usefixtures("expected")
 def test_what_is_not_heard_is_refused(directory: Path) -> None:
     engine = InProcessEngine(directory, backend="auto", block_size=128)
@@ -184,6 +242,13 @@ def test_what_is_not_heard_is_refused(directory: Path) -> None:
     silent = GenerateRequest(request_id="0", prompt_token_ids=[1], work=Work(sampling))
     with pytest.raises(RuntimeError, match="The model transcribes audio"):
         engine.answer([silent])
+    for alignment in (None, Alignment(HEADS, 1, 9)):
+        work = msgspec.structs.replace(
+            AUDIOS[0].request("0").work, pooling=Pooling.PLACES, alignment=alignment
+        )
+        unaligned = GenerateRequest(request_id="0", prompt_token_ids=[1], work=work)
+        with pytest.raises(RuntimeError, match="Places in an audio are those of tokens"):
+            engine.answer([unaligned])
     work = Work(sampling, encoder_input=audio_features(bytes(400)))
     short = GenerateRequest(request_id="0", prompt_token_ids=[1], work=work)
     with pytest.raises(RuntimeError, match=f"have {4 * BINS * FRAMES} bytes, got 400"):

@@ -32,6 +32,7 @@ class TranscriptionForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Text that was said before, whose style is kept."""
     response_format: ResponseFormat = "json"
     temperature: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Temperature of sampling; with 0, what comes out bad is tried again at higher ones."""
     timestamp_granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] = []
     stream: bool = False
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -42,12 +43,14 @@ class TranscriptionForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def check(self) -> None:
         """Raises InvalidRequestError: fields do not go together, or ask for what there is not."""
-        if "word" in self.timestamp_granularities:
-            refuse("timestamp_granularities", "must be segment: words have no times here")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             refuse("timestamp_granularities", "needs the response_format verbose_json")
         if self.stream and self.response_format not in ("json", "text"):
             refuse("stream", "goes with the response_format json or text")
+
+    def shows(self, granularity: Literal["segment", "word"]) -> bool:
+        """True if times of these are shown; they are of segments unless others are asked for."""
+        return granularity in (self.timestamp_granularities or ["segment"])
 
     @property
     def has_times(self) -> bool:

@@ -18,13 +18,16 @@ from pagoda.plugins.transcription.decoding import DecodedAudio
 from pagoda.plugins.transcription.form import read_form
 from pagoda.plugins.transcription.segments import segments_of, srt, verbose, vtt
 from pagoda.plugins.transcription.state import TranscriptionState
-from pagoda.plugins.transcription.transcribing import HeardPiece, Transcription, finished
+from pagoda.plugins.transcription.transcribing import (
+    CHARS_OF_TOKEN,
+    HeardPiece,
+    Transcription,
+    finished,
+)
 from pagoda.text.speech_files import SpeechTask
 
 _TYPES = {"srt": "application/x-subrip; charset=utf-8", "vtt": "text/vtt; charset=utf-8"}
 _TEXT = "text/plain; charset=utf-8"
-_CHARS_OF_TOKEN = 16
-"""Characters of a text that takes as long as a token of a transcript with times."""
 
 
 async def transcribe(context: RequestContext, task: SpeechTask) -> web.StreamResponse:
@@ -54,7 +57,7 @@ async def _stream(transcription: Transcription, audio: DecodedAudio, stream: Eve
         async for piece in pieces:
             while (delta := await piece.deltas.get()) is not None:
                 # What a text begins with is no part of it.
-                added = delta.text if text else delta.text.lstrip()
+                added = delta if text else delta.lstrip()
                 if added:
                     text += added
                     await stream.send(event({"type": "transcript.text.delta", "delta": added}))
@@ -77,24 +80,36 @@ async def _whole(
     decode = generator.text.tokenizer.decode
     size = sum(len(piece.token_ids) for piece in pieces)
     segments = await generator.run_sized(
-        lambda: list(segments_of(pieces, speech, decode)), _CHARS_OF_TOKEN * size
+        lambda: list(segments_of(pieces, speech, decode)), CHARS_OF_TOKEN * size
     )
     if form.response_format in _TYPES:
         write = srt if form.response_format == "srt" else vtt
         return context.text(write(segments), _TYPES[form.response_format])
     rate = speech.features.rate / speech.features.hop
-    shown = await generator.run_sized(
-        lambda: verbose(segments, form.temperature, rate), _CHARS_OF_TOKEN * size
-    )
+    shown = await generator.run_sized(lambda: verbose(segments, rate), CHARS_OF_TOKEN * size)
     answer: dict[str, Any] = {
         "task": transcription.task,
         "language": transcription.language or "en",
         "duration": round(audio.seconds, 3),
         "text": "".join(it.text for it in segments).strip(),
-        "segments": shown,
+        **({"segments": shown} if form.shows("segment") else {}),
+        **({"words": _words(pieces)} if form.shows("word") else {}),
         "usage": _usage(audio),
     }
-    return await context.sized_json(answer, _CHARS_OF_TOKEN * size)
+    return await context.sized_json(answer, CHARS_OF_TOKEN * size)
+
+
+def _words(pieces: list[HeardPiece]) -> list[dict[str, Any]]:
+    """Words as OpenAI shows them."""
+    return [
+        {
+            "word": word.text.strip(),
+            "start": round(min(piece.start + word.start, piece.end), 3),
+            "end": round(min(piece.start + word.end, piece.end), 3),
+        }
+        for piece in pieces
+        for word in piece.words
+    ]
 
 
 def _usage(audio: DecodedAudio) -> dict[str, Any]:

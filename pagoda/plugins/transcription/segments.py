@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.plugins.transcription.transcribing import HeardPiece
+from pagoda.plugins.transcription.transcribing import HeardPiece, compression_ratio
 from pagoda.text.speech_files import SpeechText
 
 
@@ -50,7 +49,7 @@ def _with_end(piece: HeardPiece, speech: SpeechText) -> Iterator[int]:
         yield token_id
 
 
-def verbose(segments: Sequence[Segment], temperature: float, rate: float) -> list[dict[str, Any]]:
+def verbose(segments: Sequence[Segment], rate: float) -> list[dict[str, Any]]:
     """Segments as OpenAI shows them, whose figures are those of their pieces; `rate` are frames a second."""
     texts: dict[HeardPiece, str] = {}
     for it in segments:
@@ -64,7 +63,7 @@ def verbose(segments: Sequence[Segment], temperature: float, rate: float) -> lis
             "end": round(it.end, 3),
             "text": it.text,
             "tokens": [*it.token_ids],
-            "temperature": temperature,
+            "temperature": it.piece.temperature,
             **figures[it.piece.index],
         }
         for index, it in enumerate(segments)
@@ -72,10 +71,9 @@ def verbose(segments: Sequence[Segment], temperature: float, rate: float) -> lis
 
 
 def _figures(piece: HeardPiece, text: str) -> dict[str, float]:
-    said, logprobs = text.encode(), piece.logprobs
     return {
-        "avg_logprob": sum(logprobs) / max(1, len(logprobs)),
-        "compression_ratio": len(said) / len(zlib.compress(said)),
+        "avg_logprob": piece.avg_logprob,
+        "compression_ratio": compression_ratio(text),
         "no_speech_prob": piece.no_speech or 0.0,  # models without a token for it do not say
     }
 

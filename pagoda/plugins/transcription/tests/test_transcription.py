@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -23,13 +24,16 @@ from speech_models import (
     wav,
 )
 from tokenizers import Tokenizer
+from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
 )
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from pagoda.cli.server_process import server_process
+from pagoda.plugins.transcription.words import words_of
 
 _START, _ENGLISH, _GERMAN, _TRANSLATE, _TRANSCRIBE, _, _PREVIOUS, _NO_SPEECH = range(
     END + 1, END + 9
@@ -139,10 +143,14 @@ def test_long_audio_is_streamed_piece_by_piece(speech: Speech) -> None:
     events = list(speech.ask(samples, language="en", stream=True))
     *deltas, done = events
     assert [event.type for event in deltas] == ["transcript.text.delta"] * len(deltas)
-    assert len(deltas) > 3
+    assert len(deltas) == 3  # each piece, once it is accepted
     assert done.type == "transcript.text.done"
     assert "".join(delta.delta for delta in deltas) == done.text
     assert done.text.strip() == whole
+    hot: dict[str, Any] = {"temperature": 0.3, "extra_body": {"seed": 1}}
+    *deltas, done = speech.ask(samples, language="en", stream=True, **hot)
+    assert len(deltas) > 3
+    assert done.text.strip() == speech.ask(samples, language="en", **hot).text
 
 
 def test_segments_have_the_times_that_were_said(speech: Speech) -> None:
@@ -160,6 +168,7 @@ def test_segments_have_the_times_that_were_said(speech: Speech) -> None:
         assert segment.no_speech_prob == pytest.approx(no_speech, rel=1e-3)
         assert {segment.start, segment.end} <= {*times, 0.0, 1.2}
         assert segment.avg_logprob < 0 < segment.compression_ratio
+        assert segment.temperature == 0
     assert answer.text == "".join(segment.text for segment in answer.segments).strip()
     srt = speech.ask(language="en", response_format="srt")
     assert srt.startswith("1\n00:00:0")
@@ -176,7 +185,6 @@ def test_segments_have_the_times_that_were_said(speech: Speech) -> None:
         ({"response_format": "xml"}, "response_format: invalid enum value 'xml'."),
         ({"temperature": 3}, "temperature: expected `float` <= 1.0."),
         ({"stream": True, "response_format": "srt"}, "stream goes with the response_format"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities must be segment"),
         ({"timestamp_granularities": ["segment"]}, "timestamp_granularities needs the"),
         ({"extra_body": {"chunking": "no"}}, "chunking is not a known field."),
         ({"model": "other"}, "The model 'other' is not served here"),
@@ -189,6 +197,42 @@ def test_fields_that_are_wrong_are_named(
         speech.ask(**fields)
     assert refused.value.status_code in (400, 404)
     assert refused.value.response.json()["error"]["message"].startswith(message)
+
+
+def test_words_have_the_times_of_their_tokens(speech: Speech) -> None:
+    """Those of the last piece begin where the one in front of it ends."""
+    samples = np.concatenate([SHORT, sound(1.2, seed=3)])
+    fields: dict[str, Any] = {"language": "en", "response_format": "verbose_json"}
+    answer = speech.ask(samples, timestamp_granularities=["word", "segment"], **fields)
+    last = answer.segments[-1].seek
+    begins = last / 100
+    tokens = [it for part in answer.segments if part.seek == last for it in part.tokens]
+    features = feature_extractor()(
+        samples[round(begins * RATE) :].astype("float32") / 2**15,
+        sampling_rate=RATE,
+        return_tensors="pt",
+    ).input_features
+    prompt = [_START, _ENGLISH, _TRANSCRIBE, FIRST_TIME - 1]
+    speech.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *tokens]])
+        found = speech.model(features, decoder_input_ids=ids, output_attentions=True)
+    times = vars(WhisperGenerationMixin)["_extract_token_timestamps"](
+        speech.model,
+        GenerateEncoderDecoderOutput(sequences=ids, cross_attentions=(found.cross_attentions,)),
+        speech.model.generation_config.alignment_heads,
+        num_frames=int((2.4 - begins) * 100 + 1e-6),
+        num_input_ids=len(prompt) - 1,
+    )[0, len(prompt) - 1 : -1]
+    expected = words_of(tokens, times.tolist(), speech.tokenizer.decode, "en")
+    words = [it for it in answer.words if it.start >= begins][-len(expected) :]
+    assert [it.word for it in words] == [it.text.strip() for it in expected]
+    for word, own in zip(words, expected, strict=True):
+        assert (word.start, word.end) == pytest.approx(
+            (min(begins + own.start, 2.4), min(begins + own.end, 2.4)), abs=2e-3
+        )
+    alone = speech.ask(samples, timestamp_granularities=["word"], **fields)
+    assert (alone.segments, alone.words) == (None, answer.words)
 
 
 def test_fields_that_change_nothing_are_taken(speech: Speech) -> None:
