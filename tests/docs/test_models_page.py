@@ -23,6 +23,7 @@ def test_every_family_is_compared() -> None:
             "tiny_models.py",
             "family_models.py",
             "own_code_models.py",
+            "newer_code_models.py",
             "own_arithmetic_models.py",
             "scan_models.py",
             "head_models.py",
