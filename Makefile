@@ -7,6 +7,7 @@
 # make test    set up with the test tools, then linters, types, import contracts and the tests, in fifteen minutes
 # make test-all      the same with all cases of the tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
+# make check-arm     compiles the kernels for 64-bit ARM, and throws away what comes out (seconds; Debian, root)
 # make test-arm      the kernels for 64-bit ARM, emulated: their tests, and the demo (two hours; Debian, root)
 # make test-real     a real model, SmolLM2-135M-Instruct, beside transformers
 # make test-ui       the tests of the page, in Debian's Chromium
@@ -45,13 +46,16 @@ NODE_CLIENTS := tests/clients/node/node_modules/.installed
 AUDIT := .venv-audit
 
 CHROMIUM := /usr/bin/chromium
+ARM_COMPILER := /usr/bin/aarch64-linux-gnu-g++
+# Those for x86, and the one that needs Python's headers, are left out.
+ARM_SOURCES := $(filter-out csrc/avx% csrc/amx.cpp csrc/amx_emulated.cpp csrc/module.cpp,$(wildcard csrc/*.cpp))
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
 # Modules stay compiled: else every process of the tests, and every server that they start, compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo serve quick check test test-all lint types types-quick tests test-real test-ui test-clients test-native test-arm chaos audit screenshots docs clean
+.PHONY: setup demo serve quick check test test-all lint types types-quick tests test-real test-ui test-clients test-native check-arm test-arm chaos audit screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -97,6 +101,11 @@ types-quick:
 tests:
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --tier $(TIER) $(TEST_FLAGS)
 
+check-arm: | $(ARM_COMPILER)
+	@for source in $(ARM_SOURCES); do \
+		$(ARM_COMPILER) -std=c++20 -fsyntax-only -fopenmp -march=armv8.2-a+dotprod+i8mm+bf16 $$source || exit; \
+	done
+
 test-arm:
 	@tools/arm_test.sh
 
@@ -132,6 +141,12 @@ $(CHROMIUM):
 		{ echo "The page is tested in Chromium, which is not at $@: apt-get install chromium" >&2; exit 2; }
 	@echo "installing chromium"
 	@apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null
+
+$(ARM_COMPILER):
+	@test "$$(id -u)" = 0 -a -x /usr/bin/apt-get || \
+		{ echo "Kernels for ARM need a compiler, which is not at $@: apt-get install g++-aarch64-linux-gnu" >&2; exit 2; }
+	@echo "installing a compiler for ARM"
+	@apt-get update -qq && apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu >/dev/null
 
 # The sanitizers' libraries must be there before the interpreter allocates anything.
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built

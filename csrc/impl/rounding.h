@@ -109,7 +109,7 @@ void round_to_int4(Dtype dtype, const void* weight, int64_t inputs, int64_t grou
 constexpr float kLargestInteger = 127.0f;
 
 inline f16 unit_of(float wanted) {
-    f16 unit{static_cast<uint16_t>(_cvtss_sh(wanted, _MM_FROUND_TO_NEAREST_INT))};
+    f16 unit = to_f16(wanted);
     if (as_float(unit) < wanted) ++unit.bits;
     return unit;
 }

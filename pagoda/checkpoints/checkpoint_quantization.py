@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -59,9 +59,8 @@ _DENSE_IN_FP8 = NEVER_ROUNDED | {LinearRole.EMBEDDING, LinearRole.HEAD}
 _DOT = re.compile(r"\.")
 _Words = Literal["awq", "awq_gemv", "gptq", "gptq_v2", "marlin"]
 _Ternary = Literal["bitnet", "bitnet_inverse", "bitnet_online"]
-Layout = (
-    _Words | _Ternary | Literal["compressed-tensors", "modelopt", "fp8", "bitsandbytes", "mxfp4"]
-)
+_Others = Literal["compressed-tensors", "modelopt", "quark", "fp8", "bitsandbytes", "mxfp4"]
+Layout = _Words | _Ternary | _Others
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are, `marlin` none. `bitnet`
 has a factor of ternary weights, `bitnet_inverse` a divisor, `bitnet_online` weights that are yet to be rounded."""
 
@@ -71,10 +70,11 @@ class CheckpointQuantization:
     """Linear layers of a checkpoint that are quantized, and how."""
 
     layout: Layout
-    targets: tuple[tuple[str, Scheme], ...]
-    """Schemes by layer: a name, `re:` and a pattern that names begin with, or `Linear` for all others."""
+    targets: tuple[tuple[str, Scheme | None], ...]
+    """Schemes by layer: a name, a beginning of names that ends with a dot, `~` and parts of a name between dots,
+    `re:` and a pattern that names begin with, or `Linear` for all others. Layers of None stay dense."""
     ignore: tuple[str, ...] = ()
-    """Names and patterns of layers that stay dense, or beginnings of names, which end with a dot."""
+    """Layers that stay dense, whatever else names them."""
     dense: frozenset[LinearRole] = frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE})
     keeps_fp8: bool = False
     """True if 8-bit floats stay what they are in memory; else they become dense as they are loaded."""
@@ -83,9 +83,13 @@ class CheckpointQuantization:
     def summary(self) -> str:
         if self.layout == "mxfp4":
             return "mxfp4 weights of experts"
-        kinds = " and ".join(dict.fromkeys(self._summary(scheme) for _, scheme in self.targets))
+        kinds = " and ".join(dict.fromkeys(self._summary(scheme) for scheme in self.schemes))
         layout = self.layout.partition("_")[0]
         return kinds if self.layout == "fp8" else f"{layout} {kinds}"
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        return tuple(scheme for _, scheme in self.targets if scheme is not None)
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:
         """Scheme of a layer; None if it is dense."""
@@ -126,7 +130,7 @@ class CheckpointQuantization:
     @property
     def is_held_in_fp8(self) -> bool:
         """True if all layers that are quantized are 8-bit floats in memory."""
-        return all(self._keeps(scheme) for _, scheme in self.targets)
+        return all(self._keeps(scheme) for scheme in self.schemes)
 
     def _keeps(self, scheme: Scheme) -> bool:
         is_fp8 = isinstance(scheme, Fp8Scheme) and isinstance(scheme.stored_format, Fp8Format)
@@ -143,7 +147,7 @@ def is_dense_once_loaded(quantization: Quantization | None) -> bool:
     return quantization is None or (
         isinstance(quantization, CheckpointQuantization)
         and not quantization.keeps_fp8
-        and all(isinstance(scheme, Fp8Scheme) for _, scheme in quantization.targets)
+        and all(isinstance(scheme, Fp8Scheme) for scheme in quantization.schemes)
     )
 
 
@@ -157,27 +161,43 @@ def _summary(scheme: Int8Format | GroupScheme | BlockFormat) -> str:
 
 
 class _Patterns:
-    """Names, beginnings of names that end with a dot, and patterns behind `re:`, each with a value."""
+    """Values by names, beginnings of names, parts of names and patterns, as `CheckpointQuantization.targets` has
+    them."""
 
     def __init__(self, values: Iterable[tuple[str, Scheme | None]]) -> None:
         self._named: dict[str, Scheme | None] = {}
+        self._parts: dict[str, Scheme | None] = {}
         self._patterns: list[tuple[re.Pattern[str], Scheme | None]] = []
         for target, value in values:
             if target.startswith("re:"):
                 self._patterns.append((re.compile(target[3:]), value))
+            elif target.startswith("~"):
+                self._parts.setdefault(target[1:], value)
             else:
                 self._named.setdefault(target, value)
 
     def find(self, names: Sequence[str]) -> tuple[Scheme | None] | None:
-        """The value of the first that matches one of a layer's names, of names before patterns."""
+        """The value of the first that matches one of a layer's names, of names before parts, and these before
+        patterns."""
         for name in names:
             for known in (name, *(name[: dot.end()] for dot in _DOT.finditer(name))):
                 if known in self._named:
                     return (self._named[known],)
+        for name in names if self._parts else ():
+            for part in _parts_of(name):
+                if part in self._parts:
+                    return (self._parts[part],)
         for pattern, value in self._patterns:
             if any(pattern.match(name) for name in names):
                 return (value,)
         return None
+
+
+def _parts_of(name: str) -> Iterator[str]:
+    words = name.split(".")
+    for first in range(len(words)):
+        for last in range(len(words), first, -1):
+            yield ".".join(words[first:last])
 
 
 def _names(name: str) -> list[str]:

@@ -18,18 +18,22 @@ _FOUR_BIT_FLOATS = {
 """Layouts of 4-bit floats: how weights share scales, and how many inputs do."""
 
 
-def compressed_tensors(fields: Fields) -> CheckpointQuantization:
+def compressed_tensors(fields: Fields) -> CheckpointQuantization | None:
+    """Schemes of groups; None if K and V, or activations, alone are rounded."""
     _refuse_transforms(fields)
-    groups = fields.table("config_groups")
-    if groups is None or not groups.values:
+    groups = fields.table("config_groups") or Fields({}, fields.source)
+    if not groups.values and fields.values.get("kv_cache_scheme") is None:
         fields.refuse("config_groups", "must name at least one group of weights")
-    targets: list[tuple[str, Scheme]] = []
+    targets: list[tuple[str, Scheme | None]] = []
     for group_name in groups.values:
         group = groups.table(group_name)
         if group is None:
             groups.refuse(group_name, "must be a JSON object")
-        scheme = _group_scheme(group, group.text("format", fields.text("format", "")))
-        targets += [(target, scheme) for target in _patterns(group, "targets")]
+        if group.values.get("weights") is not None:
+            scheme = _group_scheme(group, group.text("format", fields.text("format", "")))
+            targets += [(target, scheme) for target in _patterns(group, "targets")]
+    if not targets:
+        return None
     return CheckpointQuantization("compressed-tensors", tuple(targets), _patterns(fields, "ignore"))
 
 
@@ -120,7 +124,7 @@ def _packed_scheme(weights: Fields) -> GroupScheme:
         bits=_bits(weights),
         group_size=weights.positive("group_size") if strategy == "group" else None,
         symmetric=weights.flag("symmetric", True),
-        act_order=weights.values.get("actorder") == "group",
+        act_order=weights.values.get("actorder") in ("group", "dynamic", True),
     )
 
 

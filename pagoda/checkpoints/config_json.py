@@ -21,7 +21,7 @@ from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields, three_nearest
 from pagoda.checkpoints.layer_spec import Activation, AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorMap
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, VectorKind, VectorMap
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.refused import REFUSED
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
@@ -35,7 +35,7 @@ from pagoda.checkpoints.sentence_modules import (
     read_modules,
     score_tokens,
 )
-from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
+from pagoda.checkpoints.tensor_names import HF_NAMES, with_apart_experts, with_joined_experts
 from pagoda.checkpoints.text_encoder import TextEncoderSpec
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
@@ -44,10 +44,15 @@ _BARE, _WITH_HEAD, _OLD_HEAD = "Model", "ForCausalLM", "LMHeadModel"
 _SCORES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARDS, _ENDINGS = "RewardModel", ("ForProcessRewardModel", "ForRewardModel")
 """Endings of the names of architectures."""
-_MODELOPT_FILE = "hf_quant_config.json"
-"""The file that says how older checkpoints of NVIDIA are quantized."""
-_COLBERT, _COLBERT_MAP = "ColBERT", "linear"
-"""Part of the names of encoders that give vectors of tokens, and the map that makes them."""
+_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files that say how older checkpoints are quantized, with their `quant_method`."""
+_COLBERT, _VOYAGE, _COLBERT_MAP = "ColBERT", "VoyageQwen3", "linear"
+"""Parts of the names of encoders that give vectors of tokens, or of texts, and the map that makes them."""
+_MAPPED: tuple[VectorKind, ...] = ("token_vectors", "vectors")
 _SPLADE = "SpladePooling"
 _BOTH_WAYS = "Bidirectional"
 """Part of the names of decoders that see all of a text (LlamaBidirectionalModel)."""
@@ -85,9 +90,12 @@ def read_model_config(
     path = directory / "config.json"
     try:
         values = read_object(path)
-        beside = directory / _MODELOPT_FILE
-        if values.get("quantization_config") is None and beside.is_file():
-            values["quantization_config"] = {"quant_method": "modelopt", **read_object(beside)}
+        if not any(values.get(name) for name in ("quantization_config", "compression_config")):
+            for beside, method in _BESIDE.items():
+                if (directory / beside).is_file():
+                    said = read_object(directory / beside)
+                    values["quantization_config"] = {"quant_method": method, **said}
+                    break
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a Hugging Face model directory.") from error
     except OSError as error:
@@ -99,10 +107,7 @@ def read_model_config(
         spec = replace(spec, tie_word_embeddings=not _has_head(directory))
         if spec.names.head_bias:
             spec = replace(spec, head_bias=spec.names.head_bias in tensor_names(directory))
-    if spec.family.joins_experts and any(directory.glob("*.safetensors")):
-        joined = with_joined_experts(spec.names)
-        if any(name.endswith(joined.expert_down) for name in tensor_names(directory)):
-            spec = replace(spec, names=joined)
+    spec = _with_experts_as_stored(spec, directory)
     modules = read_modules(directory) if modules is None else modules
     tokens = score_tokens(directory, modules)
     if tokens is not None and max(tokens.yes, tokens.no or 0) >= spec.vocab_size:
@@ -116,6 +121,34 @@ def read_model_config(
     return replace(spec, score_tokens=tokens)
 
 
+def _with_experts_as_stored(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The model with the names of its experts' tensors, which some files have joined and others apart; joined ones
+    of Qwen3-VL have outputs first where transformers 5 wrote them."""
+    names, experts, may_join = spec.names, spec.experts, spec.family.joins_experts
+    is_joined = names.expert_layout in ("bare", "transposed")
+    if experts is None or not (is_joined or may_join):
+        return spec
+    if not any(directory.glob("*.safetensors")):
+        return spec
+    joined = names if is_joined else with_joined_experts(names)
+    if not any(name.endswith(joined.expert_down) for name in tensor_names(directory)):
+        return replace(spec, names=with_apart_experts(names) if is_joined else names)
+    if may_join and joined.expert_layout == "transposed":
+        shape = _shape_of(directory, joined.expert_down)
+        if shape[1:] == (spec.hidden_size, experts.intermediate_size):
+            joined = replace(joined, expert_layout="bare")
+    return replace(spec, names=joined)
+
+
+def _shape_of(directory: Path, ending: str) -> tuple[int, ...]:
+    """Shape of the first tensor in a directory whose name ends so."""
+    for path in weight_files(directory):
+        for name, entry in read_header(path)[0].items():
+            if name.endswith(ending):
+                return entry.shape
+    return ()
+
+
 def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceModule]) -> ModelSpec:
     """The model with the layers behind its hidden states that the directory has.
     Raises ConfigError: they are not there, or the family has no such layers."""
@@ -124,8 +157,8 @@ def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceMo
     dense = tuple(it.map for it in dense_modules(directory, modules))
     if dense:
         maps["vectors" if "Pooling" in kinds else "token_vectors"] = dense
-    elif "token_vectors" in maps:
-        maps["token_vectors"] = (_colbert_map(directory, hidden),)
+    else:
+        maps |= {kind: (_map_of_vectors(directory, hidden),) for kind in _MAPPED if kind in maps}
     beside = lexical_maps(directory)
     if COLBERT_MAP in beside:
         maps["token_vectors"] = (VectorMap(COLBERT_MAP, hidden, hidden, bias=True),)
@@ -142,7 +175,7 @@ def _with_vectors(spec: ModelSpec, directory: Path, modules: Sequence[SentenceMo
     return with_masked
 
 
-def _colbert_map(directory: Path, hidden_size: int) -> VectorMap:
+def _map_of_vectors(directory: Path, hidden_size: int) -> VectorMap:
     """The map of hidden states to vectors of tokens, whose size config.json does not say."""
     name = f"{_COLBERT_MAP}.weight"
     for path in weight_files(directory):
@@ -241,9 +274,11 @@ def _with_named_vectors(spec: ModelSpec, fields: Fields) -> ModelSpec:
     """The model with the layers behind hidden states that its architecture is named after."""
     named = fields.values.get("architectures")
     names = " ".join(map(str, named)) if isinstance(named, list) else ""
+    usual = VectorMap(_COLBERT_MAP, spec.hidden_size, spec.hidden_size)
     if _COLBERT in names:
-        usual = VectorMap(_COLBERT_MAP, spec.hidden_size, spec.hidden_size)
         spec = replace(spec, vector_maps={"token_vectors": (usual,)})
+    if _VOYAGE in names:
+        spec = replace(spec, vector_maps={"vectors": (usual,)})
     return (with_masked_head(spec) or spec) if "Splade" in names else spec
 
 
@@ -291,7 +326,8 @@ def _family(fields: Fields) -> tuple[Family, bool]:
             f'{fields.source} names no architectures; it must have a list such as ["LlamaForCausalLM"].'
         )
     others: dict[str, Family] = {}
-    for name in (it.replace(_BOTH_WAYS, "") for it in named if isinstance(it, str)):
+    spelled = [it for it in named if isinstance(it, str)]
+    for name in dict.fromkeys([*spelled, *(it.replace(_BOTH_WAYS, "") for it in spelled)]):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
         stem = _stem(name)
         if name in FAMILIES:

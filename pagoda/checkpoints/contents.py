@@ -43,12 +43,16 @@ _PARTS = frozenset(
     {"qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
     | {"weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "output_scale"}
     | {"activation_scale", "input_zero_point", "weight_global_scale", "input_global_scale"}
+    | {"input_scale_ub", "output_zero_point"}
     | {"weight_scale_2", "SCB", "weight_format", "s", "workspace", "absmax", "quant_map"}
     | {"nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"}
 )
 """Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
+_JOINED_PART = re.compile(r"_(scales|scale_inv|((weight|input|activation)_)?scale)$")
+"""Ends of the names of scales of tensors that hold all experts."""
 _FOLLOWING = re.compile(
-    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale"
+    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight"
+    r"|(attn|mixer|_proj)\.([qkv]|kv|prob_output)_scale|(attn|mixer|_proj)\.[kv]_zero_point"
     r"|self_attn\.(slope_rate|(query|key|diagonal)_decay)|(attn|attention)\.(masked_)?bias"
     r"|feed_forward_ve\.w[123]\.weight|EncDecAttention\.relative_attention_bias\.weight)$"
 )
@@ -150,7 +154,7 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
             # bitsandbytes hangs what a weight needs on the weight's own name.
             stem = stem.removesuffix(".quant_state").removesuffix(".weight")
             is_part = end in _PARTS and stem in linears
-            is_part |= name.endswith("_scales") and name.removesuffix("_scales") in linears
+            is_part |= _JOINED_PART.sub("", name) in linears
             if name not in read and not is_part and not _FOLLOWING.search(name):
                 yield name
 

@@ -72,7 +72,7 @@ class Family:
     aliases: frozenset[str] = frozenset()
     """Other names in `architectures`, of models with the same text part and no `text_config`."""
     joins_experts: bool = False
-    """Some files have the experts of a layer in one tensor, others one by one."""
+    """Some files have the experts of a layer in one tensor, in either order, others one by one."""
     heads: Mapping[str, Callable[[Fields], ClassifierSpec]] = field(default_factory=dict)
     """Heads that score texts or tokens, by what stands for `Model` in the architecture's name then."""
     masked_head: tuple[str, str, str] | None = None

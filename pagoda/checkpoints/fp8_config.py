@@ -12,7 +12,7 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.weight_formats import FP8_INPUTS, DenseFormat, Fp8Format, WeightFormat
 from pagoda.errors import ConfigError
 
-_LAYOUTS = ("float-quantized", "naive-quantized")
+_LAYOUTS = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 _LARGEST_BLOCK = 2**20
 """Outputs or inputs of a block at most."""
 _BLOCK_RULE = "must be two positive integers, the outputs and inputs of a block"
@@ -52,6 +52,10 @@ class Fp8Scheme:
     def scales_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Shape of the scales of a weight [outputs, inputs], whose last blocks may be cut off."""
         return -(-outputs // (self.outputs or outputs)), -(-inputs // (self.inputs or inputs))
+
+
+MXFP8 = Fp8Scheme(1, 32)
+"""Groups whose scales are powers of two (OCP Microscaling Formats 1.0)."""
 
 
 def compressed_tensors_scheme(weights: Fields, layout: str) -> Fp8Scheme:

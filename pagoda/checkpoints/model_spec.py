@@ -295,6 +295,8 @@ class ModelSpec:
     def head_order(self, layer: int) -> tuple[int, ...] | None:
         """Stored dimensions of the heads of queries and keys in the order in which they are computed."""
         rotary = self.rotary[self.layers[layer].attention.rotary]
+        if self.names.permutes_heads:
+            return head_order(self.head_dim, self.head_dim)
         if rotary.dim == 0 or not self.names.rotates_neighbours:
             return None
         return head_order(self.head_dim, rotary.dim)

@@ -3,27 +3,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, Layout
 from pagoda.checkpoints.compressed_tensors_config import compressed_tensors
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.fp8_config import fp8_scheme
+from pagoda.checkpoints.fp8_config import Fp8Scheme, fp8_scheme
 from pagoda.checkpoints.linears import LinearRole
 from pagoda.checkpoints.modelopt_config import modelopt
-from pagoda.checkpoints.packed_config import auto_round, awq, gptq
+from pagoda.checkpoints.packed_config import auto_round, awq, gptq, parts_of_names
+from pagoda.checkpoints.quark_config import quark
 from pagoda.checkpoints.weight_formats import FP4, MXFP4, NF4, TERNARY, Int8Format
 
 _SUPPORTED = (
-    "compressed-tensors (fp8, int8 weights and inputs, packed int4 and int8 weights, nvfp4, mxfp4), modelopt (FP8 "
-    "and NVFP4), fp8, bitsandbytes (nf4, fp4 and int8), awq (4 bits), gptq (2, 3, 4 and 8 bits), auto-round (as "
-    "these two), bitnet and mxfp4"
+    "compressed-tensors (fp8, int8 weights and inputs, packed int4 and int8 weights, nvfp4, mxfp4), modelopt "
+    "(FP8, MXFP8 and NVFP4), fp8, fbgemm_fp8, quark (fp8, int8, mxfp4), bitsandbytes (nf4, fp4 and int8), awq "
+    "(4 bits), gptq (2, 3, 4 and 8 bits), auto-round (as these two, mxfp4, mxfp8, nvfp4), bitnet and mxfp4"
 )
-_READERS = {
+_READERS: Mapping[str, Callable[[Fields], CheckpointQuantization | None]] = {
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
     "modelopt_fp4": modelopt,
+    "modelopt_mixed": modelopt,
+    "quark": quark,
     "awq": awq,
     "gptq": gptq,
     "auto-round": auto_round,
@@ -39,7 +41,9 @@ def parse_quantization(config: Fields) -> CheckpointQuantization | None:
         fields, default = config.table("compression_config"), "compressed-tensors"
     if fields is None:
         return None
-    method = fields.text("quant_method", default)
+    method = fields.text("quant_method", default).lower().replace("_tensors", "-tensors")
+    if method == "fbgemm_fp8":
+        return CheckpointQuantization("fp8", (("Linear", Fp8Scheme(1, None)),), dense=frozenset())
     if method == "fp8":
         # Files say by the types of their tensors which are fp8; lists of names are written in several languages.
         scheme = fp8_scheme(fields)
@@ -76,7 +80,7 @@ def _bitsandbytes(fields: Fields) -> CheckpointQuantization:
     return CheckpointQuantization(
         "bitsandbytes",
         (("Linear", Int8Format() if is_int8 else NF4 if kind == "nf4" else FP4),),
-        ignore=_ends_of_names(listed),
+        ignore=parts_of_names(listed),
     )
 
 
@@ -98,10 +102,5 @@ def _bitnet(fields: Fields) -> CheckpointQuantization:
     return CheckpointQuantization(
         kinds.get((kind, mode), "bitnet_inverse"),
         (("Linear", TERNARY),),
-        ignore=_ends_of_names(fields.texts("modules_to_not_convert", ["lm_head"])),
+        ignore=parts_of_names(fields.texts("modules_to_not_convert", ["lm_head"])),
     )
-
-
-def _ends_of_names(listed: Iterable[str]) -> tuple[str, ...]:
-    """Patterns of layers by the beginnings of their names up to a dot, or by their ends."""
-    return tuple(it for name in listed if name for it in (f"{name}.", f"re:.*{re.escape(name)}$"))

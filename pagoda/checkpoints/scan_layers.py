@@ -260,10 +260,8 @@ class MambaSpec:
         """Names and sizes of the norms of steps' numbers, B and C."""
         sizes = self.step_rank, self.state_dim, self.state_dim
         spelled = names.state_step_norm, names.state_b_norm, names.state_c_norm
-        end = ".weight" if self.heads is None else "_weight"
         return [
-            (f"{names.of_layer(layer, name)}{end}", size)
-            for name, size in zip(spelled, sizes, strict=True)
+            (names.of_layer(layer, name), size) for name, size in zip(spelled, sizes, strict=True)
         ]
 
     @property

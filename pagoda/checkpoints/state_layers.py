@@ -272,15 +272,20 @@ class ChannelDeltaSpec:
 
     def gates(self, names: TensorNames, layer: int, hidden: int) -> list[LinearSpec]:
         """Both maps to gates of outputs, that to b of heads, and both maps to gates of channels."""
-        name = names.of_layer(layer, names.state_gates)
-        (out_low, out), (low, channels) = (
-            (
-                LinearSpec(f"{name}.{gate}_a_proj", self.dim, hidden, LinearRole.WHOLE_MAP),
-                self._linear(f"{name}.{gate}_b_proj", self.inner, self.dim, LinearRole.STATE_GATE),
+
+        def both(gate: str) -> tuple[LinearSpec, LinearSpec]:
+            low, full = (
+                names.of_layer(layer, names.channel_gate.format(gate=gate, part=part))
+                for part in "ab"
             )
-            for gate in "gf"
-        )
-        b = LinearSpec(f"{name}.b_proj", self.heads, hidden, LinearRole.STATE_GATE, grain=0)
+            return (
+                LinearSpec(low, self.dim, hidden, LinearRole.WHOLE_MAP),
+                self._linear(full, self.inner, self.dim, LinearRole.STATE_GATE),
+            )
+
+        (out_low, out), (low, channels) = both("g"), both("f")
+        name = names.of_layer(layer, names.channel_b)
+        b = LinearSpec(name, self.heads, hidden, LinearRole.STATE_GATE, grain=0)
         return [out_low, out, b, low, channels]
 
     def _linear(self, name: str, outputs: int, inputs: int, role: LinearRole) -> LinearSpec:
@@ -288,8 +293,7 @@ class ChannelDeltaSpec:
 
     def conv_names(self, names: TensorNames, layer: int) -> list[str]:
         """Names, without `.weight`, of the convolutions of queries, keys and values."""
-        name = names.of_layer(layer, names.state_gates)
-        return [f"{name}.{what}_conv1d" for what in "qkv"]
+        return [names.of_layer(layer, names.channel_conv.format(what=what)) for what in "qkv"]
 
     def vectors(self, names: TensorNames, layer: int) -> list[tuple[str, int]]:
         """Names and sizes of its tensors besides maps."""

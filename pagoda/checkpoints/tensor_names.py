@@ -160,6 +160,11 @@ class TensorNames:
     """Gate of a delta rule's outputs; empty where it takes turns with queries, keys and values in `state_in`."""
     state_b: str = ""
     """Gates of a delta rule, as `state_a`; empty where they take turns in `state_gates`."""
+    channel_gate: str = "self_attn.{gate}_{part}_proj"
+    """Two maps, a and b, one behind the other, to gates f of channels and g of outputs (Kimi Linear)."""
+    channel_b: str = "self_attn.b_proj"
+    channel_conv: str = "self_attn.{what}_conv1d"
+    """Convolution of queries, keys or values."""
     state_a: str = ""
     state_decay: str = "linear_attn.A_log"
     """Factors within the exponent of what a state keeps, or, with `log_decay`, logarithms of their negatives."""
@@ -172,9 +177,10 @@ class TensorNames:
     """Map of a Mamba layer's channels to steps' numbers, B and C."""
     state_step: str = "mamba.dt_proj"
     """Map of those numbers to steps, whose bias is that of steps."""
-    state_step_norm: str = "mamba.dt_layernorm"
-    state_b_norm: str = "mamba.b_layernorm"
-    state_c_norm: str = "mamba.c_layernorm"
+    state_step_norm: str = "mamba.dt_layernorm.weight"
+    state_b_norm: str = "mamba.b_layernorm.weight"
+    state_c_norm: str = "mamba.c_layernorm.weight"
+    """Norms of those numbers, B and C; the tensors' names in full."""
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
@@ -218,6 +224,8 @@ class TensorNames:
     """Inputs come before outputs in the tensors of layers (GPT-2)."""
     rotates_neighbours: bool = False
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
+    permutes_heads: bool = False
+    """All of a head is in that order, though a part of it turns, in pairs of another one (Bamba's GGUF files)."""
     norm_offset: float = 0.0
     """Number that is added to the weights of RMS norms in the file."""
     norm_offsets: Mapping[str, float] = field(default_factory=dict)
@@ -304,6 +312,14 @@ def with_joined_experts(names: TensorNames) -> TensorNames:
     """Names of files in which one tensor has gates and ups of all experts of a layer, and one the maps back."""
     both, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     return replace(names, expert_gate=both, expert_up=both, expert_down=down, expert_layout="bare")
+
+
+def with_apart_experts(names: TensorNames) -> TensorNames:
+    """Names of files in which each expert has tensors of its own, of a family whose makers join them: tools that
+    quantize take them apart."""
+    stem = f"{names.expert_down.rpartition('.')[0]}.{{expert}}"
+    gate, up, down = (f"{stem}.{name}_proj" for name in ("gate", "up", "down"))
+    return replace(names, expert_gate=gate, expert_up=up, expert_down=down, expert_layout="linear")
 
 
 HF_NAMES = TensorNames()

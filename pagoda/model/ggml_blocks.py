@@ -24,7 +24,12 @@ def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearW
     """The weight in `rows` [out, bytes] uint8; a dense one in `dtype`, perhaps still in the same memory."""
     if block.name in DENSE:
         return DenseWeight(rows.view(_DTYPES[block.name]).to(dtype))
-    blocks, num_rows = rows.reshape(-1, block.num_bytes), rows.shape[0]
+    num_rows = rows.shape[0]
+    if block.behind:
+        scale = rows[:, -block.behind :][:, :4].contiguous().view(torch.float32)
+        rows = _as_tq2_0(rows[:, : -block.behind], scale)
+        block = BlockType("TQ2_0", 256, 66)
+    blocks = rows.reshape(-1, block.num_bytes)
     codes, scales, *others = _PARTS[block.name](blocks)
     minima, block_scales, block_minima = (
         None if part is None else part.reshape(num_rows, -1) for part in others
@@ -198,6 +203,14 @@ def _trits(octets: Tensor, count: int) -> Tensor:
 def _tq2_0(blocks: Tensor) -> _Parts:
     """256 times two bits, scale."""
     return _two_bits(blocks[:, :64]), _halves(blocks, 64), None, None, None
+
+
+def _as_tq2_0(rows: Tensor, scale: Tensor) -> Tensor:
+    """Rows of I2_S, whose first 32 weights of 128 have the highest bits of 32 bytes, with a scale a block."""
+    turned = (rows & 3) << 6 | (rows & 12) << 2 | (rows & 48) >> 2 | rows >> 6
+    blocks = turned.reshape(len(rows), -1, 64)
+    scales = scale.half().view(torch.uint8)[:, None].expand(-1, blocks.shape[1], -1)
+    return torch.cat([blocks, scales], dim=2).flatten(1)
 
 
 def _words(octets: Tensor, size: int = 2) -> Tensor:

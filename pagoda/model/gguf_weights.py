@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.gguf.config import checked_tensor
@@ -33,8 +33,11 @@ class GgufWeights:
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._file.tensor(name)
-        # llama.cpp makes matrices of vectors of Mamba-2: of one column, or of a row for each group.
-        if out.dim() > 1 or math.prod(tensor.shape) != out.numel():
+        # llama.cpp makes matrices of vectors of Mamba-2: of one column, or of a row for each group. Dimensions of
+        # one come and go.
+        sizes = [[size for size in it if size > 1] for it in (tensor.shape, out.shape)]
+        is_vector = out.dim() < 2 and math.prod(tensor.shape) == out.numel()
+        if not is_vector and sizes[0] != sizes[1]:
             checked_tensor(self._file, name, tuple(out.shape))
         values = floats(self._rows(tensor), tensor.type).view(out.shape)
         out.copy_(values)
@@ -44,12 +47,11 @@ class GgufWeights:
         # llama.cpp drops dimensions of one.
         shape = stored.shape[1:] if stored.shape[0] == 1 else stored.shape
         tensor = checked_tensor(self._file, stored.weight, shape)
-        rows = self._rows(tensor)
-        if linear.fill is not None and linear.role is LinearRole.ATTENTION_OUT:
-            rows = _filled_inputs(rows, tensor, linear.fill)
-        else:
-            rows = own_rows(rows, linear)
-        weight = linear_weight(rows, tensor.type, dtype)
+        rows, fill = self._rows(tensor), linear.fill
+        if fill is not None and linear.role is LinearRole.ATTENTION_OUT:
+            whole = linear_weight(rows, tensor.type, dtype)
+            return _filled_inputs(whole, linear, fill, dtype)
+        weight = linear_weight(own_rows(rows, linear), tensor.type, dtype)
         if linear.unit is not None:
             values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
             return DenseWeight(of_unit_length(values, linear).to(dtype))
@@ -61,7 +63,7 @@ class GgufWeights:
         return weight
 
     def _rows(self, tensor: GgufTensor) -> Tensor:
-        """The tensor's bytes, [rows, bytes of a row] uint8."""
+        """The tensor's bytes, [rows, bytes of a row] uint8; what lies behind all rows is at the end of each."""
         path = tensor.path
         if path not in self._mapped:
             with path.open("rb") as file:
@@ -70,20 +72,44 @@ class GgufWeights:
         flat = torch.frombuffer(
             self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
         )
-        return flat.view(math.prod(tensor.shape[:-1]), -1)
+        num_rows, behind = math.prod(tensor.shape[:-1]), tensor.type.behind
+        if not behind:
+            return flat.view(num_rows, -1)
+        rows, end = flat[:-behind].view(num_rows, -1), flat[-behind:]
+        return torch.cat([rows, end.expand(num_rows, behind)], dim=1)
 
 
-def _filled_inputs(rows: Tensor, tensor: GgufTensor, fill: HeadFill) -> Tensor:
-    """Rows whose inputs are heads that are filled with zeros: blocks of zero bytes stand for zeros.
-    Raises ConfigError: a block is of several heads."""
-    block = tensor.type
-    if fill.stored_dim % block.weights or fill.dim % block.weights:
-        raise ConfigError(
-            f"{tensor.path}: tensor {tensor.name} is of type {block.name}, "
-            "whose blocks are not those of one head."
-        )
-    missing = (fill.dim - fill.stored_dim) // block.weights * block.num_bytes
-    return pad(rows.view(len(rows), fill.stored_heads, -1), (0, missing)).flatten(1)
+def _filled_inputs(
+    weight: LinearWeight, linear: LinearSpec, fill: HeadFill, dtype: torch.dtype
+) -> LinearWeight:
+    """A weight whose inputs are heads that are filled with zeros, in blocks of no more than one head."""
+    size = math.gcd(fill.stored_dim, fill.dim)
+    outputs, count = range(linear.outputs), fill.stored_heads * fill.stored_dim // size
+    stored = replace(linear, inputs=count * size, rows=None, fill=None)
+    parts = [
+        take_part(stored, weight, LinearShard(outputs, range(at * size, (at + 1) * size)), dtype)
+        for at in range(count)
+    ]
+    zeros = _changed(parts[0], lambda name: torch.zeros_like(getattr(parts[0], name)))
+    own, missing = fill.stored_dim // size, (fill.dim - fill.stored_dim) // size
+    heads = [parts[at : at + own] + [zeros] * missing for at in range(0, count, own)]
+    return _joined([part for head in heads for part in head])
+
+
+def _changed(weight: LinearWeight, change: Callable[[str], Tensor]) -> LinearWeight:
+    """A weight with other tensors, by their names."""
+    if isinstance(weight, BlockWeight):
+        names = [name for name, it in vars(weight).items() if isinstance(it, Tensor)]
+        changed: dict[str, Any] = {name: change(name) for name in names}
+        return replace(weight, **changed)
+    return DenseWeight(change("values"))
+
+
+def _joined(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """Parts of the inputs of a weight, one behind the other."""
+    return _changed(
+        parts[0], lambda name: torch.cat([getattr(part, name) for part in parts], dim=1)
+    )
 
 
 def _in_value_order(
@@ -98,17 +124,7 @@ def _in_value_order(
         )
         for head in order
     ]
-    first = parts[0]
-
-    def joined(field: str) -> Tensor:
-        return torch.cat([getattr(part, field) for part in parts], dim=1)
-
-    if isinstance(first, BlockWeight):
-        tensors: dict[str, Any] = {
-            name: joined(name) for name, it in vars(first).items() if isinstance(it, Tensor)
-        }
-        return replace(first, **tensors)
-    return DenseWeight(joined("values"))
+    return _joined(parts)
 
 
 def _check_finite(tensor: GgufTensor, numbers: Tensor | None) -> None:

@@ -164,7 +164,9 @@ class GroupReader:
     def _unpacked(self, words: Tensor) -> Tensor:
         """Codes [n, m * 32 / bits] uint8 of words [n, m], the lowest bits first; those of 3 lie across words."""
         # Bytes of a word lie in memory from the lowest to the highest on all machines that torch runs on.
-        octets, bits = words.contiguous().view(torch.uint8), self._scheme.bits
+        # `contiguous` alone leaves a matrix of one column any stride.
+        octets, bits = words.flatten().contiguous().view(torch.uint8), self._scheme.bits
+        octets = octets.view(len(words), -1)
         if bits == 8:
             return octets
         if bits == 4:

@@ -40,7 +40,7 @@ from pagoda.model.weights import (
 )
 
 _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-_FP8_SCALES = READABLE | {"F8_E8M0": "float8_e8m0fnu"}
+_FP8_SCALES = READABLE | {"F8_E8M0": "float8_e8m0fnu", "U8": "uint8"}
 _INT8 = {"I8": "int8"}
 
 
@@ -99,9 +99,12 @@ class QuantizedCheckpoint:
 
     def _rows(self, linear: LinearSpec, rows: StoredRows, dtype: torch.dtype) -> LinearWeight:
         """A layer's rows of a tensor that holds several, and that is quantized as one."""
+        scheme = self._quantization.scheme_of(linear)
+        if len(rows.shape) > 2 and isinstance(scheme, Fp8Scheme):
+            return self._fp8_of_expert(linear, rows, scheme, dtype)
         if len(rows.shape) > 2:
             raise ConfigError(
-                f"{rows.tensor} holds quantized weights of all experts in one tensor, which Pagoda does not read."
+                f"{rows.tensor} holds weights of all experts in one tensor, which Pagoda reads of fp8 alone."
             )
         outputs, inputs = rows.shape
         joined = LinearSpec(rows.tensor, outputs, inputs, linear.role)
@@ -111,13 +114,38 @@ class QuantizedCheckpoint:
         part = LinearShard(range(rows.first, rows.first + linear.outputs), range(inputs))
         return take_part(linear, whole, part, dtype)
 
+    def _fp8_of_expert(
+        self, linear: LinearSpec, rows: StoredRows, scheme: Fp8Scheme, dtype: torch.dtype
+    ) -> LinearWeight:
+        """An expert's rows of the numbers and scales of all, with scales for it, for its blocks, or for all."""
+        experts, outputs, inputs = rows.shape
+        expert, first = divmod(rows.first, outputs)
+        own = replace(rows, first=first).rows(linear.outputs)
+        values = self._tensors.tensor(rows.weight, rows.stored_shape, _FP8)[expert]
+        kinds = [f"{rows.weight}_{end}" for end in ("scale_inv", "weight_scale", "scale")]
+        name = next((kind for kind in kinds if self._tensors.has(kind)), kinds[0])
+        shape = scheme.scales_shape(outputs, inputs)
+        stored = (experts, *(shape[::-1] if rows.transposed else shape))
+        flat = [(experts,), (1,), ()] if shape == (1, 1) else []
+        found = self._tensors.shape(name)
+        scales = self._scales(name, found if found in flat else stored)
+        scales = scales.reshape(-1, *stored[1:])
+        scales = scales[expert if len(scales) > 1 else 0]
+        if rows.transposed:
+            values, scales = values.t(), scales.t()
+        of_rows = scales.repeat_interleave(scheme.outputs or outputs, dim=0)[own]
+        return self._in_fp8(
+            rows.weight,
+            linear,
+            values[own].contiguous(),
+            of_rows,
+            Fp8Scheme(1, scheme.inputs),
+            dtype,
+        )
+
     def _fp8(self, linear: LinearSpec, scheme: Fp8Scheme, dtype: torch.dtype) -> LinearWeight:
         tensors, name = self._tensors, f"{linear.name}.weight"
         values = tensors.tensor(name, (linear.outputs, linear.inputs), READABLE | _FP8)
-        if not is_finite(values):
-            raise ConfigError(
-                f"{tensors.path_of(name)}: tensor {name} holds numbers that are not finite."
-            )
         kinds = (f"{linear.name}.weight_scale", f"{linear.name}.weight_scale_inv")
         scales_name = kinds[1] if tensors.has(kinds[1]) else kinds[0]
         shape = scheme.scales_shape(linear.outputs, linear.inputs)
@@ -126,8 +154,31 @@ class QuantizedCheckpoint:
         stored = tensors.shape(scales_name)
         in_blocks = (shape[0], 1, shape[1], 1)  # of modelopt
         as_stored = stored if stored in [*flat, in_blocks] else shape
-        scales = tensors.tensor(scales_name, as_stored, _FP8_SCALES).float().reshape(shape)
-        check_finite(tensors, scales_name, scales, "float32")
+        scales = self._scales(scales_name, as_stored).reshape(shape)
+        return self._in_fp8(name, linear, values, scales, scheme, dtype)
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        scales = self._tensors.tensor(name, shape, _FP8_SCALES)
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        scales = scales.float()
+        check_finite(self._tensors, name, scales, "float32")
+        return scales
+
+    def _in_fp8(
+        self,
+        name: str,
+        linear: LinearSpec,
+        values: Tensor,
+        scales: Tensor,
+        scheme: Fp8Scheme,
+        dtype: torch.dtype,
+    ) -> LinearWeight:
+        """The layer of the tensor `name` in 8 bits where the backend keeps them, or in `dtype`."""
+        if not is_finite(values):
+            raise ConfigError(
+                f"{self._tensors.path_of(name)}: tensor {name} holds numbers that are not finite."
+            )
         stored_format = self._quantization.format_of(linear)
         if isinstance(stored_format, Fp8Format) and values.dtype == E4M3:
             of_rows = scales.repeat_interleave(scheme.outputs or linear.outputs, dim=0)

@@ -205,7 +205,7 @@ def load_channel_delta(
         loader.vector(f"{name}.weight", (spec.inner, 1, spec.width))[own.start : own.stop, 0]
         for name in spec.conv_names(names, index)
     ]
-    decay = loader.vector(names.of_layer(index, names.state_decay), (1, 1, spec.heads, 1))
+    decay = loader.vector(names.of_layer(index, names.state_decay), (1, 1, spec.heads, 1)).flatten()
     bias = loader.vector(names.of_layer(index, names.state_bias), spec.inner)
     norm = loader.vector(f"{names.of_layer(index, names.state_norm)}.weight", spec.dim)
     out_low, out, b, low, channels = (loader.linear([it]) for it in config.gate_linears(index))
@@ -216,7 +216,7 @@ def load_channel_delta(
         b,
         low,
         channels,
-        -decay.flatten()[heads.start : heads.stop].exp(),
+        (-decay.exp() if names.log_decay else decay)[heads.start : heads.stop].clone(),
         bias[own.start : own.stop].clone(),
         norm.repeat(len(heads)),
         config.norm.eps,

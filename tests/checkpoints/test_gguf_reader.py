@@ -103,6 +103,8 @@ def test_what_the_writer_wrote_is_read(path: Path, alignment: int, version: int)
 
 def test_sizes_of_blocks_are_those_of_the_package() -> None:
     for number, block in BLOCK_TYPES.items():
+        if block.name == "I2_S":  # of BitNet's own llama.cpp
+            continue
         kind = GGMLQuantizationType(number)
         assert (block.name, (block.weights, block.num_bytes)) == (
             kind.name,
@@ -340,7 +342,8 @@ def test_flipped_bytes_are_refused_or_read(
     else:
         for tensor in file.tensors.values():
             assert tensor.start + tensor.num_bytes <= len(data)
-            weights = tensor.num_bytes // tensor.type.num_bytes * tensor.type.weights
+            num_blocks = (tensor.num_bytes - tensor.type.behind) // tensor.type.num_bytes
+            weights = num_blocks * tensor.type.weights
             assert math.prod(tensor.shape) == weights
 
 

@@ -15,7 +15,13 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.linears import LinearRole, LinearSpec
 from pagoda.checkpoints.quantization_config import parse_quantization
-from pagoda.checkpoints.weight_formats import NVFP4, DenseFormat, GroupedFormat, Int8Format
+from pagoda.checkpoints.weight_formats import (
+    MXFP4,
+    NVFP4,
+    DenseFormat,
+    GroupedFormat,
+    Int8Format,
+)
 from pagoda.errors import ConfigError
 
 LAYER = "model.layers.3.mlp.up_proj"
@@ -141,8 +147,8 @@ def test_fp8() -> None:
     with pytest.raises(ConfigError) as caught:
         _parse(COMPRESSED | {"config_groups": {"group_0": W8A8 | {"weights": CHANNEL_FP8}}})
     assert str(caught.value) == (
-        "config.json: quantization_config.format must be 'float-quantized' or 'naive-quantized' for weights "
-        "of type float, got 'int-quantized'."
+        "config.json: quantization_config.format must be 'float-quantized' or 'naive-quantized' or "
+        "'mxfp8-quantized' for weights of type float, got 'int-quantized'."
     )
 
 
@@ -160,8 +166,9 @@ def test_larger_groups_are_held_as_several() -> None:
 
 SUPPORTED = (
     "must be one that Pagoda reads, compressed-tensors (fp8, int8 weights and inputs, packed int4 and int8 "
-    "weights, nvfp4, mxfp4), modelopt (FP8 and NVFP4), fp8, bitsandbytes (nf4, fp4 and int8), awq (4 bits), gptq "
-    "(2, 3, 4 and 8 bits), auto-round (as these two), bitnet and mxfp4"
+    "weights, nvfp4, mxfp4), modelopt (FP8, MXFP8 and NVFP4), fp8, fbgemm_fp8, quark (fp8, int8, mxfp4), "
+    "bitsandbytes (nf4, fp4 and int8), awq (4 bits), gptq (2, 3, 4 and 8 bits), auto-round (as these two, mxfp4, "
+    "mxfp8, nvfp4), bitnet and mxfp4"
 )
 
 
@@ -209,18 +216,31 @@ SUPPORTED = (
         ),
         (
             AUTO_ROUND | {"packing_format": "auto_round:awq_gemm_v9"},
-            "packing_format must be 'auto_round:auto_gptq' or 'auto_round:auto_awq', got "
-            "'auto_round:awq_gemm_v9'.",
+            "packing_format must be 'auto_round:auto_gptq' or 'auto_round:auto_awq' or 'auto_round:gptqmodel' or "
+            "'auto_round' or 'auto_round:llm_compressor', got 'auto_round:awq_gemm_v9'.",
         ),
         (
             AUTO_ROUND | {"extra_config": {"(": {"bits": 16}}},
             "extra_config.( must be a name or a valid regular expression, got {'bits': 16}.",
         ),
-        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type must be 'int', got 'mx_fp'."),
+        (
+            AUTO_ROUND | {"data_type": "mx_fp"},
+            "data_type must be 'int' in this packing, got 'mx_fp'.",
+        ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+            "data_type must be mx_fp of 4 bits, mx_fp of 8 bits, nv_fp of 4 bits in llm-compressor's packing, "
+            "got None.",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+            "global_quant_config.weight.dtype must, with qscheme, be one that Pagoda reads, fp8_e4m3 per_tensor, "
+            "fp8_e4m3 per_channel, int8 per_tensor, int8 per_channel, fp4 per_group, got 'int4'.",
+        ),
         (
             MODELOPT | {"quant_algo": "W4A8_AWQ"},
-            "quant_algo must be one that Pagoda reads, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, got "
-            "'W4A8_AWQ'.",
+            "quant_algo must be one that Pagoda reads, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, "
+            "W4A16_NVFP4, got 'W4A8_AWQ'.",
         ),
         (
             MODELOPT | {"group_size": 32},
@@ -235,8 +255,8 @@ SUPPORTED = (
             "bnb_4bit_quant_type must be 'nf4' or 'fp4', got 'af4'.",
         ),
         (
-            GPTQ | {"dynamic": {"-:.*": {}}},
-            "dynamic must be empty: rules for single modules are not supported, got {'-:.*': {}}.",
+            GPTQ | {"dynamic": {"-:(": {}}},
+            "dynamic must hold valid regular expressions, not '(', got {'-:(': {}}.",
         ),
         (
             COMPRESSED | {"config_groups": {}},
@@ -359,3 +379,103 @@ def test_layers_of_modelopt_that_have_schemes_of_their_own() -> None:
     assert parsed.scheme_of(_linear("model.layers.4.mlp.up_proj")) is None
     assert parsed.format_of(_linear(LAYER, 320)) == replace(NVFP4, block_size=64)
     assert parsed.format_of(_linear(LAYER, 48)) == DenseFormat()
+
+
+def test_rules_of_gptqmodel() -> None:
+    """The first that matches counts, exact names among them."""
+    rules = {
+        r"+:.*\.2\.mlp": {"bits": 8, "group_size": 32},
+        r"-:.*\.[23]\.": {},
+        r"^model\.layers\.3\.mlp\.up_proj$": {"bits": 2},
+        r"^model\.layers\.4\.mlp\.up_proj$": {"sym": False},
+    }
+    for prefix in ("model", "model.language_model"):
+        own = {rule.replace("model", prefix.replace(".", r"\.")): it for rule, it in rules.items()}
+        parsed = _parse(GPTQ | {"dynamic": own})
+        usual = GroupScheme(4, 128, symmetric=True, act_order=False)
+        assert parsed.scheme_of(_linear("model.layers.1.mlp.up_proj")) == usual
+        eight = replace(usual, bits=8, group_size=32)
+        assert parsed.scheme_of(_linear("model.layers.2.mlp.up_proj")) == eight
+        assert parsed.scheme_of(_linear("model.layers.2.self_attn.q_proj")) is None
+        assert parsed.scheme_of(_linear("model.layers.3.mlp.up_proj")) is None
+        zeros = parsed.scheme_of(_linear("model.layers.4.mlp.up_proj"))
+        assert zeros == replace(usual, symmetric=False)
+    assert parsed.summary == "gptq int8 weights (groups of 32) and int4 weights (groups of 128)"
+
+
+def test_lists_of_parts_of_names() -> None:
+    """Whole words between dots count, however long the names are."""
+    full = ["model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"]
+    gptq = _parse(GPTQ | {"modules_in_block_to_quantize": [*full, "self_attn"]})
+    awq = _parse(AWQ | {"modules_to_not_convert": [*full, "self_attn", "mlp.gate.", "gate"]})
+    for name in (*full, "model.layers.5.self_attn.q_proj"):
+        linear = _linear(name.replace("language_model.", ""))
+        assert gptq.scheme_of(linear) is not None
+        assert awq.scheme_of(linear) is None
+    for name in ("model.layers.2.mlp.up_proj", "model.layers.2.mlp.gate_proj"):
+        assert gptq.scheme_of(_linear(name)) is None
+        assert awq.scheme_of(_linear(name)) is not None
+    older = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}
+    assert _parse(older) == _parse(AWQ | {"group_size": 64})
+
+
+def test_experts_and_algorithms_of_modelopt() -> None:
+    layers = {
+        "model.language_model.layers.3.mlp.experts": {"quant_algo": "W4A16_NVFP4"},
+        "model.language_model.layers.3.self_attn.q_proj": {"quant_algo": "fp8"},
+        "model.language_model.layers.3.self_attn.k_proj": {"quant_algo": "UNQUANTIZED"},
+    }
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    parsed = _parse({"quant_method": "modelopt", "quantization": mixed})
+    assert parsed.scheme_of(_linear("model.layers.3.mlp.experts.7.up_proj")) == NVFP4
+    assert parsed.scheme_of(_linear("model.layers.3.self_attn.q_proj")) == Fp8Scheme(None, None)
+    assert parsed.scheme_of(_linear("model.layers.3.self_attn.k_proj")) is None
+    assert _parse(MODELOPT | {"quant_algo": "MXFP8"}).scheme_of(_linear(LAYER)) == Fp8Scheme(1, 32)
+
+
+KV_FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        COMPRESSED | {"config_groups": {}, "kv_cache_scheme": KV_FP8},
+        COMPRESSED
+        | {"config_groups": {"group_0": {"targets": ["LlamaAttention"], "weights": None}}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": KV_FP8},
+        {"quant_method": "quark", "global_quant_config": {"weight": None}},
+    ],
+)
+def test_weights_of_checkpoints_that_round_only_k_and_v(values: dict[str, Any]) -> None:
+    assert parse_quantization(Fields({"quantization_config": values}, "config.json")) is None
+
+
+def test_auto_round_in_floats() -> None:
+    layers = {"model.layers.3.mlp.up_proj": {"bits": 16, "data_type": "float"}}
+    layers |= {"model.layers.4.mlp.up_proj": {"bits": 8, "data_type": "mx_fp"}}
+    more = {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp_rceil"}
+    parsed = _parse(AUTO_ROUND | more | {"group_size": 32, "extra_config": layers})
+    assert parsed.scheme_of(_linear(LAYER)) is None
+    assert parsed.scheme_of(_linear("model.layers.4.mlp.up_proj")) == Fp8Scheme(1, 32)
+    assert parsed.scheme_of(_linear("model.layers.5.mlp.up_proj")) == MXFP4
+    assert _parse(AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"}).layout == "gptq_v2"
+
+
+def test_quark() -> None:
+    def weight(dtype: str, qscheme: str) -> dict[str, Any]:
+        return {"weight": {"dtype": dtype, "qscheme": qscheme, "symmetric": None}}
+
+    values = {
+        "quant_method": "quark",
+        "global_quant_config": weight("fp8_e4m3", "per_tensor"),
+        "layer_quant_config": {"*up_proj": weight("fp4", "per_group")},
+        "exclude": ["lm_head", "model.layers.1", "re:.*q_proj$"],
+    }
+    parsed = _parse(values)
+    assert parsed.scheme_of(_linear(LAYER)) == MXFP4
+    assert parsed.scheme_of(_linear("model.layers.3.mlp.down_proj")) == Fp8Scheme(None, None)
+    for dense in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.3.self_attn.q_proj"):
+        assert parsed.scheme_of(_linear(dense)) is None
+    channels = values | {"global_quant_config": weight("fp8_e4m3", "per_channel")}
+    found = _parse(channels).scheme_of(_linear("model.layers.3.mlp.down_proj"))
+    assert found == Fp8Scheme(1, None)

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests" / room) for room in ("", "worker", "e2e")]
 
 from encoder_models import make_encoder  # noqa: E402
+from family_models import make_model  # noqa: E402
 from in_process import InProcessEngine  # noqa: E402
+from own_code_models import as_makers_publish, make_like  # noqa: E402
 
 from pagoda.checkpoints.config_json import read_model_config  # noqa: E402
 from pagoda.errors import PagodaError  # noqa: E402
@@ -56,19 +58,29 @@ def main() -> None:
 def _difference(name: str, entry: dict[str, Any], common: dict[str, Any]) -> float | None:
     """The largest difference from transformers; None where that has no class to compare with.
     Raises PagodaError: the model is refused."""
-    if "like" not in entry:
+    model: Any
+    if "own" in entry:
+        model = make_like(entry["own"])
+    elif "text" in entry:
+        model = make_model(entry["text"])
+    elif "like" in entry:
+        model = make_encoder(entry["like"], **{**common, **entry.get("options", {})})
+    else:
         return None
-    model = make_encoder(entry["like"], **{**common, **entry.get("options", {})})
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         model.save_pretrained(directory)
+        if "own" in entry:
+            as_makers_publish(entry["own"], directory)
         more = _more(entry)
         if more:
             file = directory / "model.safetensors"
             save_file(load_file(file) | more, file)
         path = directory / "config.json"
         config = {**json.loads(path.read_text()), "architectures": [name]}
-        config["num_labels"] = entry.get("reward", model.config.num_labels)
+        config["num_labels"] = entry.get(
+            "reward", 1 if "head" in entry else model.config.num_labels
+        )
         path.write_text(json.dumps(config))
         spec = read_model_config(directory)
         pooling = Pooling.MEAN
@@ -92,6 +104,8 @@ def _more(entry: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors of the architecture that transformers' class has not."""
     if entry.get("tokens"):
         return {"linear.weight": torch.randn(24, 64) / 8}
+    if "head" in entry:
+        return {f"{entry['head']}.weight": torch.randn(1, 64) / 8}
     if "reward" not in entry:
         return {}
     inner = {"score.0.weight": torch.randn(64, 64) / 8, "score.0.bias": torch.randn(64)}
@@ -111,9 +125,12 @@ def _expected(model: Any, pooling: Pooling, more: dict[str, Tensor]) -> Tensor:
         logits: Tensor = model(tokens).logits[0]
         return logits
     body = getattr(model, model.base_model_prefix, model)
+    body = getattr(body, "language_model", body)
     states: Tensor = body(tokens).last_hidden_state[0]
-    if "linear.weight" in more:
-        return states @ more["linear.weight"].t()
+    if len(more) == 1:
+        [weight] = more.values()
+        mapped = states @ weight.t()
+        return mapped.mean(0) if pooling is Pooling.MEAN else mapped
     if more:
         inner = torch.relu(states @ more["score.0.weight"].t() + more["score.0.bias"])
         return inner @ more["score.2.weight"].t() + more["score.2.bias"]

@@ -58,6 +58,27 @@ def rotated(config: Config) -> int:
     return int(head_dim(config) * config["rope_parameters"].get("partial_rotary_factor", 1))
 
 
+def rotations(config: Config) -> Mapping[str, Any]:
+    return {"rope.dimension_count": rotated(config), "vocab_size": config["vocab_size"]}
+
+
+def sigmoids(config: Config) -> Mapping[str, Any]:
+    """Experts scored by sigmoids, as several families have them."""
+    inner, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 1
+    return {
+        **rotations(config),
+        "expert_count": config.get("num_experts") or config["n_routed_experts"],
+        "expert_feed_forward_length": inner,
+        "expert_shared_count": config.get("num_shared_experts") or shared,
+        "expert_shared_feed_forward_length": inner,
+        "expert_weights_norm": config.get("norm_topk_prob", True),
+        "expert_weights_scale": config.get("routed_scaling_factor") or config["route_scale"],
+        "expert_gating_func": 2,
+        "leading_dense_block_count": config.get("num_dense_layers")
+        or config.get("first_k_dense_replace", 1),
+    }
+
+
 def neighbours(values: Tensor, heads: int) -> Tensor:
     """Rows of a head in the order that ggml rotates: `i` beside `i + d/2`."""
     return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)

@@ -6,7 +6,9 @@ A row has what the converter says of a family's config.json, and what it does to
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +28,29 @@ from gguf_changes import (
     one_by_one,
     permuted,
     rotated,
+    rotations,
     scanned,
+    sigmoids,
     turned,
     weighed,
 )
 from gguf_files import add_values, finish
 from gguf_models import Choose, frequency_factors, published, quantized
+from gguf_states import (
+    bamba,
+    channels,
+    hybrid,
+    jamba,
+    kimi,
+    latent,
+    mamba,
+    nemotron,
+    offset,
+    permuted_and_scanned,
+    plamo2,
+)
+from own_code_models import as_makers_publish
+from safetensors.torch import load_file
 from torch import Tensor
 
 
@@ -47,6 +66,8 @@ class Row(NamedTuple):
     """What becomes of a tensor, by names that the package `gguf` knows, or in files if they begin with `blk.`."""
     joins: bool = False
     """Queries, keys and values become one tensor."""
+    makers: str = ""
+    """The name in `own_code_models` of a family whose makers' files are converted, not those of transformers."""
 
 
 # ---- what is said of a family
@@ -136,35 +157,14 @@ def _first_names(name: str, values: Tensor, _: Config) -> Iterator[Named]:
     yield changed.replace("ffn_sub_norm", "ffn_layernorm"), values
 
 
-def _rotated(config: Config) -> Mapping[str, Any]:
-    return {"rope.dimension_count": rotated(config), "vocab_size": config["vocab_size"]}
-
-
-def _sigmoids(config: Config) -> Mapping[str, Any]:
-    """Experts scored by sigmoids, as several families have them."""
-    inner, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 1
-    return {
-        **_rotated(config),
-        "expert_count": config.get("num_experts") or config["n_routed_experts"],
-        "expert_feed_forward_length": inner,
-        "expert_shared_count": config.get("num_shared_experts") or shared,
-        "expert_shared_feed_forward_length": inner,
-        "expert_weights_norm": config.get("norm_topk_prob", True),
-        "expert_weights_scale": config.get("routed_scaling_factor") or config["route_scale"],
-        "expert_gating_func": 2,
-        "leading_dense_block_count": config.get("num_dense_layers")
-        or config.get("first_k_dense_replace", 1),
-    }
-
-
 def _solar(config: Config) -> Mapping[str, Any]:
-    return {**_sigmoids(config), "leading_dense_block_count": 0}
+    return {**sigmoids(config), "leading_dense_block_count": 0}
 
 
 def _windowed(config: Config) -> Mapping[str, Any]:
     kinds = [kind[0] == "s" for kind in config["layer_types"]]
     return {
-        **_sigmoids(config),
+        **sigmoids(config),
         "attention.sliding_window": config["sliding_window"],
         "attention.sliding_window_pattern": kinds,
         "nextn_predict_layers": 0,
@@ -189,89 +189,9 @@ def _minicpm3(config: Config) -> Mapping[str, Any]:
     }
 
 
-def _mamba(config: Config) -> Mapping[str, Any]:
-    zeros = ("feed_forward_length", "attention.head_count")
-    inner = config.get("intermediate_size") or 2 * config["hidden_size"]
-    if config["model_type"] == "mamba2":
-        inner = config["num_heads"] * config["head_dim"]
-    return {
-        **dict.fromkeys(zeros, 0),
-        **dict.fromkeys(("attention.head_count_kv", "attention.key_length"), None),
-        "attention.value_length": None,
-        "attention.layer_norm_epsilon": None,
-        "context_length": 2**20,
-        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["state_size"],
-        "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
-        **({"ssm.group_count": config["n_groups"]} if "n_groups" in config else {}),
-        **({"ssm.dt_b_c_rms": True} if config["model_type"] == "falcon_mamba" else {}),
-    }
-
-
-def _hybrid(config: Config) -> dict[str, Any]:
-    """Mamba layers beside others, by fields that begin with `mamba_`."""
-    inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
-    rank = config.get("mamba_dt_rank") or config["mamba_n_heads"]
-    found = {
-        "ssm.conv_kernel": config["mamba_d_conv"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["mamba_d_state"],
-        "ssm.time_step_rank": rank,
-    }
-    if "mamba_n_groups" in config:
-        found["ssm.group_count"] = config["mamba_n_groups"]
-    return found
-
-
-def _jamba(config: Config) -> Mapping[str, Any]:
-    first, every = config["attn_layer_offset"], config["attn_layer_period"]
-    heads = config["num_key_value_heads"]
-    attending = range(first, config["num_hidden_layers"], every)
-    counts = [heads * (layer in attending) for layer in range(config["num_hidden_layers"])]
-    return {**_hybrid(config), "attention.head_count_kv": counts}
-
-
-def _nemotron(config: Config) -> Mapping[str, Any]:
-    short = {"linear_attention": "mamba", "full_attention": "attention"}
-    kinds = [short.get(kind, kind) for kind in config["layers_block_type"]]
-    is_sparse = "moe" in kinds
-    sizes = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
-    heads, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
-    found = {
-        "block_count": len(kinds),
-        "attention.head_count_kv": [
-            config["num_key_value_heads"] * (kind == "attention") for kind in kinds
-        ],
-        "feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
-        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
-        "attention.layer_norm_epsilon": None,
-        "attention.key_length": config["head_dim"],
-        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
-        "rope.scaling.finetuned": False,
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["ssm_state_size"],
-        "ssm.time_step_rank": heads,
-        "ssm.group_count": config["n_groups"],
-    }
-    if not is_sparse:
-        gone = ("expert_count", "expert_used_count", "expert_group_count")
-        return found | dict.fromkeys((*gone, "expert_group_used_count"))
-    return found | {
-        "expert_count": config["n_routed_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_weights_norm": config["norm_topk_prob"],
-        "expert_weights_scale": config["routed_scaling_factor"],
-    }
-
-
 def _minicpm(config: Config) -> Mapping[str, Any]:
     return {
-        **_rotated(config),
+        **rotations(config),
         "embedding_scale": config["embedding_multiplier"],
         "residual_scale": config["residual_multiplier"],
         "logit_scale": config["logits_scaling"],
@@ -284,7 +204,7 @@ def _qwen(config: Config) -> Mapping[str, Any]:
 
 def _shared(config: Config) -> Mapping[str, Any]:
     return {
-        **_rotated(config),
+        **rotations(config),
         "rope.scaling.type": None,
         "leading_dense_block_count": 0,
         "expert_feed_forward_length": config["intermediate_size"],
@@ -295,7 +215,7 @@ def _shared(config: Config) -> Mapping[str, Any]:
 
 
 def _predicting(config: Config) -> Mapping[str, Any]:
-    return {**_sigmoids(config), "nextn_predict_layers": 0}
+    return {**sigmoids(config), "nextn_predict_layers": 0}
 
 
 def _of_pictures(config: Config) -> Mapping[str, Any]:
@@ -310,7 +230,7 @@ def _of_pictures(config: Config) -> Mapping[str, Any]:
 def _with_index(config: Config) -> Mapping[str, Any]:
     rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
     return {
-        **_sigmoids({**config, "head_dim": rotary}),
+        **sigmoids({**config, "head_dim": rotary}),
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": rank,
         "attention.q_lora_rank": config["q_lora_rank"],
@@ -372,6 +292,32 @@ def _gemma4(config: Config) -> Mapping[str, Any]:
     return found
 
 
+def _mimo(config: Config) -> Mapping[str, Any]:
+    """Three layers that guess tokens are counted as well."""
+    windows = [kind[0] == "s" for kind in config["layer_types"]] + [True] * 3
+    heads = config["num_key_value_heads"], 2 * config["num_key_value_heads"]
+    experts = sigmoids(config)
+    gone = ("expert_shared_count", "expert_shared_feed_forward_length", "leading_dense_block_count")
+    return {
+        **{key: it for key, it in experts.items() if key not in gone},
+        "block_count": len(windows),
+        "rope.dimension_count": int(config["head_dim"] * 0.334),
+        "attention.head_count_kv": [heads[it] for it in windows],
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": config["attention_value_scale"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windows,
+        "nextn_predict_layers": 3,
+    }
+
+
+def _sunk(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Scores of sinks have a name like a weight."""
+    if name.endswith("attention_sink_bias"):
+        name += ".weight"
+    yield from corrected(name, values, config)
+
+
 ROWS: dict[str, Row] = {
     "gpt2-new": Row("gpt2", _gpt2, turned),
     "gpt-bigcode": Row("starcoder", lambda c: {**_gpt2(c), "attention.head_count_kv": 1}),
@@ -386,41 +332,75 @@ ROWS: dict[str, Row] = {
     "phimoe": Row("phimoe", _phimoe),
     "ernie4.5-moe": Row("ernie4_5-moe", _ernie, corrected),
     "hunyuan-moe": Row("hunyuan-moe", _hunyuan),
-    "jais2": Row("jais2", _rotated),
+    "jais2": Row("jais2", rotations),
     "bitnet": Row("bitnet", _unscaled, _first_names),
-    "apertus": Row("apertus", _rotated),
+    "apertus": Row("apertus", rotations),
     "exaone-moe": Row("exaone-moe", _windowed, corrected),
     "afmoe": Row("afmoe", _windowed, corrected),
     "minimax-m2": Row("minimax-m2", _minimax, corrected),
     "solar-open": Row("glm4moe", _solar, corrected),
     "minicpm3": Row("minicpm3", _minicpm3),
-    "mamba": Row("mamba", _mamba, scanned),
-    "falcon-mamba": Row("mamba", _mamba, scanned),
-    "mamba2": Row("mamba2", _mamba, scanned),
-    "jamba": Row("jamba", _jamba, scanned),
-    "falcon-h1": Row("falcon-h1", _hybrid, multiplied),
-    "hybrid-nemotron": Row("nemotron_h_moe", _nemotron, scanned),
-    "glm4-moe-groups": Row("glm4moe", _sigmoids, corrected),
+    "mamba": Row("mamba", mamba, scanned),
+    "falcon-mamba": Row("mamba", mamba, scanned),
+    "mamba2": Row("mamba2", mamba, scanned),
+    "jamba": Row("jamba", jamba, scanned),
+    "falcon-h1": Row("falcon-h1", hybrid, multiplied),
+    "hybrid-nemotron": Row("nemotron_h_moe", nemotron, scanned),
+    "glm4-moe-groups": Row("glm4moe", sigmoids, corrected),
     "glm-5": Row("glm-dsa", _with_index, corrected),
     "gemma3n": Row("gemma3n", _gemma3n, weighed),
     "gemma4": Row("gemma4", _gemma4, weighed),
     "gemma4-plain": Row("gemma4", _gemma4, weighed),
     "gemma4-moe": Row("gemma4", _gemma4, weighed),
-    "hybrid-nemotron-dense": Row("nemotron_h", _nemotron, scanned),
+    "hybrid-nemotron-dense": Row("nemotron_h", nemotron, scanned),
+    "hybrid-nemotron-latent": Row("nemotron_h_moe", latent, scanned),
+    "bamba": Row("granitehybrid", bamba, permuted_and_scanned),
+    "kimi-linear-sparse": Row("kimi-linear", kimi, channels),
+    "mimo-v2": Row("mimo2", _mimo, _sunk),
 }
 """Families by names of `family_models`."""
+
+
+def _jais(config: Config) -> Mapping[str, Any]:
+    return {"attention.max_alibi_bias": 8.0, "feed_forward_length": config["n_inner"]}
+
+
+def _jais_weights(name: str, values: Tensor, config: Config) -> Iterator[Named]:
+    """Outputs before inputs, and tables with their factors."""
+    factors = {
+        "wte": config["mup_embeddings_scale"],
+        "lm_head": config["mup_output_alpha"] * config["mup_width_scale"],
+    }
+    is_map = ".c_" in name and name.endswith(".weight")
+    factor = next((it for part, it in factors.items() if part in name), 1.0)
+    yield name, values.t() if is_map else values * factor
+
+
+def _plamo3(config: Config) -> Mapping[str, Any]:
+    return {
+        "attention.sliding_window": config["window_size"],
+        "attention.sliding_window_pattern": config["sliding_window_pattern"],
+        "rope.freq_base": config["rope_theta"],
+        "rope.freq_base_swa": config["rope_local_theta"],
+    }
+
+
 OF_MAKERS = {
-    "internlm": Row("pangu-embedded", _rotated),
-    "internlm3": Row("llama", _rotated, permuted),
+    "jais": Row("jais", _jais, _jais_weights, makers="jais"),
+    "plamo2": Row("plamo2", plamo2, offset, makers="plamo2"),
+    "plamo3": Row("plamo3", _plamo3, offset, makers="plamo3"),
+    "internlm": Row("pangu-embedded", rotations),
+    "internlm3": Row("llama", rotations, permuted),
     "minicpm": Row("minicpm", _minicpm, permuted),
     "qwen": Row("qwen", _qwen, joins=True),
-    "baichuan": Row("baichuan", _rotated, permuted),
+    "baichuan": Row("baichuan", rotations, permuted),
     "deepseek": Row("deepseek", _shared, permuted),
     "ling": Row("bailingmoe", _shared, permuted),
     "ling2": Row("bailingmoe2", _predicting, corrected, joins=True),
 }
 """Families by names of `own_code_models`."""
 SEEING = {
+    "llama": Row("xverse", rotations, permuted),
     "qwen2": Row("qwen2vl", _of_pictures),
     "qwen3": Row("qwen3vl", _of_pictures),
     "qwen3-moe": Row("qwen3vlmoe", _of_pictures),
@@ -436,6 +416,13 @@ def save_family(
 ) -> None:
     """Writes a file as the converter does, with matrices of the types that `choose` gives, if blocks of 32 fit."""
     config = model.config.to_dict()
+    theirs: dict[str, Tensor] = {}
+    if row.makers:
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            model.save_pretrained(scratch)
+            as_makers_publish(row.makers, Path(scratch))
+            config = json.loads((Path(scratch) / "config.json").read_bytes())
+            theirs = load_file(Path(scratch) / "model.safetensors")
     writer = GGUFWriter(path, row.architecture)
     values = {**common(config), **row.values(config)}
     told = {key: value for key, value in values.items() if value is not None}
@@ -443,7 +430,8 @@ def save_family(
     arch = next(it for it, name in gguf.MODEL_ARCH_NAMES.items() if name == row.architecture)
     names = gguf.get_tensor_name_map(arch, 99)
     numbers: dict[str, list[float]] = {}
-    tensors = published(model, path.parent, {}, joins_latents=row.architecture != "glm-dsa")
+    joins = row.architecture not in ("glm-dsa", "kimi-linear")
+    tensors = theirs or published(model, path.parent, {}, joins_latents=joins)
     if row.architecture == "gemma3n":
         tensors = _stacked(tensors)
     for name, tensor in (_joined(tensors) if row.joins else tensors).items():
@@ -455,14 +443,17 @@ def save_family(
             if not changed.startswith("blk."):
                 short = names.get_name(changed, try_suffixes=(".weight", ".bias"))
             assert short is not None, changed
-            matrix = own if own.shape[-1:] == (1,) else own.squeeze()
-            fits = matrix.dim() > 1 and matrix.shape[-1] % 32 == 0
-            kind = choose(short) if fits else Kind.F32
+            matrix = own if own.shape[-1:] == (1,) or own.dim() == 4 else own.squeeze()
+            kind = choose(short)
+            size, _ = gguf.GGML_QUANT_SIZES[kind]
+            if matrix.dim() < 2 or matrix.shape[-1] % max(size, 32):
+                kind = Kind.F32
             data = quantized(matrix.contiguous().numpy(), kind)
             writer.add_tensor(short, data, raw_dtype=kind)
     add_values(writer, {f"xielu.{name}": its for name, its in numbers.items()})
     _add_factors(writer, config)
-    if config.get("rope_parameters") and (its := frequency_factors(model.config)) is not None:
+    rope = None if row.makers else config.get("rope_parameters")
+    if rope and (its := frequency_factors(model.config)) is not None:
         writer.add_tensor("rope_freqs.weight", its)
     finish(writer)
 

@@ -75,7 +75,17 @@ _ENUM = {
 }
 """Architectures whose names in the package are not just their own in capitals."""
 _PERMUTED = (
-    *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee", "olmo"),
+    *(
+        "llama",
+        "llama-embed",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "granitehybrid",
+        "mistral3",
+        "arcee",
+        "olmo",
+    ),
     "internlm2",
 )
 """Architectures whose heads are brought into the order that ggml rotates; some have it in checkpoints already."""

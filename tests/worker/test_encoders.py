@@ -15,8 +15,11 @@ import torch
 import transformers
 from encoder_models import ENCODERS, HEADS, MASKED, RANKERS, make_encoder
 from gguf_encoders import save_gguf_encoder, save_gguf_rotary
+from gguf_models import save_gguf
 from in_process import InProcessEngine
+from own_code_models import as_makers_publish, make_like
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from torch import Tensor
 
 from pagoda.checkpoints.config_json import read_model_config
@@ -235,6 +238,56 @@ def test_vectors_of_tokens(tmp_path: Path, backend: str) -> None:
             torch.testing.assert_close(vectors, wanted, atol=1e-4, rtol=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "architecture", "options"),
+    [
+        ("JinaEmbeddingsV3Model", "ColBERTJinaRobertaModel", {"type_vocab_size": 1}),
+        (
+            "Qwen3Model",
+            "VoyageQwen3BidirectionalEmbedModel",
+            {"is_causal": False, "num_key_value_heads": 2, "head_dim": 16},
+        ),
+    ],
+)
+def test_maps_that_architectures_are_named_after(
+    kind: str, architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Vectors of tokens, or of texts, are narrower than hidden states."""
+    model = make_encoder(kind, **options)
+    model.save_pretrained(tmp_path)
+    tensors, narrow = load_file(tmp_path / "model.safetensors"), torch.randn(24, 64)
+    save_file(tensors | {"linear.weight": narrow}, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"architectures": [architecture]}))
+    pooling = Pooling.ALL if "ColBERT" in architecture else Pooling.MEAN
+    found = _vectors(_engine(tmp_path), _requests(pooling))
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            states = model(torch.tensor([prompt])).last_hidden_state[0]
+        mapped = states @ narrow.t()
+        wanted = mapped.flatten() if pooling is Pooling.ALL else mapped.mean(0)
+        torch.testing.assert_close(found[str(index)], wanted, atol=1e-4, rtol=5e-5)
+
+
+def test_rewards_of_tokens(tmp_path: Path) -> None:
+    """InternLM 2's head has one map without a bias."""
+    model = make_like("internlm2")
+    model.save_pretrained(tmp_path)
+    as_makers_publish("internlm2", tmp_path)
+    head = torch.randn(1, 64)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"v_head.weight": head}, path)
+    path = tmp_path / "config.json"
+    named = {"architectures": ["InternLM2ForRewardModel"], "num_labels": 1}
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | named))
+    found = _vectors(_engine(tmp_path), _requests(Pooling.SCORE_ALL))
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            states = model.model(torch.tensor([prompt])).last_hidden_state[0]
+        rewards = (states @ head.t()).flatten()
+        torch.testing.assert_close(found[str(index)], rewards, atol=1e-4, rtol=5e-5)
+
+
 def test_vectors_of_tokens_in_pieces(tmp_path: Path) -> None:
     """A decoder gives them whatever steps its prompts are cut into, and takes none from a cache."""
     model = make_encoder("Qwen3Model", num_key_value_heads=2, head_dim=16)
@@ -356,6 +409,21 @@ def test_vectors_of_rotary_gguf_files_are_those_of_directories(name: str, tmp_pa
     for number, vector in expected.items():
         for weight in maps.values():
             vector = weight @ vector
+        torch.testing.assert_close(found[number], vector, atol=1e-5, rtol=1e-5)
+
+
+def test_vectors_of_a_decoder_that_sees_all_of_a_text_in_a_gguf_file(tmp_path: Path) -> None:
+    """llama.cpp's converter writes LlamaBidirectionalModel as `llama-embed`."""
+    model = make_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    changed = {"architectures": ["LlamaBidirectionalModel"], "is_causal": False}
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
+    save_gguf(model, tmp_path / "m.gguf", architecture="llama-embed")
+    requests = _requests(Pooling.MEAN)
+    expected = _vectors(_engine(tmp_path), requests)
+    found = _vectors(_engine(tmp_path / "m.gguf", dtype="float32"), requests)
+    for number, vector in expected.items():
         torch.testing.assert_close(found[number], vector, atol=1e-5, rtol=1e-5)
 
 

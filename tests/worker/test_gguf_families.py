@@ -44,6 +44,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "falcon-groups": {"ffn_hidden_size": None},
     "falcon-h1": {"mamba_norm_before_gate": False},
+    "mimo-v2": {"n_shared_experts": 0, "n_routed_experts": 6},
+    "bamba": {"mamba_proj_bias": False},
 }
 """Other sizes where a file cannot say those of the family."""
 _LAYERS = ["mamba", "E", "mamba", "attention", "mamba", "E", "attention"]
@@ -52,7 +54,11 @@ SIZES |= {
         "layers_block_type": [kind.replace("E", behind) for kind in _LAYERS],
         "initializer_range": 0.2,
     }
-    for name, behind in (("hybrid-nemotron", "moe"), ("hybrid-nemotron-dense", "mlp"))
+    for name, behind in (
+        ("hybrid-nemotron", "moe"),
+        ("hybrid-nemotron-dense", "mlp"),
+        ("hybrid-nemotron-latent", "moe"),
+    )
 }
 
 
@@ -83,6 +89,7 @@ def test_files_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
 
 QUANTIZED = ("mamba", "mamba2", "jamba", "falcon-h1", "hybrid-nemotron", "gemma3n", "gemma4")
 QUANTIZED += ("gemma4-plain", "gemma4-moe", "dbrx", "gpt2-new", "bloom", "afmoe", "ling2")
+QUANTIZED += ("mimo-v2", "kimi-linear-sparse", "plamo2", "jais")
 """Families whose maps lie in files in a way that others' do not."""
 _ROUND: dict[str, dict[str, Any]] = {
     "mamba": {"hidden_size": 64, "intermediate_size": 128},
@@ -91,6 +98,11 @@ _ROUND: dict[str, dict[str, Any]] = {
     "falcon-h1": {"hidden_size": 64, "mamba_d_ssm": 64, "mamba_d_head": 8},
     **{key: {"head_dim": 32, "global_head_dim": 64} for key in ("gemma4", "gemma4-plain")},
     "gemma4-moe": {"head_dim": 32, "global_head_dim": 64, "moe_intermediate_size": 32},
+    "mimo-v2": {
+        "hidden_size": 256,
+        "head_dim": 96,
+        "v_head_dim": 64,
+    },  # a block of 256 is of four heads
 }
 """Sizes of which blocks of 32 are parts."""
 
@@ -99,9 +111,8 @@ _ROUND: dict[str, dict[str, Any]] = {
 def test_quantized_weights_are_those_of_the_package(name: str, tmp_path: Path) -> None:
     """Maps out of a quantized file are those out of one with the numbers that its blocks stand for."""
     row = {**ROWS, **OF_MAKERS}[name]
-    save_family(
-        make(name, **_ROUND.get(name, {})), tmp_path / "blocks.gguf", row, lambda _: Kind.Q8_0
-    )
+    kind = Kind.Q6_K if name == "mimo-v2" else Kind.Q8_0
+    save_family(make(name, **_ROUND.get(name, {})), tmp_path / "blocks.gguf", row, lambda _: kind)
     reader = gguf.GGUFReader(tmp_path / "blocks.gguf")
     plain = gguf.GGUFWriter(tmp_path / "plain.gguf", row.architecture)
     for field in reader.fields.values():
@@ -122,7 +133,7 @@ def test_quantized_weights_are_those_of_the_package(name: str, tmp_path: Path) -
             linear.name
         )
     assert count > spec.num_layers
-    assert files[0].tensors["token_embd.weight"].type.name == "Q8_0"
+    assert files[0].tensors["token_embd.weight"].type.name == kind.name
 
 
 def values_of(weight: LinearWeight) -> torch.Tensor:

@@ -264,7 +264,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (
             "bitnet-inverse",
             {"weight_scale": torch.zeros(1)},
-            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float16.",
+            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float32.",
         ),
     ],
 )

@@ -27,6 +27,8 @@ BITNET = Family(
     _adapt,
     # The architecture's graph has the gates of the first models of BitNet; later ones have squared ReLU.
     gguf=GgufFormat("bitnet", values=lambda _: {"hidden_act": "silu"}),
+    # Of BitNet's own llama.cpp.
+    other_gguf=(GgufFormat("bitnet-b1.58"), GgufFormat("bitnet-25")),
     defaults={"num_key_value_heads": 5, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     activation="relu2",
     other_activations=frozenset({"silu"}),

@@ -80,7 +80,8 @@ def gguf_latents(fields: Fields) -> Mapping[str, object]:
 
     Older files have the lengths of a head's keys and values where newer ones have those of latent vectors."""
     lengths = ("attention.key_length", "attention.value_length")
-    key, value = (fields.positive(f"{name}_mla", fields.positive(name)) for name in lengths)
+    own = (f"{name}_mla" if f"{name}_mla" in fields else name for name in lengths)
+    key, value = (fields.positive(name) for name in own)
     rotated = fields.positive("rope.dimension_count")
     if key <= rotated:
         fields.refuse("rope.dimension_count", f"must be below the {key} elements of a head's keys")

@@ -137,6 +137,17 @@ def _adapt_jais(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return replace(spec, multipliers=factors)
 
 
+def _gguf_jais(fields: Fields) -> Mapping[str, object]:
+    """The form that llama.cpp always computes; factors of embeddings and logits are in the weights."""
+    fields.require("attention.max_alibi_bias", 8.0)
+    return {
+        **_gguf_values(fields),
+        "activation_function": "swiglu",
+        "position_embedding_type": "alibi",
+        "mup_scale_qk_dot_by_d": True,
+    }
+
+
 JAIS = replace(
     GPT2,
     architecture="JAISLMHeadModel",
@@ -147,7 +158,12 @@ JAIS = replace(
     activation="silu",
     other_activations=frozenset(),
     gated=True,
-    gguf=None,
+    gguf=GgufFormat(
+        "jais",
+        keys=_GGUF.keys,
+        values=_gguf_jais,
+        read=frozenset({"attention.max_alibi_bias"}),
+    ),
 )
 
 

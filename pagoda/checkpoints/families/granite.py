@@ -175,6 +175,7 @@ GRANITE4 = Family(
         keys={**GGUF_KEYS, **GGUF_EXPERTS, **GGUF_MAMBA2},
         values=_gguf_fourth,
         read=frozenset({"ssm.inner_size"}),
+        required=frozenset({"attention.scale"}),
     ),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},
 )

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from pagoda.checkpoints.families.deepseek import with_latents
+from pagoda.checkpoints.families.deepseek import GGUF, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import (
     conv_width,
     layer_kinds,
@@ -19,7 +20,7 @@ from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.state_layers import ChannelDeltaSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_LATENTS, TensorNames
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
 _SIZES = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}
@@ -60,13 +61,28 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_state(with_experts(spec, experts, sparse), state, layers, bias=False)
 
 
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Values of files with latent attention, and kinds of layers: attention has heads of keys."""
+    fields.require("expert_gating_func", 2)
+    counts = fields.integers("attention.head_count_kv")
+    return {
+        **gguf_latents(fields),
+        "layer_types": [_ATTENTION if count else _DELTA for count in counts],
+        "linear_num_heads": fields.positive("attention.head_count"),
+        "num_key_value_heads": fields.positive("attention.head_count"),
+        # llama.cpp always renormalizes, whatever files say.
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+        "n_group": fields.positive("expert_group_count", 1),
+        "topk_group": fields.positive("expert_group_used_count", 1),
+    }
+
+
 _EXPERTS = "block_sparse_moe.experts.{expert}"
 KIMI_LINEAR = Family(
     "KimiLinearForCausalLM",
     "Kimi Linear 48B-A3B",
     _adapt,
     names=TensorNames(
-        state_gates="self_attn",
         state_decay="self_attn.A_log",
         state_bias="self_attn.dt_bias",
         state_norm="self_attn.o_norm",
@@ -78,6 +94,27 @@ KIMI_LINEAR = Family(
         shared_gate="block_sparse_moe.shared_experts.gate_proj",
         shared_up="block_sparse_moe.shared_experts.up_proj",
         shared_down="block_sparse_moe.shared_experts.down_proj",
+    ),
+    gguf=replace(
+        GGUF,
+        architecture="kimi-linear",
+        names=replace(
+            GGUF_LATENTS,
+            channel_gate="ssm_{gate}_{part}",
+            channel_b="ssm_beta",
+            channel_conv="ssm_conv1d_{what}",
+            state_decay="ssm_a",
+            log_decay=False,
+            state_bias="ssm_dt.bias",
+            state_norm="ssm_norm",
+        ),
+        keys={
+            **GGUF.keys,
+            "kda.head_dim": "linear_head_dim",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+        },
+        values=_gguf_values,
+        read=GGUF.read | {"expert_gating_func"},
     ),
     renamed={
         "qk_rope_head_dim": "head_dim",

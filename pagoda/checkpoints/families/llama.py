@@ -37,6 +37,15 @@ LLAMA = Family(
     "Llama 2 and 3, SmolLM2, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distillations; text of SmolVLM, Idefics3",
     _adapt_llama,
     gguf=GgufFormat("llama", names=GGUF_NEIGHBOURS),
+    other_gguf=(
+        GgufFormat("xverse", names=GGUF_NEIGHBOURS),
+        GgufFormat(
+            "llama-embed",
+            names=GGUF_NEIGHBOURS,
+            values=lambda _: {"is_causal": False},
+            causal=False,
+        ),
+    ),
     model_types={"llama": text_sizes(32_000, 4096, 11_008, 32, 32, None, 2048)},
     partial_rotary=1.0,
     own_keys=frozenset({"mlp_bias"}),
@@ -126,7 +135,7 @@ SEED_OSS = Family(
 _JOINED = "self_attn.qkv_proj"
 PHI3 = Family(
     "Phi3ForCausalLM",
-    "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+    "Phi-3, Phi-3.5, Phi-4, Phi-4-mini, text of Phi-3.5-vision and VLM2Vec",
     with_given_window,
     names=TensorNames(
         query=_JOINED, key=_JOINED, value=_JOINED, gate="mlp.gate_up_proj", up="mlp.gate_up_proj"
@@ -134,6 +143,7 @@ PHI3 = Family(
     gguf=GgufFormat("phi3", keys={"attention.sliding_window": "sliding_window"}),
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=1.0,
+    aliases=frozenset({"Phi3VForCausalLM"}),
 )
 
 

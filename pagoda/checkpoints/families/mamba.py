@@ -59,9 +59,9 @@ GGUF_SCAN: Mapping[str, Any] = {
     "state_skip": "ssm_d",
     "state_x": "ssm_x",
     "state_step": "ssm_dt",
-    "state_step_norm": "ssm_dt_norm",
-    "state_b_norm": "ssm_b_norm",
-    "state_c_norm": "ssm_c_norm",
+    "state_step_norm": "ssm_dt_norm.weight",
+    "state_b_norm": "ssm_b_norm.weight",
+    "state_c_norm": "ssm_c_norm.weight",
 }
 """Names of Mamba layers in GGUF files."""
 GGUF_ALONE = {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
@@ -214,12 +214,32 @@ def _adapt_bamba(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_mamba2(spec, fields, [kind == _MAMBA for kind in kinds])
 
 
+def _gguf_bamba(fields: Fields) -> Mapping[str, object]:
+    """Kinds of layers, of which those with heads of keys and values are attention.
+
+    The converter brings all of a head into the order in which ggml turns neighbours, of which a half turns: what
+    llama.cpp then turns are other pairs than the model's."""
+    heads, size = gguf_heads(fields)
+    counts = fields.integers("attention.head_count_kv")
+    return {
+        "layer_types": [_ATTENTION if count else _MAMBA for count in counts],
+        "mamba_expand": heads * size / fields.positive("embedding_length"),
+    }
+
+
 _MAMBA, _ATTENTION = "linear_attention", "full_attention"
 BAMBA = Family(
     "BambaForCausalLM",
     "Bamba-9B",
     _adapt_bamba,
     names=TensorNames(**HYBRID_NAMES),
+    gguf=GgufFormat(
+        "granitehybrid",
+        names=replace(GGUF_NAMES, **GGUF_SCAN, permutes_heads=True),
+        keys=GGUF_KEYS,
+        values=_gguf_bamba,
+        read=frozenset({"ssm.inner_size"}),
+    ),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     partial_rotary=0.5,
     own_keys=frozenset({"attn_layer_indices"}),

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
+    NEXT_LAYERS,
+    WINDOW_PATTERN,
+    gguf_layers,
     sigmoid_experts,
     sparse_by_kind,
     typed_windows,
     with_attention,
     with_experts,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import LayerSpec, OwnHeads
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -94,16 +98,70 @@ def _sparse(spec: ModelSpec, fields: Fields) -> list[int]:
     return [layer for layer, flag in enumerate(flags) if flag]
 
 
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Sizes of layers with a window and of others, of which files tell heads of keys layer by layer."""
+    layers = gguf_layers(fields)
+    count = layers["num_hidden_layers"]
+    windows, heads = fields.values.get(WINDOW_PATTERN), fields.integers(_KV)
+    if not isinstance(windows, list) or not len(windows) == len(heads) >= count:
+        fields.refuse(WINDOW_PATTERN, f"must have a flag for each of {count} layers, as {_KV} has")
+    kinds = {bool(flag): number for flag, number in zip(windows, heads, strict=True)}
+    if any(kinds[bool(flag)] != number for flag, number in zip(windows, heads, strict=True)):
+        fields.refuse(_KV, "must be the same for all layers with a window, and for all others")
+    own = [_KINDS[bool(flag)] for flag in windows[:count]]
+    size = fields.positive("attention.key_length")
+    full = kinds.get(False, heads[0])
+    return {
+        "num_hidden_layers": count,
+        "layer_types": own,
+        "num_key_value_heads": full,
+        "swa_num_key_value_heads": kinds.get(True, full),
+        "head_dim": size,
+        "v_head_dim": fields.positive("attention.value_length", size),
+        "partial_rotary_factor": (fields.positive("rope.dimension_count", size) + 0.5) / size,
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+    }
+
+
+def _gguf_shown(names: Collection[str]) -> Mapping[str, object]:
+    """The first layer with experts, behind dense ones."""
+    found = [re.fullmatch(r"blk\.(\d{1,9})\.ffn_gate_inp\.weight", name) for name in names]
+    return {"first_k_dense_replace": min((int(it[1]) for it in found if it), default=0)}
+
+
+_KV = "attention.head_count_kv"
 MIMO_V2 = Family(
     "MiMoV2FlashForCausalLM",
     "MiMo-V2-Flash",
     _adapt,
     names=TensorNames(sinks="self_attn.attention_sink_bias"),
+    gguf=GgufFormat(
+        "mimo2",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attention.value_scale": "attention_value_scale",
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "rope.freq_base_swa": "swa_rope_theta",
+        },
+        values=_gguf_values,
+        shown=_gguf_shown,
+        usual={"attention.value_scale": 0.707},  # of the only model that older files are of
+        read=frozenset({WINDOW_PATTERN, NEXT_LAYERS, "expert_gating_func"}),
+    ),
     values=_values,
     defaults={"head_dim": 192, "rms_norm_eps": 1e-5, "rope_theta": 5e6},
     partial_rotary=_ROTATED,
     own_keys=frozenset(
-        {"attention_value_scale", "n_group", "n_routed_experts", "n_shared_experts"}
+        {
+            "attention_value_scale",
+            "first_k_dense_replace",
+            "n_group",
+            "n_routed_experts",
+            "n_shared_experts",
+        }
         | {"routed_scaling_factor", "scoring_func", "topk_group", "topk_method"}
     ),
 )

@@ -135,6 +135,8 @@ _GGUF = GgufFormat(
         correction="+exp_probs_b.bias",
         expert_up="+ffn_up_exps",
         expert_down="+ffn_down_exps",
+        expert_latent="+ffn_latent_down",
+        expert_latent_back="+ffn_latent_up",
         shared_up="+ffn_up_shexp",
         shared_down="+ffn_down_shexp",
     ),
@@ -185,6 +187,7 @@ NEMOTRON_H = Family(
                 "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
                 "expert_weights_scale": "routed_scaling_factor",
+                "moe_latent_size": "moe_latent_size",
             },
             read=_GGUF.read
             | {"expert_gating_func", "expert_group_count", "expert_group_used_count"},

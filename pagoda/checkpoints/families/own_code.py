@@ -27,6 +27,7 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.layer_spec import ExpertsSpec, MlpSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
+from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 # ---- InternLM 1 and openPangu Embedded: Llama with biases of attention; InternLM 3 with some of them
@@ -83,6 +84,7 @@ INTERNLM2 = replace(
     ),
     gguf=GgufFormat("internlm2", names=GGUF_NEIGHBOURS),
     aliases=frozenset({"InternLM2VEForCausalLM"}),
+    heads={"ForRewardModel": lambda _: ClassifierSpec("v_head", bias=False, pooling="all")},
 )
 
 

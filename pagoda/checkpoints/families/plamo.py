@@ -6,19 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.mamba import MIXER_NAMES
+from pagoda.checkpoints.families.mamba import GGUF_SCAN, MIXER_NAMES, gguf_heads
 from pagoda.checkpoints.families.shared import (
+    WINDOW_PATTERN,
     conv_width,
     every_nth_full,
+    gguf_windows,
     with_attention,
     with_local_rotary,
     with_state,
 )
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.scan_layers import MambaSpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _QKV, _GATE_UP = "mixer.qkv_proj", "mlp.gate_up_proj"
 _NAMES = TensorNames(
@@ -86,6 +88,26 @@ def _adapt2(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return with_state(spec, state, layers, bias=False)
 
 
+def _gguf_values2(fields: Fields) -> Mapping[str, object]:
+    """Sizes of Mamba's heads, and kinds of layers, which heads of keys and values tell; none has a window."""
+    counts = fields.integers("attention.head_count_kv")
+    steps = [step for step in range(1, len(counts) + 1) if _steps_alike(counts, step)]
+    if not steps:
+        fields.refuse("attention.head_count_kv", "must be of every so manyth layer, and else 0")
+    heads, size = gguf_heads(fields)
+    return {
+        "head_dim": size,
+        "mamba_num_heads": heads,
+        "mamba_step": steps[0],
+        "full_attention_idx": [at for at, count in enumerate(counts) if count],
+    }
+
+
+def _steps_alike(counts: list[int], step: int) -> bool:
+    fields = Fields({"mamba_step": step, "num_hidden_layers": len(counts)}, "")
+    return all(_is_mamba(fields, at) == (count == 0) for at, count in enumerate(counts))
+
+
 PLAMO2 = Family(
     "Plamo2ForCausalLM",
     "PLaMo 2 1B and 8B, PLaMo 2.1",
@@ -95,10 +117,22 @@ PLAMO2 = Family(
         query_norm="mixer.q_weight",
         key_norm="mixer.k_weight",
         state_x="mixer.bcdt_proj",
-        state_step_norm="mixer.dt_norm",
-        state_b_norm="mixer.B_norm",
-        state_c_norm="mixer.C_norm",
+        state_step_norm="mixer.dt_norm_weight",
+        state_b_norm="mixer.B_norm_weight",
+        state_c_norm="mixer.C_norm_weight",
         **{key: it for key, it in MIXER_NAMES.items() if key not in ("state_norm", "state_x")},
+    ),
+    gguf=GgufFormat(
+        "plamo2",
+        names=replace(
+            GGUF_NAMES,
+            query_norm="attn_q_norm.weight",
+            key_norm="attn_k_norm.weight",
+            **GGUF_SCAN,
+        ),
+        keys={"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state"},
+        values=_gguf_values2,
+        read=frozenset({"ssm.inner_size", "ssm.time_step_rank", "ssm.group_count"}),
     ),
     renamed={"hidden_size_per_head": "head_dim"},
     values=_values2,
@@ -144,6 +178,15 @@ PLAMO3 = Family(
     "PLaMo 3 NICT 2B, 8B and 31B",
     _adapt,
     names=_NAMES,
+    gguf=GgufFormat(
+        "plamo3",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "rope.freq_base_swa": "rope_local_theta",
+        },
+        values=gguf_windows,
+        read=frozenset({WINDOW_PATTERN}),
+    ),
     renamed={"window_size": "sliding_window", "rope_global_theta": "rope_theta"},
     values=_values,
     defaults={

@@ -161,7 +161,7 @@ def _adapt_qwen3(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 QWEN3 = Family(
     "Qwen3ForCausalLM",
-    "Qwen3, text of Qwen3-VL",
+    "Qwen3, text of Qwen3-VL; Voyage 4 nano (vectors)",
     _adapt_qwen3,
     gguf=GgufFormat("qwen3"),
     other_gguf=(GgufFormat("qwen3vl", read=_OF_PICTURES),),
@@ -174,6 +174,7 @@ QWEN3 = Family(
         },
     },
     own_keys=frozenset({"use_qk_norm"}),
+    aliases=frozenset({"VoyageQwen3BidirectionalEmbedModel"}),
 )
 
 
@@ -234,6 +235,7 @@ QWEN3_VL_MOE = Family(
     "text of Qwen3-VL with experts: 30B-A3B, 235B-A22B",
     _adapt_qwen3_vl_moe,
     names=replace(with_joined_experts(TensorNames()), expert_layout="transposed"),
+    joins_experts=True,
     own_keys=QWEN3_MOE.own_keys,
     model_types={
         "qwen3_vl_moe_text": {

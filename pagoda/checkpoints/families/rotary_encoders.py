@@ -274,7 +274,7 @@ def _jina(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 JINA_V3 = Family(
     "JinaEmbeddingsV3Model",
-    "jina-embeddings-v3 without its adapters (vectors)",
+    "jina-embeddings-v3 without its adapters, jina-colbert-v2 (vectors)",
     _jina,
     names=replace(
         _NAMES,
@@ -287,6 +287,7 @@ JINA_V3 = Family(
     defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20_000.0},
     activation="gelu",
     other_activations=frozenset({"gelu_tanh", "relu", "silu"}),
-    aliases=frozenset({"JinaEmbeddingsV3ForMaskedLM"}),
+    renamed={"rotary_emb_base": "rope_theta"},
+    aliases=frozenset({"JinaEmbeddingsV3ForMaskedLM", "ColBERTJinaRobertaModel"}),
     heads={**OF_TOKENS, "ForSequenceClassification": lambda _: TWO_LAYERS},
 )

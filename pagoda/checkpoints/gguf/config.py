@@ -32,6 +32,7 @@ from pagoda.checkpoints.weight_formats import (
     IQ3_XXS_CODEBOOK,
     IQ4_CODEBOOK,
     MXFP4,
+    TERNARY,
     TERNARY_CODEBOOK,
     BlockFormat,
     DenseFormat,
@@ -79,9 +80,7 @@ BLOCKS = {
     "TQ1_0": BlockFormat(
         2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK, trits=True
     ),
-    "TQ2_0": BlockFormat(
-        2, 256, 256, integer_scales=False, minima=False, codebook=TERNARY_CODEBOOK
-    ),
+    **dict.fromkeys(("TQ2_0", "I2_S"), TERNARY),
 }
 """Formats in memory of quantized types."""
 
@@ -260,17 +259,26 @@ class GgufQuantization:
         if linear.role is LinearRole.LATENT_HEADS or linear.unit is not None:
             return DenseFormat()
         stored = self.file.tensor(f"{linear.stored.tensor}.weight")
-        held = stored_format(stored.type)
+        held, fill = stored_format(stored.type), linear.fill
+        if fill is not None and linear.role is LinearRole.ATTENTION_OUT:
+            one = math.gcd(fill.stored_dim, fill.dim)
+            return _cut(stored, fill.stored_heads * fill.stored_dim, one)
         if linear.role is not LinearRole.STATE_OUT or linear.value_order is None:
             return held
         # Its heads are brought into another order.
-        cut = part_format(held, linear.inputs, range(linear.inputs // len(linear.value_order)))
-        if cut is None:
-            raise ConfigError(
-                f"{stored.path}: tensor {stored.name} is of type {stored.type.name}, "
-                "whose blocks are not those of one head."
-            )
-        return cut
+        return _cut(stored, linear.inputs, linear.inputs // len(linear.value_order))
+
+
+def _cut(stored: GgufTensor, inputs: int, size: int) -> WeightFormat:
+    """Format in memory of a matrix whose inputs are cut into parts of `size`, those of a head or of a part of it.
+    Raises ConfigError: the matrix cannot be cut so."""
+    cut = part_format(stored_format(stored.type), inputs, range(size))
+    if cut is None:
+        raise ConfigError(
+            f"{stored.path}: tensor {stored.name} is of type {stored.type.name}, "
+            "whose blocks are not those of one head."
+        )
+    return cut
 
 
 def matrices(file: GgufFile) -> Iterator[GgufTensor]:
@@ -308,7 +316,7 @@ def config_values(file: GgufFile) -> dict[str, object]:
     told = {**form.values(fields), **form.shown(file.tensors)}
     told |= {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
     hidden_size = fields.positive("embedding_length")
-    num_heads = fields.positive("attention.head_count")
+    num_heads = _num_heads(fields, form)
     values: dict[str, object] = {
         "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
@@ -369,6 +377,14 @@ def _rotated(
 def _num_rows(tensor: GgufTensor) -> int:
     """Rows of a matrix, of which llama.cpp writes a single one as a vector."""
     return tensor.shape[0] if len(tensor.shape) > 1 else 1
+
+
+def _num_heads(fields: Fields, form: GgufFormat) -> int:
+    """Heads of queries, of which PLaMo 2's files tell the number in each layer: 0 where one keeps a state."""
+    name = "attention.head_count"
+    if _SCAN_WIDTH not in form.keys or not isinstance(fields.values.get(name), list):
+        return fields.positive(name)
+    return fields.updated({name: max(fields.integers(name), default=0)}).positive(name)
 
 
 def _num_kv_heads(fields: Fields, form: GgufFormat, num_heads: int) -> int:

@@ -36,8 +36,8 @@ _MAX_NAME_CHARS = 256
 _MAX_PARTS = 999
 _DEFAULT_ALIGNMENT = 32
 
-_BARE = ".ffn_norm"
-"""End of names of norms that Falcon-H1's files have without `.weight`."""
+_BARE = "_norm"
+"""End of names of norms that files of Falcon-H1 and PLaMo have without `.weight`."""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -55,6 +55,8 @@ class BlockType:
     name: str
     weights: int
     num_bytes: int
+    behind: int = 0
+    """Bytes behind all rows of a tensor."""
 
 
 BLOCK_TYPES = {
@@ -82,6 +84,8 @@ BLOCK_TYPES = {
     30: BlockType("BF16", 1, 2),
     34: BlockType("TQ1_0", 256, 54),
     35: BlockType("TQ2_0", 256, 66),
+    # Of BitNet's own llama.cpp: two bits in runs of 128, as its x86 writes them, and one scale behind the tensor.
+    36: BlockType("I2_S", 256, 64, behind=32),
     39: BlockType("MXFP4", 32, 17),
 }
 """The types that Pagoda reads, by their numbers in the file."""
@@ -300,7 +304,7 @@ class _Reader:
                 self._refuse(f"has the tensor {_shown(name)} twice")
             if offset % alignment:
                 self._refuse(f"holds the tensor {_shown(name)} at no multiple of {alignment} bytes")
-            num_bytes = math.prod(shape) // block.weights * block.num_bytes
+            num_bytes = math.prod(shape) // block.weights * block.num_bytes + block.behind
             tensors[name] = GgufTensor(
                 name, shape, block, self._path, data_start + offset, num_bytes
             )
