@@ -184,7 +184,7 @@ class GenerateRequest(
 
     @property
     def num_prompt_positions(self) -> int:
-        """Positions to compute before the answer: tokens of the decoder's prompt, and what the encoder computes."""
+        """Positions to compute before the answer: the decoder's prompt, and what the encoder computes."""
         beside = self.work.encoder_input
         return len(self.prompt_token_ids) + (0 if beside is None else beside.positions)
 
