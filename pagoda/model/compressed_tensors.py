@@ -133,13 +133,15 @@ class Scheme:
 
 
 def quantized_linears(config: ModelSpec) -> list[LinearSpec]:
-    """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense."""
+    """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense. Layers of an
+    encoder come first."""
     return [linear for linear in _linears(config) if linear.role not in _DENSE]
 
 
 def _linears(config: ModelSpec) -> Sequence[LinearSpec]:
     experts = range(config.experts.routing.num_experts if config.experts else 0)
-    return [
+    beside = [] if config.cross_encoder is None else [*config.cross_encoder.linears()]
+    return beside + [
         linear
         for layer in range(config.num_layers)
         for linear in config.layer_linears(layer, experts)
