@@ -172,7 +172,7 @@ class CrossEncoder(Generic[LinearT]):
         }
         self._group = 0
         self._kept = OrderedDict[bytes, Tensor]()
-        """What was encoded last [positions, hidden], by the digest of the input."""
+        """Last outputs of the encoder [positions, hidden], by the digest of the input."""
 
     @property
     def positions(self) -> int:
