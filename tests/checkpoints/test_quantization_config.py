@@ -400,14 +400,20 @@ def test_rules_of_gptqmodel() -> None:
         assert parsed.scheme_of(_linear("model.layers.3.mlp.up_proj")) is None
         zeros = parsed.scheme_of(_linear("model.layers.4.mlp.up_proj"))
         assert zeros == replace(usual, symmetric=False)
+        listed = {"modules_in_block_to_quantize": [["mlp.up_proj"]], "lm_head": True}
+        parsed = _parse(GPTQ | {"dynamic": {**own, "-:lm_head": {}}, **listed})
+        assert parsed.scheme_of(_linear("model.layers.1.mlp.up_proj")) == usual
+        assert parsed.scheme_of(_linear("model.layers.2.mlp.up_proj")) == eight
+        for dense in ("model.layers.3.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head"):
+            assert parsed.scheme_of(_linear(dense)) is None
     assert parsed.summary == "gptq int8 weights (groups of 32) and int4 weights (groups of 128)"
 
 
 def test_lists_of_parts_of_names() -> None:
-    """Whole words between dots count, however long the names are."""
+    """Whole words between dots count, however long the names are; any part of names of AWQ."""
     full = ["model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"]
     gptq = _parse(GPTQ | {"modules_in_block_to_quantize": [*full, "self_attn"]})
-    awq = _parse(AWQ | {"modules_to_not_convert": [*full, "self_attn", "mlp.gate.", "gate"]})
+    awq = _parse(AWQ | {"modules_to_not_convert": [*full, "self_attn", "mlp.gate.", "n_pro"]})
     for name in (*full, "model.layers.5.self_attn.q_proj"):
         linear = _linear(name.replace("language_model.", ""))
         assert gptq.scheme_of(linear) is not None
@@ -415,6 +421,11 @@ def test_lists_of_parts_of_names() -> None:
     for name in ("model.layers.2.mlp.up_proj", "model.layers.2.mlp.gate_proj"):
         assert gptq.scheme_of(_linear(name)) is None
         assert awq.scheme_of(_linear(name)) is not None
+    assert awq.format_of(_linear("model.layers.2.mlp.down_proj")) == DenseFormat()
+    short = _parse(AWQ | {"modules_to_not_convert": ["mlp.gate", "gate", "layers.2"]})
+    for name in ("model.layers.0.mlp.gate_proj", "model.layers.21.self_attn.q_proj"):
+        assert short.format_of(_linear(name)) == DenseFormat()
+    assert short.scheme_of(_linear("model.layers.0.mlp.experts.7.gate_proj")) is not None
     older = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}
     assert _parse(older) == _parse(AWQ | {"group_size": 64})
 
