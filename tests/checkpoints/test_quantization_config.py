@@ -238,6 +238,23 @@ SUPPORTED = (
             "fp8_e4m3 per_channel, int8 per_tensor, int8 per_channel, fp4 per_group, got 'int4'.",
         ),
         (
+            {"quant_method": "quark", "layer_type_quant_config": {"Linear": {}}},
+            "layer_type_quant_config must be absent or empty, got {'Linear': {}}.",
+        ),
+        (
+            {"quant_method": "quark", "layer_quant_config": {"re:(": None}},
+            "layer_quant_config must hold valid regular expressions, not 're:(', got {'re:(': None}.",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {
+                    "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}
+                },
+            },
+            "global_quant_config.weight.ch_axis is not supported; it must be absent or 0, got 1.",
+        ),
+        (
             MODELOPT | {"quant_algo": "W4A8_AWQ"},
             "quant_algo must be one that Pagoda reads, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, "
             "W4A16_NVFP4, got 'W4A8_AWQ'.",
@@ -487,6 +504,11 @@ def test_quark() -> None:
     assert parsed.scheme_of(_linear("model.layers.3.mlp.down_proj")) == Fp8Scheme(None, None)
     for dense in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.3.self_attn.q_proj"):
         assert parsed.scheme_of(_linear(dense)) is None
+    shells = _parse(values | {"exclude": ["*.[qk]_proj", "model.layers.?.mlp*"]})
+    for dense in ("model.layers.3.mlp.down_proj", "model.layers.12.self_attn.k_proj"):
+        assert shells.scheme_of(_linear(dense)) is None
+    for rounded in ("model.layers.12.mlp.down_proj", "model.layers.3.self_attn.v_proj"):
+        assert shells.scheme_of(_linear(rounded)) == Fp8Scheme(None, None)
     channels = values | {"global_quant_config": weight("fp8_e4m3", "per_channel")}
     found = _parse(channels).scheme_of(_linear("model.layers.3.mlp.down_proj"))
     assert found == Fp8Scheme(1, None)
