@@ -39,7 +39,8 @@ class GgufWeights:
         is_vector = out.dim() < 2 and math.prod(tensor.shape) == out.numel()
         if not is_vector and sizes[0] != sizes[1]:
             checked_tensor(self._file, name, tuple(out.shape))
-        values = floats(self._rows(tensor), tensor.type).view(out.shape)
+        rows = self._with_end(self._rows(tensor), tensor)
+        values = floats(rows, tensor.type).view(out.shape)
         out.copy_(values * scale_of_all(self._file, tensor, 0))
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
@@ -48,10 +49,14 @@ class GgufWeights:
         shape = stored.shape[1:] if stored.shape[0] == 1 else stored.shape
         tensor = checked_tensor(self._file, stored.weight, shape)
         rows, fill = self._rows(tensor), linear.fill
-        if fill is not None and linear.role is LinearRole.ATTENTION_OUT:
-            whole = self._weight(rows, tensor, linear, dtype)
-            return _filled_inputs(whole, linear, fill, dtype)
-        weight = self._weight(own_rows(rows, linear), tensor, linear, dtype)
+        if fill is not None:
+            rows = self._with_end(rows, tensor)  # no scale is behind rows of zeros
+            if linear.role is LinearRole.ATTENTION_OUT:
+                whole = self._weight(rows, tensor, linear, dtype)
+                return _filled_inputs(whole, linear, fill, dtype)
+        own = own_rows(rows, linear)
+        own = own if fill is not None else self._with_end(own, tensor)
+        weight = self._weight(own, tensor, linear, dtype)
         if linear.unit is not None:
             values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
             return DenseWeight(of_unit_length(values, linear).to(dtype))
@@ -73,20 +78,28 @@ class GgufWeights:
         return replace(weight, block_scales=(weight.block_scales.float() * scale).half())
 
     def _rows(self, tensor: GgufTensor) -> Tensor:
-        """The tensor's bytes, [rows, bytes of a row] uint8; what lies behind all rows is at the end of each."""
+        """The tensor's bytes, [rows, bytes of a row] uint8, without those behind all rows."""
         path = tensor.path
         if path not in self._mapped:
             with path.open("rb") as file:
                 # Nothing is written, but torch knows no memory that cannot be.
                 self._mapped[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        flat = torch.frombuffer(
-            self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
-        )
-        num_rows, behind = math.prod(tensor.shape[:-1]), tensor.type.behind
+        count = tensor.num_bytes - tensor.type.behind
+        return self._octets(tensor, 0, count).view(math.prod(tensor.shape[:-1]), -1)
+
+    def _with_end(self, rows: Tensor, tensor: GgufTensor) -> Tensor:
+        """Rows of a tensor, few or all, with what lies behind all at the end of each."""
+        behind = tensor.type.behind
         if not behind:
-            return flat.view(num_rows, -1)
-        rows, end = flat[:-behind].view(num_rows, -1), flat[-behind:]
-        return torch.cat([rows, end.expand(num_rows, behind)], dim=1)
+            return rows
+        end = self._octets(tensor, tensor.num_bytes - behind, behind)
+        return torch.cat([rows, end.expand(len(rows), behind)], dim=1)
+
+    def _octets(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
+        at = tensor.start + first
+        return torch.frombuffer(
+            self._mapped[tensor.path], dtype=torch.uint8, count=count, offset=at
+        )
 
 
 def _filled_inputs(
