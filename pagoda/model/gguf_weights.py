@@ -22,6 +22,9 @@ from pagoda.model.ggml_blocks import floats, linear_weight
 from pagoda.model.sharding import LinearShard, take_part
 from pagoda.model.weights import of_unit_length, own_rows
 
+_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
+"""Numbers between which float16 has all of its digits."""
+
 
 class GgufWeights:
     """The tensors of a GGUF file, mapped into memory and converted one at a time; see `WeightSource`."""
@@ -88,11 +91,23 @@ class GgufWeights:
         return self._octets(tensor, 0, count).view(math.prod(tensor.shape[:-1]), -1)
 
     def _with_end(self, rows: Tensor, tensor: GgufTensor) -> Tensor:
-        """Rows of a tensor, few or all, with what lies behind all at the end of each."""
+        """Rows of a tensor, few or all, with what lies behind all at the end of each.
+        Raises ConfigError: codes or scale are not those of I2_S, the type that has a scale there."""
         behind = tensor.type.behind
         if not behind:
             return rows
         end = self._octets(tensor, tensor.num_bytes - behind, behind)
+        scale = abs(float(end[:4].clone().view(torch.float32)))
+        if scale and not _LEAST_HALF <= scale <= _MOST_HALF:
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has a scale of magnitude {scale}, which must be 0, or from "
+                "2^-14 to 65504."
+            )
+        # Programs that read it differ in what it stands for.
+        if (rows & rows >> 1 & 0x55).any():
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has the code 3, which stands for no weight of I2_S."
+            )
         return torch.cat([rows, end.expand(len(rows), behind)], dim=1)
 
     def _octets(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
