@@ -54,6 +54,8 @@ def test_layers_that_were_searched_for() -> None:
         ([{"ffn": plain}] * 3, "must be a list of objects that each have an object attention"),
         ([window] * 3, r"block_configs\[0\].attention.window_length is not supported"),
         ([{**nothing, "ffn": {"replace_with_linear": True}}] * 3, "replace_with_linear is not"),
+        ([{**nothing, "ffn": {"ffn_mult": 1e308}}] * 3, r"\[0\].ffn.ffn_mult must be at most 1024"),
+        ([{**nothing, "ffn": {"ffn_mult": 1e-9}}] * 3, "ffn_mult must .* leave an inner channel"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse(**deci, block_configs=blocks)
