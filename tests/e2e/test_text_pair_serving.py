@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,13 @@ def test_answers_are_those_of_transformers(pair: Pair) -> None:
     chunks = list(streamed)
     assert "".join(it.choices[0].text for it in chunks if it.choices) == expected[1]
     assert chunks[-1].usage.prompt_tokens == len(tokens[1])
+
+
+def test_a_grammar_goes_with_tokens_that_are_never_said(pair: Pair) -> None:
+    grammar = {"structured_outputs": {"regex": "[0-9]{4}"}}
+    for fields in ({}, {"temperature": 1.0, "seed": 3}):
+        text = pair.ask("a pagoda has storeys", extra_body=grammar, **fields).choices[0].text
+        assert re.fullmatch("[0-9]{4}", text)
 
 
 @pytest.mark.parametrize(
