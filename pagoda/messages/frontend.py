@@ -180,6 +180,18 @@ class GenerateRequest(
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the client's prompt: those of the text that the model's encoder reads, if it reads one."""
+        beside = self.work.encoder_input
+        return (0 if beside is None else beside.num_tokens) or len(self.prompt_token_ids)
+
+    @property
+    def num_prompt_positions(self) -> int:
+        """Positions to compute before the answer: the decoder's prompt, and what the encoder computes."""
+        beside = self.work.encoder_input
+        return len(self.prompt_token_ids) + (0 if beside is None else beside.positions)
+
+    @property
     def salt(self) -> str | None:
         """The salt of the keys of the request's blocks: KV of tokens depends on what is encoded beside them."""
         beside = self.work.encoder_input

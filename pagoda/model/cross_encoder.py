@@ -115,8 +115,9 @@ class TextFront(Generic[LinearT]):
     """Embeddings of tokens and of positions in front of an encoder's layers."""
 
     taken_bytes = 0
-    most_kept = 1
-    """Answers to one text begin one after the other."""
+    most_kept = 4
+    """Texts of which is kept what the encoder gave. Each step of a beam search asks for all beams anew, whose few
+    tokens fill no block of the prefix cache: so many searches at a time encode each text once."""
 
     def __init__(
         self, loader: WeightLoader[LinearT], embedding: LinearT | None, multiplier: float

@@ -39,7 +39,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     beam_width: int
     max_tokens: int = 16
     length_penalty: float = 1.0
-    """The sum of log-probabilities of a beam is divided by its number of tokens to this power."""
+    """The sum of log-probabilities of a beam is divided by its number of tokens to this power, with those that a
+    model's files force."""
     early_stopping: bool | Literal["never"] = False
     """True ends as soon as there are `beam_width` complete beams, False when a better one is unlikely, `never`
     only when there cannot be one."""
@@ -77,8 +78,13 @@ class Beam:
 class BeamSearch:
     """The beams of one prompt; knows no models."""
 
-    def __init__(self, params: BeamSearchParams, end_token_ids: Collection[int]) -> None:
-        self._params, self._ends = params, frozenset(end_token_ids)
+    def __init__(
+        self, params: BeamSearchParams, end_token_ids: Collection[int], num_forced: int = 0
+    ) -> None:
+        """`num_forced` tokens at the prompt's end are of the answer where its length counts: a model's files force
+        them."""
+        self._params, self._num_forced = params, num_forced
+        self._ends = frozenset(end_token_ids)
         self.running = [Beam()]
         """Unfinished beams, the likeliest first."""
         self.finished: list[Beam] = []
@@ -125,7 +131,8 @@ class BeamSearch:
         return beam.token_ids[-1] in self._ends
 
     def _scored(self, beam: Beam) -> Beam:
-        score = beam.cumulative_logprob / self._num_steps**self._params.length_penalty
+        length = self._num_forced + self._num_steps
+        score = beam.cumulative_logprob / length**self._params.length_penalty
         return Beam(beam.token_ids, beam.cumulative_logprob, beam.entries, score)
 
     def _can_improve(self) -> bool:
@@ -134,7 +141,7 @@ class BeamSearch:
         if not self.running or not self._is_full:
             return bool(self.running)
         is_patient = params.early_stopping == "never" and params.length_penalty > 0
-        length = params.max_tokens if is_patient else self._num_steps
+        length = self._num_forced + (params.max_tokens if is_patient else self._num_steps)
         best = self.running[0].cumulative_logprob / length**params.length_penalty
         return bool(best > self.finished[-1].score)
 
@@ -150,7 +157,9 @@ async def beam_search(
     `Endpoint.generate`.
     """
     ends = {*request.request.work.eos_token_ids, *request.sampling.stop_token_ids}
-    search = BeamSearch(params, ends)
+    # A decoder's prompt, where an encoder reads the client's, is its start and what is forced behind it.
+    num_forced = len(request.request.prompt_token_ids) - 1 if request.read_token_ids else 0
+    search = BeamSearch(params, ends, num_forced)
     tracker, num_cached_tokens = generator.tracker, None
     with (
         tracker.answering(request.request, request.client_request) as record,

@@ -121,6 +121,9 @@ async def start_generator(
     try:
         text = await asyncio.to_thread(load)
         _log.info("chat template: %s", text.template_traits)
+        if text.not_followed:
+            fields = ", ".join(text.not_followed)
+            _log.warning("of generation_config.json these fields are not followed: %s", fields)
         await starting
     except BaseException:
         starting.cancel()
