@@ -33,6 +33,7 @@ from pagoda.messages.ranges import (
 from pagoda.messages.sampling_params import (
     ALL_LOGPROBS,
     DEFAULT_MAX_LOGPROBS,
+    MAX_ALLOWED_TOKENS,
     SamplingParams,
     TokenId,
 )
@@ -125,6 +126,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Tokens that a transcript may have; None of an answer that is none."""
     alignment: Alignment | None = None
     """Tokens whose places in the audio are wanted; with `Pooling.PLACES`."""
+    never: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
+    """Tokens that no answer of the model has (`bad_words_ids`)."""
 
 
 class GenerateRequest(

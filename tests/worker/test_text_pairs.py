@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Answer, InProcessEngine, assert_answers
+from safetensors.torch import load_file, save_file
 from text_pair_models import MODELS, VOCABULARY, make_pair
 
 from pagoda.checkpoints.config_json import parse_model_config
@@ -98,6 +100,28 @@ def test_answers_are_those_of_transformers(name: str, way: str, backend: str, sa
     requests = [_request(index) for index in range(len(LENGTHS))]
     assert_answers(engine.answers_with_logprobs(requests), expected)
     assert_answers(engine.answers_with_logprobs(requests[::-1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("T5", ["shared", "decoder.embed_tokens", "encoder.embed_tokens"]),
+        ("T5", ["decoder.embed_tokens"]),
+        ("Bart", ["model.encoder.embed_tokens"]),
+        ("Bart", ["lm_head"]),
+    ],
+)
+def test_the_shared_table_may_have_any_of_its_names(
+    name: str, stored: list[str], tmp_path: Path, saved: Save
+) -> None:
+    directory, expected = saved(name)
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors.pop("shared.weight" if name == "T5" else "model.shared.weight")
+    tensors |= {f"{it}.weight": table.clone() for it in stored}
+    save_file(tensors, tmp_path / "model.safetensors")
+    engine = _engine(tmp_path, backend="auto")
+    assert_answers(engine.answers_with_logprobs([_request(0)]), expected[:1])
 
 
 def test_a_preempted_answer_is_read_again(saved: Save) -> None:
