@@ -147,6 +147,8 @@ def test_scores_are_scaled_where_yarn_scales_all_dimensions() -> None:
     lite = parse(V2_LITE).layers[0].attention
     assert lite.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
     plain = parse(V2_LITE, rope_scaling={**_YARN, "mscale_all_dim": None}).layers[0].attention
+    with pytest.raises(ConfigError, match="mscale_all_dim must be at most 1024"):
+        parse(V2_LITE, rope_scaling={**_YARN, "mscale_all_dim": 1e308})
     assert plain.scale == parse(V2_LITE, rope_scaling=None).layers[0].attention.scale == 192**-0.5
     off = parse(V2_LITE, rope_scaling={**_YARN, "apply_yarn_scaling": False})
     assert off.layers[0].attention.scale == 192**-0.5

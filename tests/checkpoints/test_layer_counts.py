@@ -29,6 +29,7 @@ def test_a_number_that_is_none_is_refused_by_its_name(number: str) -> None:
         **_SIZES,
         "num_hidden_layers": 2,
         "max_position_embeddings": 64,
+        "num_key_value_heads": 2,
         "router_jitter_noise": float(number),
     }
     with pytest.raises(ConfigError, match="router_jitter_noise must be a finite number"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ def test_layers_that_were_searched_for() -> None:
     blocks = [{"attention": {"n_heads_in_group": it}, "ffn": plain} for it in (2, 4, 2)]
     assert parse(**deci, block_configs=blocks) == listed
     assert [layer.attention.own_heads is None for layer in listed.layers] == [True, False, True]
+    of_fewer = listed.attention_linears(1)
+    assert [it.fill is not None for it in of_fewer] == [False, True, True, False]
+    assert of_fewer[::3] == tuple(
+        replace(it, name=it.name.replace(".0.", ".1.")) for it in listed.attention_linears(0)[::3]
+    ), "as in a layer of as many heads as any: a file's formats of 4 and 8 bits stay"
     nothing = {"attention": {"no_op": True}, "ffn": {"ffn_mult": 3.0}}
     attention_alone = {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}}
     config = parse(**deci, block_configs=[nothing, attention_alone, nothing])
@@ -54,6 +60,8 @@ def test_layers_that_were_searched_for() -> None:
             "unshifted_sink is not",
         ),
         ([{**nothing, "ffn": {"replace_with_linear": True}}] * 3, "replace_with_linear is not"),
+        ([{**nothing, "ffn": {"ffn_mult": 1e308}}] * 3, r"\[0\].ffn.ffn_mult must be at most 1024"),
+        ([{**nothing, "ffn": {"ffn_mult": 1e-9}}] * 3, "ffn_mult must .* leave an inner channel"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse(**deci, block_configs=blocks)

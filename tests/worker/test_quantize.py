@@ -13,13 +13,19 @@ import torch
 from driver import Driver, load
 from family_models import make_model as make_other_model
 from gguf_models import save_gguf
+from in_process import InProcessEngine
+from own_code_models import as_makers_publish, make_like
+from text_pair_models import make_pair
 from tiny_models import make_model, save_model
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
 from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
+from pagoda.messages.encoder_input import text_input
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.jobs import QuantizeConfig, QuantizeResult
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.model.compressed_tensors import quantized_linears
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weights import open_checkpoint
@@ -63,6 +69,32 @@ def test_a_quantized_model_is_the_model_rounded(
             assert (dequantize(weight) - values).std() < largest * values.std()
         for name in set(before.names()) - names:
             assert torch.equal(before.stored(name), after.stored(name)), "copied as it is"
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_layers_of_an_encoder_are_rounded_as_well(name: str, tmp_path: Path) -> None:
+    make_pair(name).save_pretrained(tmp_path / "dense")
+    _quantize(tmp_path / "dense", tmp_path / "out", format="w8a8")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    with open_checkpoint(tmp_path / "out") as after:
+        tensors = {it: after.stored(it) for it in after.names() if it.endswith(".weight")}
+    dense = {
+        it for it, tensor in tensors.items() if tensor.dim() == 2 and tensor.dtype != torch.int8
+    }
+    # No Linear of transformers, but tables, is left as it was.
+    assert all("embed" in it or "shared" in it or "relative" in it for it in dense), dense
+    text = text_input([5, 7, 9, 11])
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=4, logprobs=0)
+    found = []
+    for directory in ("dense", "out"):
+        work = Work(sampling, encoder_input=text)
+        request = GenerateRequest(request_id="0", prompt_token_ids=[0], work=work)
+        engine = InProcessEngine(tmp_path / directory, block_size=128, max_model_len=96)
+        found.append(engine.answers_with_logprobs([request])["0"])
+    for (token, exact), (other, rounded) in zip(*found, strict=True):
+        assert token == other
+        assert rounded == pytest.approx(exact, abs=0.3)
 
 
 def test_w8a8_holds_the_symmetric_codes_of_the_backend(tmp_path: Path) -> None:
@@ -167,6 +199,30 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     for name in FORMATS:
         with pytest.raises(ConfigError, match=r"up_proj\.weight holds numbers that are infinite"):
             _quantize(tmp_path / "dense", tmp_path / name, format=name)
+
+
+def test_heads_that_are_filled_up_are_rounded_as_they_are_stored(tmp_path: Path) -> None:
+    """By a text they are refused."""
+    make_like("deci").save_pretrained(tmp_path / "dense")
+    as_makers_publish("deci", tmp_path / "dense")
+    _quantize(tmp_path / "dense", tmp_path / "out", format="w8a8")
+    shape = read_model_config(tmp_path / "dense")
+    keys = [f"{it.name}.weight" for it in quantized_linears(shape) if it.name.endswith("k_proj")]
+    with open_checkpoint(tmp_path / "out") as after:
+        assert {after.shape(name) for name in keys} == {(rows, 64) for rows in (16, 32, 64)}
+    prompt, answers = list(range(40)), []
+    for name in ("dense", "out"):
+        driver = Driver(load(tmp_path / name, dtype="float32"))
+        driver.start(0, prompt)
+        driver.run([0], 8)
+        answers.append(driver.output(0))
+    assert answers[0] == answers[1]
+    with pytest.raises(
+        ConfigError, match=r"heads that are filled up \(model\.layers\.0\.self_attn\.k_proj"
+    ):
+        _quantize(
+            tmp_path / "dense", tmp_path / "text", format="w8a8", calibration_windows=[prompt]
+        )
 
 
 def test_layers_in_one_tensor_are_refused(tmp_path: Path) -> None:

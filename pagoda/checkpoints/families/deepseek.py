@@ -29,6 +29,7 @@ from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import YarnScaling
 from pagoda.checkpoints.tensor_names import GGUF_LATENTS, TensorNames
+from pagoda.errors import ConfigError
 
 # ---- Latent attention, as config.json and GGUF files of several families spell it
 
@@ -52,6 +53,7 @@ GGUF = GgufFormat(
 """The form that all families with latent attention share."""
 _MOST = 65_536
 """Elements of latent vectors, and of keys of indexers, at most: their order is a tuple."""
+_MOST_MSCALE = 1024
 _LOG_SCALE = 0.1
 """Factor of `mscale_all_dim` in files with latent attention (llama.cpp's src/llama-model.cpp)."""
 
@@ -72,6 +74,8 @@ def with_latents(spec: ModelSpec, fields: Fields, usual_query_rank: int = 1536) 
     head_dim = latent.nope_dim + latent.rope_dim
     scaling, temperature = spec.rotary["default"].scaling, 1.0
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None:
+        if scaling.mscale_all_dim > _MOST_MSCALE:
+            raise ConfigError(f"{fields.source}: mscale_all_dim must be at most {_MOST_MSCALE}.")
         temperature = scaling.temperature(scaling.mscale_all_dim)
     spec = with_attention(spec, latent=latent, scale=head_dim**-0.5 * temperature**2)
     return replace(spec, head_dim=head_dim, num_kv_heads=1)

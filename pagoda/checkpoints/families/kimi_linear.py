@@ -9,6 +9,7 @@ from dataclasses import replace
 from pagoda.checkpoints.families.deepseek import GGUF, KEYS, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import (
     conv_width,
+    gguf_kv_heads,
     layer_kinds,
     sigmoid_experts,
     sparse_by_kind,
@@ -63,7 +64,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
     """Values of files with latent attention, and kinds of layers: attention has heads of keys."""
     fields.require("expert_gating_func", 2)
-    counts = fields.integers("attention.head_count_kv")
+    counts = gguf_kv_heads(fields)
     return {
         **gguf_latents(fields),
         "layer_types": [_ATTENTION if count else _DELTA for count in counts],
