@@ -108,6 +108,10 @@ def block_weight(stored_format: BlockFormat, outputs: int, inputs: int) -> Block
     if not stored_format.integer_scales:
         minima = halves(groups) if stored_format.minima else None
         return BlockWeight(stored_format, codes, halves(groups), minima, None, None)
+    if stored_format.scales_are_floats:
+        drawn = torch.randint(0, 127, (outputs, groups), generator=generator, dtype=torch.uint8)
+        floats = drawn.view(torch.float8_e4m3fn)  # without signs, and 127 is no number
+        return BlockWeight(stored_format, codes, floats, None, halves(blocks), None)
     low, high = scale_limits(stored_format)
 
     def integers() -> Tensor:
