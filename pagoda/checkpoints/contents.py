@@ -67,10 +67,22 @@ def full_names(stored: Collection[str]) -> dict[str, str]:
     """Names in a file by the names that a decoder with its head has.
 
     Files of a decoder alone (`Qwen3Model`) have them without `model.`, those of models that see or hear have one
-    of `TEXT_PARTS` in front or within.
+    of `TEXT_PARTS` in front or within. The table that an encoder and a decoder share has any of its names.
     """
-    is_bare = any(name in stored for name in _BARE)
-    return {_full_name(name, is_bare): name for name in stored}
+    bare = [name for name in _BARE if name in stored]
+    if bare and any(name.startswith("encoder.") for name in stored):
+        bare = [name for name in bare if not name.startswith("decoder.")]
+    names = {_full_name(name, bool(bare)): name for name in stored}
+    for front in ("", _DECODER):
+        table, parts = f"{front}shared.weight", (f"{front}decoder.", f"{front}encoder.")
+        others = *(f"{part}embed_tokens.weight" for part in parts), f"{_HEAD}weight"
+        found = next((name for name in others if name in names), None)
+        has_parts = all(any(name.startswith(part) for name in names) for part in parts)
+        if found is not None and has_parts and table not in names:
+            names[table] = names[found]
+            if found == others[-1]:
+                del names[found]
+    return names
 
 
 def _full_name(stored: str, is_bare: bool) -> str:

@@ -100,7 +100,7 @@ class Counters:
     """Steps of requests whose cold segments could not be read."""
     num_streamed_bytes: int = 0
     num_prompt_tokens: int = 0
-    """Prompt tokens of admitted requests."""
+    """Tokens of the prompts of admitted requests, as clients count them."""
     num_prefix_hit_tokens: int = 0
     """Prompt tokens that were found in the cache."""
     num_generated_tokens: int = 0
@@ -489,4 +489,4 @@ class Batcher:
         num_cached_tokens = (num_hits - num_fetched) * self._kv.block_size
         request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
         self.counters.num_prefix_hit_tokens += request.num_cached_tokens
-        self.counters.num_prompt_tokens += request.num_prompt_tokens
+        self.counters.num_prompt_tokens += request.message.num_prompt_tokens

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagoda.engine.encoder_inputs import least_input
 from pagoda.engine.request_queue import QUARANTINE_CRASHES
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, Work
@@ -37,7 +38,8 @@ class Canary:
         )
 
     def send(self) -> None:
-        """The scheduler computes it alone, before all other requests; nothing if one is there already."""
+        """The scheduler computes it alone, before all other requests; nothing if one is there already.
+        Raises RuntimeError: the scheduler refuses it."""
         scheduler = self._scheduler
         if CANARY_ID in scheduler.requests:
             return
@@ -48,14 +50,16 @@ class Canary:
             work=Work(
                 SamplingParams(seed=0, max_tokens=1 if gives_logits else 0),
                 pooling=None if gives_logits else Pooling.LAST,
+                encoder_input=least_input(scheduler.limits),
             ),
             priority=_FIRST_OF_ALL,
         )
-        scheduler.add(request)
-        added = scheduler.requests.get(CANARY_ID)
-        if added is not None:
-            added.crash_count = QUARANTINE_CRASHES
-            scheduler.quarantine.requests.add(added)
+        for chunk in scheduler.add(request):
+            if chunk.error is not None:
+                raise RuntimeError(f"The canary was refused: {chunk.error}")
+        added = scheduler.requests[CANARY_ID]
+        added.crash_count = QUARANTINE_CRASHES
+        scheduler.quarantine.requests.add(added)
 
     def take_back(self) -> None:
         """The worker that was to compute it is lost."""

@@ -207,7 +207,7 @@ class EngineCore:
         if request.request_id in parts.scheduler.requests:
             return True  # the scheduler says so
         newcomer = Newcomer(
-            request.request_id, request.tenant, request.weight, len(request.prompt_token_ids)
+            request.request_id, request.tenant, request.weight, request.num_prompt_positions
         )
         limits = parts.limits
         num_begun = (

@@ -5,8 +5,15 @@ from __future__ import annotations
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.request import Request
-from pagoda.messages.encoder_input import TOKEN_BYTES, EncoderInput
+from pagoda.messages.encoder_input import TOKEN_BYTES, EncoderInput, encoder_input, text_input
 from pagoda.messages.frontend import Pooling
+
+
+def least_input(limits: SchedulerLimits) -> EncoderInput | None:
+    """Input that costs the encoder least: a text of one token, or silence; None for a model without an encoder."""
+    if limits.encodes_text:
+        return text_input([0])
+    return encoder_input(bytes(limits.feature_bytes)) if limits.feature_bytes else None
 
 
 def problem_with_input(request: Request, limits: SchedulerLimits) -> str | None:

@@ -74,9 +74,7 @@ class FairShares:
         if share is None:
             _forget_idle(level)
             share = level.shares[tenant] = _Share()
-        num_prompt_tokens = len(message.prompt_token_ids)
-        if message.work.encoder_input is not None:
-            num_prompt_tokens += message.work.encoder_input.positions
+        num_prompt_tokens = message.num_prompt_positions
         most = message.work.sampling.max_tokens
         usual = share.usual_output if most is None else min(most, share.usual_output)
         service = num_prompt_tokens + OUTPUT_WEIGHT * usual

@@ -135,7 +135,7 @@ class Admission:
         if not room.num_requests:
             return True
         num_requests = self._num_begun + room.num_requests + 1
-        num_tokens = room.num_tokens + len(request.prompt_token_ids)
+        num_tokens = room.num_tokens + request.num_prompt_positions
         most_tokens = self._sums.total.max_num_waiting_tokens // 2
         return num_tokens <= most_tokens and num_requests <= self._room_for(request)
 
@@ -179,5 +179,5 @@ class Admission:
 
 
 def _newcomer(request: GenerateRequest) -> Newcomer:
-    num_tokens = len(request.prompt_token_ids)
+    num_tokens = request.num_prompt_positions
     return Newcomer(request.request_id, request.tenant, request.weight, num_tokens)

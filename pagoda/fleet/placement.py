@@ -130,7 +130,8 @@ class TrackedRequest:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.token_ids)
+        """Tokens of the request so far, with what an encoder computes for it."""
+        return self.request.num_prompt_positions + len(self.token_ids)
 
     @property
     def is_suspect(self) -> bool:

@@ -27,7 +27,12 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     values: Annotated[bytes, Meta(max_length=MAX_INPUT_BYTES)]
     """Features [mel_bins, frames] float32, or ids [n] int32 of tokens, little-endian."""
     positions: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    """Positions that the encoder computes of them, which count as tokens of a prompt between tenants."""
+    """Positions that the encoder computes of them, which are as much work as tokens of a prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a text; 0 of audio, whose features take more bytes for a position."""
+        return self.positions if len(self.values) == TOKEN_BYTES * self.positions else 0
 
 
 def encoder_input(values: bytes, positions: int = 0) -> EncoderInput:

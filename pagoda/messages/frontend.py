@@ -33,6 +33,7 @@ from pagoda.messages.ranges import (
 from pagoda.messages.sampling_params import (
     ALL_LOGPROBS,
     DEFAULT_MAX_LOGPROBS,
+    MAX_ALLOWED_TOKENS,
     SamplingParams,
     TokenId,
 )
@@ -125,6 +126,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Tokens that a transcript may have; None of an answer that is none."""
     alignment: Alignment | None = None
     """Tokens whose places in the audio are wanted; with `Pooling.PLACES`."""
+    never: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
+    """Tokens that no answer of the model has (`bad_words_ids`)."""
 
 
 class GenerateRequest(
@@ -175,6 +178,18 @@ class GenerateRequest(
     """The router that has sent the request, as the host that it came to numbers routers; empty for its own."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the client's prompt: those of the text that the model's encoder reads, if it reads one."""
+        beside = self.work.encoder_input
+        return (0 if beside is None else beside.num_tokens) or len(self.prompt_token_ids)
+
+    @property
+    def num_prompt_positions(self) -> int:
+        """Positions to compute before the answer: the decoder's prompt, and what the encoder computes."""
+        beside = self.work.encoder_input
+        return len(self.prompt_token_ids) + (0 if beside is None else beside.positions)
 
     @property
     def salt(self) -> str | None:

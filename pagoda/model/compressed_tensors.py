@@ -135,7 +135,9 @@ class Scheme:
 
 def quantized_linears(config: ModelSpec) -> list[LinearSpec]:
     """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense.
-    Heads are as they are stored, and a tensor of keys that are values, too, counts once."""
+
+    Layers of an encoder come first. Heads are as they are stored; a tensor of keys that are values, too, counts once.
+    """
     chosen = (linear for linear in _linears(config) if linear.role not in _DENSE)
     return list({linear.name: linear for linear in map(_unfilled, chosen)}.values())
 
@@ -153,7 +155,8 @@ def _unfilled(linear: LinearSpec) -> LinearSpec:
 
 def _linears(config: ModelSpec) -> Sequence[LinearSpec]:
     experts = range(config.experts.routing.num_experts if config.experts else 0)
-    return [
+    beside = [] if config.cross_encoder is None else [*config.cross_encoder.linears()]
+    return beside + [
         linear
         for layer in range(config.num_layers)
         for linear in config.layer_linears(layer, experts)

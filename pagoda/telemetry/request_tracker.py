@@ -87,8 +87,9 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     request_id: str
     client_request: ClientRequest
     num_prompt_tokens: int
+    """Tokens of the client's prompt (`GenerateRequest.num_prompt_tokens`)."""
     num_encoded_positions: int = 0
-    """Positions of audio or text that an encoder computes, which are no tokens of a prompt, but as much work."""
+    """Positions of audio that an encoder computes, which are no tokens of a prompt, but as much work."""
     max_tokens: int
     started_ns: int
     """Time at which the request had been tokenized and checked, and went to an engine."""
@@ -248,9 +249,9 @@ class RequestTracker:
                 traceparent=request.traceparent,
                 tracestate=request.tracestate,
             ),
-            num_prompt_tokens=len(request.prompt_token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.work.sampling.max_tokens or 0,
-            num_encoded_positions=0 if beside is None else beside.positions,
+            num_encoded_positions=0 if beside is None else beside.positions - beside.num_tokens,
         )
         try:
             yield record

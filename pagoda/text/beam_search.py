@@ -25,6 +25,8 @@ from pagoda.messages.sampling_params import Range, SamplingParams
 from pagoda.text.text_generator import TextAssembler, TextDelta, TextGenerator, TextRequest
 
 MAX_BEAMS = 64
+_FEW = 8
+"""Tokens that are never said among the likeliest ones of a step, as far as is expected."""
 
 
 class BeamSearchError(Exception):
@@ -37,7 +39,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     beam_width: int
     max_tokens: int = 16
     length_penalty: float = 1.0
-    """The sum of log-probabilities of a beam is divided by its number of tokens to this power."""
+    """The sum of log-probabilities of a beam is divided by its number of tokens to this power, with those that a
+    model's files force."""
     early_stopping: bool | Literal["never"] = False
     """True ends as soon as there are `beam_width` complete beams, False when a better one is unlikely, `never`
     only when there cannot be one."""
@@ -76,11 +79,12 @@ class BeamSearch:
     """The beams of one prompt; knows no models."""
 
     def __init__(
-        self, params: BeamSearchParams, end_token_ids: Collection[int], never: Collection[int] = ()
+        self, params: BeamSearchParams, end_token_ids: Collection[int], num_forced: int = 0
     ) -> None:
-        """`never` are tokens that no beam has."""
-        self._params = params
-        self._ends, self._never = frozenset(end_token_ids), frozenset(never)
+        """`num_forced` tokens at the prompt's end are of the answer where its length counts: a model's files force
+        them."""
+        self._params, self._num_forced = params, num_forced
+        self._ends = frozenset(end_token_ids)
         self.running = [Beam()]
         """Unfinished beams, the likeliest first."""
         self.finished: list[Beam] = []
@@ -92,8 +96,7 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Likeliest tokens of each beam that a step looks at: enough to go on with without those that end."""
-        each = max(2, 1 + len(self._ends)) * self._params.beam_width
-        return each + len(self._never)
+        return max(2, 1 + len(self._ends)) * self._params.beam_width
 
     def advance(self, likeliest: Sequence[TokenLogprobs]) -> None:
         """Goes on one token with the likeliest tokens behind each of `running`."""
@@ -104,7 +107,6 @@ class BeamSearch:
             (-(beam.cumulative_logprob + logprob), index, rank)
             for index, (beam, top) in enumerate(pairs)
             for rank, logprob in enumerate(top.top_logprobs)
-            if top.top_token_ids[rank] not in self._never
         ]
         best = heapq.nsmallest(self.num_candidates, places)
         candidates = [pairs[index][0].extended(pairs[index][1], rank) for _, index, rank in best]
@@ -129,7 +131,8 @@ class BeamSearch:
         return beam.token_ids[-1] in self._ends
 
     def _scored(self, beam: Beam) -> Beam:
-        score = beam.cumulative_logprob / self._num_steps**self._params.length_penalty
+        length = self._num_forced + self._num_steps
+        score = beam.cumulative_logprob / length**self._params.length_penalty
         return Beam(beam.token_ids, beam.cumulative_logprob, beam.entries, score)
 
     def _can_improve(self) -> bool:
@@ -138,7 +141,7 @@ class BeamSearch:
         if not self.running or not self._is_full:
             return bool(self.running)
         is_patient = params.early_stopping == "never" and params.length_penalty > 0
-        length = params.max_tokens if is_patient else self._num_steps
+        length = self._num_forced + (params.max_tokens if is_patient else self._num_steps)
         best = self.running[0].cumulative_logprob / length**params.length_penalty
         return bool(best > self.finished[-1].score)
 
@@ -154,8 +157,9 @@ async def beam_search(
     `Endpoint.generate`.
     """
     ends = {*request.request.work.eos_token_ids, *request.sampling.stop_token_ids}
-    rules = request.request.work.speech
-    search = BeamSearch(params, ends, () if rules is None else rules.suppressed)
+    # A decoder's prompt, where an encoder reads the client's, is its start and what is forced behind it.
+    num_forced = len(request.request.prompt_token_ids) - 1 if request.read_token_ids else 0
+    search = BeamSearch(params, ends, num_forced)
     tracker, num_cached_tokens = generator.tracker, None
     with (
         tracker.answering(request.request, request.client_request) as record,
@@ -188,8 +192,31 @@ async def _next_token(
     which take turns."""
     async with turns:
         await asyncio.sleep(0)
-    num_wanted = max(search.num_candidates, value.work.sampling.logprobs or 0)
-    num_top = min(num_wanted, generator.endpoint.limits.vocab_size)
+    vocab_size, never = generator.endpoint.limits.vocab_size, frozenset(value.work.never)
+    wanted = max(search.num_candidates, value.work.sampling.logprobs or 0)
+    # Few of the tokens that are never said are likely ones: all of them are asked for only where they are.
+    most, more = min(wanted + len(never), vocab_size), _FEW
+    while True:
+        num_top = min(wanted + more, most)
+        chunk = await _one_token(generator, value, beam, num_top)
+        entries = [_without(entry, never, wanted) for entry in chunk.logprobs or ()]
+        if num_top == most or all(len(it.top_token_ids) == wanted for it in entries):
+            return msgspec.structs.replace(chunk, logprobs=entries)
+        more *= 8
+
+
+def _without(entry: TokenLogprobs, never: Collection[int], most: int) -> TokenLogprobs:
+    """The entry with so many of its likeliest tokens at most, without those of `never`."""
+    pairs = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    kept = [(token_id, logprob) for token_id, logprob in pairs if token_id not in never][:most]
+    token_ids, logprobs = [it for it, _ in kept], [it for _, it in kept]
+    return msgspec.structs.replace(entry, top_token_ids=token_ids, top_logprobs=logprobs)
+
+
+async def _one_token(
+    generator: TextGenerator, value: GenerateRequest, beam: Beam, num_top: int
+) -> TokenChunk:
+    """The chunk with so many likeliest tokens behind a beam."""
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=num_top)
     one = msgspec.structs.replace(
         value,

@@ -13,9 +13,8 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.text_encoder import TextEncoderSpec
 from pagoda.errors import ConfigError
 from pagoda.files import read_object
-from pagoda.messages.audio import SpeechRules
 from pagoda.messages.encoder_input import EncoderInput, text_input
-from pagoda.messages.sampling_params import MAX_TOKEN_LIST
+from pagoda.messages.sampling_params import MAX_ALLOWED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class DecoderText:
 
     prompt: tuple[int, ...]
     """Tokens in front of each answer: that which the decoder starts with, and the one that is to be first."""
-    rules: SpeechRules | None = None
+    never: tuple[int, ...] = ()
     """Tokens that are never said (OPUS-MT's padding)."""
 
     def begin(self, token_ids: list[int]) -> tuple[list[int], EncoderInput]:
@@ -35,6 +34,7 @@ class DecoderText:
 def read_decoder_text(directory: Path, generation: Mapping[str, Any]) -> DecoderText | None:
     """Tokens around answers of the model in a directory, whose generation_config.json is given.
 
+    Where there is no such file, config.json counts.
     None of a model without an encoder of texts, or whose config.json cannot be read, of which the worker says why.
     Raises ConfigError: files do not name the first token, or name one that is none."""
     try:
@@ -43,21 +43,29 @@ def read_decoder_text(directory: Path, generation: Mapping[str, Any]) -> Decoder
         return None
     if not isinstance(spec.cross_encoder, TextEncoderSpec):
         return None
-    path = directory / "config.json"
-    told = {name: it for name, it in generation.items() if it is not None}
-    fields = Fields({**read_object(path), **told}, str(path))
+    config = read_object(directory / "config.json")
+    path = directory / "generation_config.json"
+    if not path.exists():  # as in transformers, the model's own file speaks of answers only then
+        path, generation = directory / "config.json", config
     names = ["decoder_start_token_id", "forced_bos_token_id"]
-    if fields.values.get(names[0]) is None:
+    if generation.get(names[0]) is None:
         names[0] = "bos_token_id"
-    last = spec.vocab_size - 1
-    named = (fields.count(name) for name in names if fields.values.get(name) is not None)
-    prompt = tuple(named)
+    if generation.get(names[0]) is None:
+        names[0] = "decoder_start_token_id"
+        generation = {**generation, names[0]: config.get(names[0])}
+    fields, last = Fields(generation, str(path)), spec.vocab_size - 1
+    prompt = tuple(fields.count(name) for name in names if generation.get(name) is not None)
     if not prompt or max(prompt) > last:
         raise ConfigError(
             f"{path}: decoder_start_token_id and forced_bos_token_id must be from 0 to {last}, got {list(prompt)}."
         )
-    told_bad = fields.values.get("bad_words_ids")
-    never = told_bad if isinstance(told_bad, list) else []
-    single = [it[0] for it in never if isinstance(it, list) and len(it) == 1]
-    suppressed = tuple(i for i in single if type(i) is int and 0 <= i <= last)[:MAX_TOKEN_LIST]
-    return DecoderText(prompt, SpeechRules(suppressed) if suppressed else None)
+    return DecoderText(prompt, _never(generation, last))
+
+
+def _never(generation: Mapping[str, Any], last: int) -> tuple[int, ...]:
+    """Tokens up to `last` that are words of their own among those that answers lack, but for ends of answers."""
+    told, ends = generation.get("bad_words_ids"), generation.get("eos_token_id")
+    words = told if isinstance(told, list) else []
+    single = {it[0] for it in words if isinstance(it, list) and len(it) == 1 and type(it[0]) is int}
+    kept = ends if isinstance(ends, list) else [ends]
+    return tuple(sorted(i for i in single if 0 <= i <= last and i not in kept))[:MAX_ALLOWED_TOKENS]

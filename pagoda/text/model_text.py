@@ -20,6 +20,7 @@ from pagoda.files import read_regular
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.text.answer_formats import AUTO, AnswerFormats, ParserChoice
 from pagoda.text.encoder_files import DecoderText, read_decoder_text
+from pagoda.text.generation_file import fields_not_followed
 from pagoda.text.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
 from pagoda.text.speech_files import SpeechText, read_speech
 from pagoda.text.templates.chat_template import ChatTemplate, read_template
@@ -62,6 +63,8 @@ class ModelText:
     """Tokens around transcripts; None of a model that hears nothing."""
     decoder: DecoderText | None = None
     """Tokens around answers to prompts that the model's encoder reads; None of a decoder alone."""
+    not_followed: tuple[str, ...] = ()
+    """Fields of generation_config.json that would change answers, and do not."""
     longest: int = 0
     """Tokens of the longest sequence that the model can take, whatever the server does; 0 if it is not known."""
     special_tokens_in_text: SpecialTokensInText = "allow"
@@ -182,14 +185,18 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
     if from_tokenizer is not None:
         eos = eos | {from_tokenizer}
     sources = _template_sources(directory, config, chat_template)
+    speech = read_speech(directory, tokenizer, generation)
+    decoder = read_decoder_text(directory, generation)
+    hears, reads = speech is not None, decoder is not None
     return ModelText(
         tokenizer=tokenizer,
         chat_template=_chat_template(sources, special_tokens),
         eos_token_ids=tuple(sorted(eos)),
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
         pooling=read_pooling(directory),
-        speech=read_speech(directory, tokenizer, generation),
-        decoder=read_decoder_text(directory, generation),
+        speech=speech,
+        decoder=decoder,
+        not_followed=fields_not_followed(generation, hears=hears, reads=reads),
     )
 
 

@@ -121,6 +121,9 @@ async def start_generator(
     try:
         text = await asyncio.to_thread(load)
         _log.info("chat template: %s", text.template_traits)
+        if text.not_followed:
+            fields = ", ".join(text.not_followed)
+            _log.warning("of generation_config.json these fields are not followed: %s", fields)
         await starting
     except BaseException:
         starting.cancel()
@@ -299,10 +302,10 @@ class TextGenerator:
         more, decoder = self._more_context(), self.text.decoder
         has_answer = sampling.max_tokens != 0 and decoder is None
         check_prompt(token_ids, limits, param, more, has_answer=has_answer)
-        read, beside, rules = list[int](), draft.audio, draft.speech
+        read, beside, never = list[int](), draft.audio, tuple[int, ...]()
         if decoder is not None:
             check_read(sampling, draft)
-            (token_ids, beside), read, rules = decoder.begin(token_ids), token_ids, decoder.rules
+            (token_ids, beside), read, never = decoder.begin(token_ids), token_ids, decoder.never
         clamp, context = draft.clamp_max_tokens, limits.max_model_len
         resolved = resolve(sampling, len(token_ids), context, more, clamp=clamp)
         stops = await self._stops_of(sampling) if sampling.stop else None
@@ -331,15 +334,16 @@ class TextGenerator:
                         second_text_at=draft.second_text_at,
                         spans=draft.spans,
                         encoder_input=beside,
-                        speech=rules,
+                        speech=draft.speech,
                         alignment=draft.alignment,
+                        never=never,
                     ),
                     priority=draft.priority,
                     tenant=client_request.key_name,
                     weight=client_request.weight,
                     body=client_request.body_id,
                     cache_salt=draft.cache_salt,
-                    speculates=draft.speculates and rules is None,
+                    speculates=draft.speculates and draft.speech is None,
                     session=draft.session,
                     data_parallel_rank=client_request.data_parallel_rank,
                     holds_kv=draft.holds_kv,

@@ -29,7 +29,7 @@ class SamplingState:
         bias = sampling.logit_bias or {}
         self._rules = SamplingRules(
             sampling=sampling,
-            allowed=_mask(sampling.allowed_token_ids, table.vocab_size),
+            allowed=_mask(sampling.allowed_token_ids, start.work.never, table.vocab_size),
             stops=array("q", sorted({*start.work.eos_token_ids, *sampling.stop_token_ids})),
             bias_ids=array("q", bias),
             biases=array("f", bias.values()),
@@ -168,10 +168,14 @@ class SamplingState:
         return held_back and len(self._rules.stops) > 0
 
 
-def _mask(allowed: tuple[int, ...] | None, vocab_size: int) -> Tensor | None:
+def _mask(
+    allowed: tuple[int, ...] | None, never: tuple[int, ...], vocab_size: int
+) -> Tensor | None:
     """The bits of tokens that may be sampled, as `SamplingRules.allowed`."""
-    if allowed is None:
+    if allowed is None and not never:
         return None
-    chosen = torch.zeros(vocab_size, dtype=torch.bool)
-    chosen[torch.tensor(allowed)] = True
+    chosen = torch.full([vocab_size], allowed is None)
+    if allowed is not None:
+        chosen[torch.tensor(allowed)] = True
+    chosen[torch.tensor(never, dtype=torch.int64)] = False
     return as_bits(chosen)

@@ -16,6 +16,10 @@ from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, ApiKeys
 from pagoda.api.errors import ApiError
 from pagoda.concurrency.async_utils import LongWork, cancel_all
 from pagoda.errors import OverloadedError
+from pagoda.messages.audio import audio_features
+from pagoda.messages.encoder_input import EncoderInput, text_input
+from pagoda.messages.frontend import GenerateRequest, Work
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
 
 
@@ -138,6 +142,27 @@ def test_a_bucket_fills_with_time_and_debt_is_paid_first() -> None:
     assert waits == ["41"]
     now[0] = 40.5
     assert admits()
+
+
+@pytest.mark.parametrize(
+    ("beside", "told", "charged"),
+    [
+        (None, 2, 2),
+        (text_input(range(20)), 20, 20),
+        (audio_features(bytes(4 * 80 * 30), positions=15), 2, 17),
+    ],
+)
+def test_a_prompt_has_the_tokens_that_its_usage_tells(
+    beside: EncoderInput | None, told: int, charged: int
+) -> None:
+    tracker, one = RequestTracker(), key(tokens_per_minute=60)
+    limits = KeyLimits(tracker, lambda: 0.0)
+    work = Work(SamplingParams(seed=0, max_tokens=1), encoder_input=beside)
+    request = GenerateRequest(request_id="r", prompt_token_ids=[0, 5], work=work)
+    client_request = ClientRequest(id="r", arrived_ns=0, key_name="k")
+    with limits.admit(one), tracker.answering(request, client_request) as record:
+        assert record.num_prompt_tokens == told
+        assert limits.headers(one)["x-ratelimit-remaining-tokens"] == str(60 - charged)
 
 
 @pytest.mark.parametrize("name", ["", "k"])

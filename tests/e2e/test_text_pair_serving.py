@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,32 @@ def test_answers_are_those_of_transformers(pair: Pair) -> None:
     chunks = list(streamed)
     assert "".join(it.choices[0].text for it in chunks if it.choices) == expected[1]
     assert chunks[-1].usage.prompt_tokens == len(tokens[1])
+
+
+def test_a_grammar_goes_with_tokens_that_are_never_said(pair: Pair) -> None:
+    grammar = {"structured_outputs": {"regex": "[0-9]{4}"}}
+    for fields in ({}, {"temperature": 1.0, "seed": 3}):
+        text = pair.ask("a pagoda has storeys", extra_body=grammar, **fields).choices[0].text
+        assert re.fullmatch("[0-9]{4}", text)
+
+
+def test_beams_are_those_of_transformers(pair: Pair) -> None:
+    """The token that is never said is likelier than all others, and counts in their log-probabilities."""
+    text = "a pagoda has storeys"
+    ids = torch.tensor([pair.tokenizer.encode(text).ids])
+    with torch.no_grad():
+        expected = pair.model.generate(
+            ids,
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=1 + LENGTH,
+            length_penalty=0.0,
+            bad_words_ids=[[START]],
+        )
+    fields = {"use_beam_search": True, "length_penalty": 0.0}
+    answer = pair.ask(text, n=3, extra_body=fields)
+    found = [choice.text for choice in answer.choices]
+    assert found == [pair.tokenizer.decode(it[2:].tolist()) for it in expected]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from harness import Harness, make_request, make_scheduler
 from pagoda.engine.fair_shares import OUTPUT_WEIGHT
 from pagoda.engine.precedence import AGEING_STEPS
 from pagoda.engine.request import Request
+from pagoda.fleet.placement import TrackedRequest
+from pagoda.messages.audio import audio_features
+from pagoda.messages.encoder_input import text_input
 from pagoda.messages.frontend import FinishReason, GenerateRequest, RequestRefused
 
 
@@ -41,6 +44,16 @@ def test_waiting_prompts_are_bounded_by_their_tokens() -> None:
     assert refusals_of(harness, ask("c", length=5)) == []
     harness.run()
     assert harness.finished.keys() == {"run", "a", "c"}
+
+
+def test_what_an_encoder_computes_counts_in_the_queue() -> None:
+    harness = Harness(max_num_seqs=1, max_num_waiting_tokens=20)
+    harness.add(ask("run"))
+    assert refusals_of(harness, ask("waits", length=10)) == []
+    for beside in (audio_features(bytes(8), positions=15), text_input(range(15))):
+        request = ask("a", encoder_input=beside)
+        assert TrackedRequest(request, 0.0).num_tokens == 19
+        assert refusals_of(harness, request) == ["a"]
 
 
 def test_an_empty_queue_takes_a_prompt_of_any_length() -> None:

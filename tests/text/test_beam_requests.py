@@ -78,6 +78,20 @@ async def test_as_many_likeliest_tokens_are_told_as_are_asked_for(num_top: int) 
 
 
 @virtual
+async def test_likely_tokens_that_are_never_said_are_passed_over() -> None:
+    texts = _texts(await _fleet())
+    [wanted] = await texts.prepare("ab", texts.check_sampling(SamplingParams(max_tokens=1)))
+    params = BeamSearchParams(beam_width=40, max_tokens=1)
+    likeliest = [beam.token_ids for beam, _ in await beam_search(texts, wanted, params)]
+    never = tuple(token_id for (token_id,) in likeliest[:30])
+    work = msgspec.structs.replace(wanted.request.work, never=(*never, *range(480, 512)))
+    wanted = replace(wanted, request=msgspec.structs.replace(wanted.request, work=work))
+    params = BeamSearchParams(beam_width=2, max_tokens=1)
+    left = [it for it in likeliest[30:] if it[0] < 480]
+    assert [beam.token_ids for beam, _ in await beam_search(texts, wanted, params)] == left[:2]
+
+
+@virtual
 async def test_a_vocabulary_smaller_than_the_tokens_looked_at_will_do() -> None:
     texts = _texts(await start_fleet([SimEngine(engine_config(vocab_size=3))], "round-robin"))
     [wanted] = await texts.prepare([1], texts.check_sampling(SamplingParams(max_tokens=STEPS)))

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.text.generation_file import fields_not_followed
 from pagoda.text.model_text import load_model_text, load_text, synthetic_model_text
 from pagoda.text.tokenizers.detokenizer import byte_level_alphabet
 
@@ -62,6 +63,20 @@ def test_sampling_preferences_come_from_generation_config(model: Path) -> None:
         {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "max_length": 5},
     )
     assert load_model_text(model).default_sampling == {"temperature": 0.6, "top_k": 20}
+
+
+def test_wishes_that_are_not_followed_are_named(model: Path) -> None:
+    neutral = {"num_beams": 1, "length_penalty": 1.0, "bad_words_ids": [], "min_length": None}
+    write(model / "generation_config.json", neutral | {"renormalize_logits": False, "top_k": 5})
+    assert load_model_text(model).not_followed == ()
+    asked = {"num_beams": 4, "no_repeat_ngram_size": 3, "bad_words_ids": [[7]]}
+    write(model / "generation_config.json", neutral | asked)
+    named = ("num_beams", "no_repeat_ngram_size", "bad_words_ids")
+    assert load_model_text(model).not_followed == named
+    assert fields_not_followed(asked, hears=False, reads=True) == named[:2]
+    assert fields_not_followed({"bad_words_ids": [[7, 8]]}, hears=False, reads=True) == named[2:]
+    assert fields_not_followed({"suppress_tokens": [5]}, hears=True, reads=False) == ()
+    assert fields_not_followed({"suppress_tokens": [5]}, hears=False, reads=True) != ()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import torch
 from thread_group import ThreadGroups
 from tiny_models import continuation
 from transformers import PreTrainedModel
@@ -243,6 +244,16 @@ class InProcessEngine:
     def kv_groups(self) -> Sequence[KVGroup]:
         assert self._core.scheduler is not None
         return self._core.scheduler.kv.groups
+
+
+def assert_answers(found: dict[str, Answer], expected: Sequence[Answer]) -> None:
+    """Answers of requests that are named by their places have the expected tokens, and log-probabilities within
+    5e-5."""
+    for index, answer in enumerate(expected):
+        own = found[str(index)]
+        assert [token for token, _ in own] == [token for token, _ in answer]
+        reported, exact = (torch.tensor([it for _, it in each]) for each in (own, answer))
+        torch.testing.assert_close(reported, exact, atol=5e-5, rtol=0)
 
 
 def engine(

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from in_process import InProcessEngine
+from text_pair_models import END, FIRST, START, save_text_pair
 from tiny_models import make_model
 
+from pagoda.messages.encoder_input import text_input
 from pagoda.messages.frontend import GenerateRequest, TokenLogprobs, Work
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.model.cross_encoder import TextFront
 from pagoda.text.beam_search import BeamSearch, BeamSearchParams
 
 CONTEXT = 96
@@ -28,25 +32,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Modu
     return directory, made
 
 
-def _search(engine: InProcessEngine, prompt: list[int], search: BeamSearch) -> None:
+def _search(
+    engine: InProcessEngine,
+    prompt: list[int],
+    *searches: BeamSearch,
+    texts: Sequence[Any] = (None,),
+) -> None:
+    """Searches behind one prompt, side by side, of what the encoder reads for each."""
     step = 0
-    while not search.is_over:
+    while not all(search.is_over for search in searches):
         step += 1
-        sampling = SamplingParams(
-            temperature=0, seed=0, max_tokens=1, logprobs=search.num_candidates
-        )
-        requests = [
-            GenerateRequest(
-                request_id=f"{step}/{i}",
-                prompt_token_ids=[*prompt, *beam.token_ids],
-                work=Work(sampling),
+        requests: list[GenerateRequest] = []
+        for number, (search, text) in enumerate(zip(searches, texts, strict=True)):
+            sampling = SamplingParams(
+                temperature=0, seed=0, max_tokens=1, logprobs=search.num_candidates
             )
-            for i, beam in enumerate(search.running)
-        ]
+            requests += [
+                GenerateRequest(
+                    request_id=f"{step}/{number}/{i}",
+                    prompt_token_ids=[*prompt, *beam.token_ids],
+                    work=Work(sampling, encoder_input=text),
+                )
+                for i, beam in enumerate([] if search.is_over else search.running)
+            ]
         found: dict[str, list[TokenLogprobs]] = {one.request_id: [] for one in requests}
         for chunk in engine.chunks(requests):
             found[chunk.request_id] += chunk.logprobs or []
-        search.advance([entry for entries in found.values() for entry in entries])
+        for number, search in enumerate(searches):
+            if not search.is_over:
+                own = f"{step}/{number}/"
+                search.advance(
+                    [entry for name, it in found.items() if name.startswith(own) for entry in it]
+                )
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
@@ -100,3 +117,49 @@ def test_the_beams_of_transformers(
             )
     if not ends:
         assert engine.load().num_prefix_hit_tokens > 0
+
+
+def test_a_forced_token_is_a_part_of_the_answer_and_texts_are_encoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = save_text_pair(tmp_path)
+    with torch.no_grad():
+        made.final_logits_bias[:, END], made.final_logits_bias[:, START] = 10, -100
+    made.save_pretrained(tmp_path)
+    encoded, inputs = list[bytes](), TextFront.inputs
+
+    def noted(front: TextFront[Any], values: bytes) -> dict[str, torch.Tensor]:
+        encoded.append(values)
+        return inputs(front, values)
+
+    engine = InProcessEngine(tmp_path, block_size=128, max_model_len=CONTEXT)
+    monkeypatch.setattr(TextFront, "inputs", noted)
+    texts = [[*range(97, 105), END], [*range(99, 119), END]]
+    for length_penalty, early_stopping in ((1.0, False), (2.0, "never"), (-1.0, True)):
+        params = BeamSearchParams(
+            beam_width=4, max_tokens=8, length_penalty=length_penalty, early_stopping=early_stopping
+        )
+        searches = [BeamSearch(params, [END], num_forced=1) for _ in texts]
+        _search(engine, [START, FIRST], *searches, texts=list(map(text_input, texts)))
+        for search, text in zip(searches, texts, strict=True):
+            expected = made.generate(
+                torch.tensor([text]),
+                num_beams=4,
+                num_return_sequences=4,
+                max_new_tokens=9,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+                do_sample=False,
+                decoder_start_token_id=START,
+                forced_bos_token_id=FIRST,
+                eos_token_id=END,
+                pad_token_id=1,
+                bad_words_ids=None,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            scores = [beam.score for beam in search.finished]
+            assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+            for beam, sequence in zip(search.finished, expected.sequences.tolist(), strict=True):
+                assert list(beam.token_ids) == sequence[2 : 2 + len(beam.token_ids)]
+    assert len(encoded) == len(texts)

@@ -13,14 +13,19 @@ import torch
 from driver import Driver, load
 from family_models import make_model as make_other_model
 from gguf_models import save_gguf
+from in_process import InProcessEngine
 from own_code_models import as_makers_publish, make_like
+from text_pair_models import make_pair
 from tiny_models import make_model, save_model
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
 from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
+from pagoda.messages.encoder_input import text_input
+from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.jobs import QuantizeConfig, QuantizeResult
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.model.compressed_tensors import quantized_linears
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weights import open_checkpoint
@@ -64,6 +69,32 @@ def test_a_quantized_model_is_the_model_rounded(
             assert (dequantize(weight) - values).std() < largest * values.std()
         for name in set(before.names()) - names:
             assert torch.equal(before.stored(name), after.stored(name)), "copied as it is"
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_layers_of_an_encoder_are_rounded_as_well(name: str, tmp_path: Path) -> None:
+    make_pair(name).save_pretrained(tmp_path / "dense")
+    _quantize(tmp_path / "dense", tmp_path / "out", format="w8a8")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    with open_checkpoint(tmp_path / "out") as after:
+        tensors = {it: after.stored(it) for it in after.names() if it.endswith(".weight")}
+    dense = {
+        it for it, tensor in tensors.items() if tensor.dim() == 2 and tensor.dtype != torch.int8
+    }
+    # No Linear of transformers, but tables, is left as it was.
+    assert all("embed" in it or "shared" in it or "relative" in it for it in dense), dense
+    text = text_input([5, 7, 9, 11])
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=4, logprobs=0)
+    found = []
+    for directory in ("dense", "out"):
+        work = Work(sampling, encoder_input=text)
+        request = GenerateRequest(request_id="0", prompt_token_ids=[0], work=work)
+        engine = InProcessEngine(tmp_path / directory, block_size=128, max_model_len=96)
+        found.append(engine.answers_with_logprobs([request])["0"])
+    for (token, exact), (other, rounded) in zip(*found, strict=True):
+        assert token == other
+        assert rounded == pytest.approx(exact, abs=0.3)
 
 
 def test_w8a8_holds_the_symmetric_codes_of_the_backend(tmp_path: Path) -> None:

@@ -29,11 +29,17 @@ def _start(
     prompt: tuple[int, ...] = (1, 2),
     output: tuple[int, ...] = (),
     eos: tuple[int, ...] = (),
+    never: tuple[int, ...] = (),
     **params: Any,
 ) -> SlotStart:
     sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | params)
     return SlotStart(
-        slot, [*prompt, *output], len(prompt), 0, [[]], Work(sampling, eos_token_ids=eos)
+        slot,
+        [*prompt, *output],
+        len(prompt),
+        0,
+        [[]],
+        Work(sampling, eos_token_ids=eos, never=never),
     )
 
 
@@ -73,6 +79,8 @@ CLOSE = {7: 3.0, 8: 2.6, 9: 2.2}
         ({30: 2.0, 9: 2.0}, {}, 9),  # of equals the first
         ({7: 9.0, 3: 1.0}, {"allowed_token_ids": (3, 4)}, 3),
         ({7: 9.0, 3: 50.0}, {"allowed_token_ids": (3, 4), "temperature": 1.0}, 3),
+        ({7: 9.0, 8: 5.0, 3: 1.0}, {"never": (7, 8)}, 3),
+        ({7: 9.0, 8: 5.0, 3: 1.0}, {"never": (7,), "allowed_token_ids": (3, 7)}, 3),
         ({7: 9.0, 3: 1.0}, {"logit_bias": {7: -100.0}}, 3),
         ({7: 9.0}, {"logit_bias": {5: 9.5}}, 5),
         (STOPS, HELD, 3),

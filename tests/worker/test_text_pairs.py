@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_process import Answer, InProcessEngine
+from in_process import Answer, InProcessEngine, assert_answers
+from safetensors.torch import load_file, save_file
 from text_pair_models import MODELS, VOCABULARY, make_pair
 
 from pagoda.checkpoints.config_json import parse_model_config
@@ -84,14 +86,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
     return save
 
 
-def _check(found: dict[str, Answer], expected: Sequence[Answer]) -> None:
-    for index, answer in enumerate(expected):
-        own = found[str(index)]
-        assert [token for token, _ in own] == [token for token, _ in answer]
-        reported, exact = (torch.tensor([it for _, it in each]) for each in (own, answer))
-        torch.testing.assert_close(reported, exact, atol=5e-5, rtol=0)
-
-
 def _engine(directory: Path, **options: Any) -> InProcessEngine:
     return InProcessEngine(directory, **{"block_size": 128, "max_model_len": LONGEST} | options)
 
@@ -104,8 +98,30 @@ def test_answers_are_those_of_transformers(name: str, way: str, backend: str, sa
     directory, expected = saved(name)
     engine = _engine(directory, backend=backend, **WAYS[way])
     requests = [_request(index) for index in range(len(LENGTHS))]
-    _check(engine.answers_with_logprobs(requests), expected)
-    _check(engine.answers_with_logprobs(requests[::-1]), expected)
+    assert_answers(engine.answers_with_logprobs(requests), expected)
+    assert_answers(engine.answers_with_logprobs(requests[::-1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("T5", ["shared", "decoder.embed_tokens", "encoder.embed_tokens"]),
+        ("T5", ["decoder.embed_tokens"]),
+        ("Bart", ["model.encoder.embed_tokens"]),
+        ("Bart", ["lm_head"]),
+    ],
+)
+def test_the_shared_table_may_have_any_of_its_names(
+    name: str, stored: list[str], tmp_path: Path, saved: Save
+) -> None:
+    directory, expected = saved(name)
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors.pop("shared.weight" if name == "T5" else "model.shared.weight")
+    tensors |= {f"{it}.weight": table.clone() for it in stored}
+    save_file(tensors, tmp_path / "model.safetensors")
+    engine = _engine(tmp_path, backend="auto")
+    assert_answers(engine.answers_with_logprobs([_request(0)]), expected[:1])
 
 
 def test_a_preempted_answer_is_read_again(saved: Save) -> None:
@@ -120,7 +136,7 @@ def test_a_preempted_answer_is_read_again(saved: Save) -> None:
         reported = [token.logprob for token in chunk.logprobs or []]
         found[chunk.request_id] += zip(chunk.token_ids, reported, strict=True)
     assert engine.load().num_preemptions > 0
-    _check(found, expected[:3])
+    assert_answers(found, expected[:3])
 
 
 def test_what_is_no_text_for_the_encoder_is_refused(saved: Save) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 import torch
 import transformers
-from in_process import Answer, InProcessEngine
+from in_process import Answer, InProcessEngine, assert_answers
 from speech_models import BINS, FRAMES, POSITIONS, VOCABULARY, make_whisper
 from tiny_models import save_model
 from torch import Tensor
@@ -130,22 +129,14 @@ def expected(directory: Path) -> list[Answer]:
     return answers
 
 
-def _check(found: dict[str, Answer], expected: Sequence[Answer]) -> None:
-    for index, answer in enumerate(expected):
-        own = found[str(index)]
-        assert [token for token, _ in own] == [token for token, _ in answer]
-        reported, exact = (torch.tensor([it for _, it in each]) for each in (own, answer))
-        torch.testing.assert_close(reported, exact, atol=5e-5, rtol=0)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_transcripts_are_those_of_transformers(
     way: str, backend: str, directory: Path, expected: list[Answer]
 ) -> None:
     engine = InProcessEngine(directory, **{"backend": backend, "block_size": 128} | WAYS[way])
     requests = [heard.request(str(index)) for index, heard in enumerate(AUDIOS)]
-    _check(engine.answers_with_logprobs(requests), expected)
-    _check(engine.answers_with_logprobs(requests), expected)
+    assert_answers(engine.answers_with_logprobs(requests), expected)
+    assert_answers(engine.answers_with_logprobs(requests), expected)
 
 
 def test_a_preempted_transcript_is_heard_again(directory: Path, expected: list[Answer]) -> None:
@@ -159,7 +150,7 @@ def test_a_preempted_transcript_is_heard_again(directory: Path, expected: list[A
         reported = [token.logprob for token in chunk.logprobs or []]
         found[chunk.request_id] += zip(chunk.token_ids, reported, strict=True)
     assert engine.load().num_preemptions > 0
-    _check(found, expected[:3])
+    assert_answers(found, expected[:3])
 
 
 def test_prefixes_are_shared_by_requests_of_one_audio_alone(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ _BLOCKS = "block_configs"
 _MAX_FACTOR = 1024
 _OTHERS = ("mamba", "llama4", "window_length", "num_sink_tokens", "sparsify", "moe")
 """Parts of blocks that other models have that were found so."""
+_USUAL = {"gated": True, "unshifted_sink": False, "use_prefill_window_in_sink_attention": False}
+"""Values of blocks that Pagoda computes, where they are not absent."""
 
 
 def _parts(fields: Fields, name: str) -> Iterator[Fields]:
@@ -32,6 +34,8 @@ def _parts(fields: Fields, name: str) -> Iterator[Fields]:
         part = Fields(block[name], fields.source, f"{_BLOCKS}[{number}].{name}.")
         for other in _OTHERS:
             part.require(other, None)
+        for flag, usual in _USUAL.items():
+            part.require(flag, usual)
         yield part
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.deepseek import DEEPSEEK_V3, GGUF, gguf_latents, with_latents
+from pagoda.checkpoints.families.deepseek import GGUF, KEYS, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import (
     conv_width,
     gguf_kv_heads,
@@ -134,5 +134,5 @@ KIMI_LINEAR = Family(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 1_048_576,
     },
-    own_keys=DEEPSEEK_V3.own_keys | {"num_experts", "num_local_experts", "num_shared_experts"},
+    own_keys=KEYS | {"num_experts", "num_local_experts", "num_shared_experts"},
 )
