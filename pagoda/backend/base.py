@@ -22,6 +22,7 @@ from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight, Linea
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.errors import ConfigError
+from pagoda.messages.encoder_input import EncoderInput
 from pagoda.messages.segments import SEGMENT
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives, HostGroup
@@ -48,10 +49,7 @@ class ToEncode(NamedTuple):
 
     sequence: int
     """Place of the sequence in the step."""
-    values: bytes
-    """Features of audio or ids of tokens, as `EncoderInput` has them."""
-    digest: bytes
-    """SHA-256 of the values."""
+    given: EncoderInput
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ _EMPTY = (
 )
 """Fields that must be absent or empty."""
 _BY_HEADS = (
-    "adapters of maps whose rows take turns by heads or hold gates, and of latent vectors of queries, are not "
-    "supported"
+    "adapters of maps whose rows take turns by heads or hold gates, whose heads are filled up to the size or "
+    "number of other layers', and of latent vectors of queries, are not supported"
 )
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
@@ -186,7 +186,7 @@ def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:
         ):
             # A GGUF file may hold apart what a checkpoint holds in one tensor.
             if known.stored.group or known.fill is not None or known.stored.tensor in of_gates:
-                continue  # its rows take turns with those of others, or lie beside those of gates
+                continue  # its rows take turns, lie beside those of gates, or are not as they are stored
             own = replace(spec, rows=known.stored, head_order=known.head_order)
             linears.setdefault(known.stored.tensor, []).append(own)
     return linears

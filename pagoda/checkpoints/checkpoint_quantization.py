@@ -71,8 +71,9 @@ class CheckpointQuantization:
 
     layout: Layout
     targets: tuple[tuple[str, Scheme | None], ...]
-    """Schemes by layer: a name, a beginning of names that ends with a dot, `~` and parts of a name between dots,
-    `re:` and a pattern that names begin with, or `Linear` for all others. Layers of None stay dense."""
+    """Schemes by layer: a name, a beginning of names that ends with a dot, `re:` and a pattern that names begin
+    with, `~` and parts of a name between dots, `in:` and any part of a name, up to the word `experts` if there is
+    one, or `Linear` for all others. Layers of None stay dense."""
     ignore: tuple[str, ...] = ()
     """Layers that stay dense, whatever else names them."""
     dense: frozenset[LinearRole] = frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE})
@@ -167,29 +168,40 @@ class _Patterns:
     def __init__(self, values: Iterable[tuple[str, Scheme | None]]) -> None:
         self._named: dict[str, Scheme | None] = {}
         self._parts: dict[str, Scheme | None] = {}
+        self._within: dict[str, Scheme | None] = {}
         self._patterns: list[tuple[re.Pattern[str], Scheme | None]] = []
         for target, value in values:
             if target.startswith("re:"):
                 self._patterns.append((re.compile(target[3:]), value))
             elif target.startswith("~"):
                 self._parts.setdefault(target[1:], value)
+            elif target.startswith("in:"):
+                self._within.setdefault(target[3:], value)
             else:
                 self._named.setdefault(target, value)
 
+    @cached_property
+    def _lengths(self) -> frozenset[int]:
+        return frozenset(map(len, self._within))
+
     def find(self, names: Sequence[str]) -> tuple[Scheme | None] | None:
-        """The value of the first that matches one of a layer's names, of names before parts, and these before
-        patterns."""
+        """The value of the first that matches one of a layer's names, of names before patterns, and these before
+        parts."""
         for name in names:
             for known in (name, *(name[: dot.end()] for dot in _DOT.finditer(name))):
                 if known in self._named:
                     return (self._named[known],)
+        for pattern, value in self._patterns:
+            if any(pattern.match(name) for name in names):
+                return (value,)
         for name in names if self._parts else ():
             for part in _parts_of(name):
                 if part in self._parts:
                     return (self._parts[part],)
-        for pattern, value in self._patterns:
-            if any(pattern.match(name) for name in names):
-                return (value,)
+        for name in names if self._within else ():
+            for text in _texts_within(name, self._lengths):
+                if text in self._within:
+                    return (self._within[text],)
         return None
 
 
@@ -198,6 +210,14 @@ def _parts_of(name: str) -> Iterator[str]:
     for first in range(len(words)):
         for last in range(len(words), first, -1):
             yield ".".join(words[first:last])
+
+
+def _texts_within(name: str, lengths: Iterable[int]) -> Iterator[str]:
+    head, experts, _ = name.partition(".experts.")
+    name = head + experts.removesuffix(".")
+    for length in lengths:
+        for first in range(len(name) - length + 1):
+            yield name[first : first + length]
 
 
 def _names(name: str) -> list[str]:

@@ -22,7 +22,12 @@ _SWITCHES = (
     ),
     *("index_topk", "kv_lora_rank", "layer_rope_theta", "no_rope_layer_interval", "no_rope_layers"),
     *("num_kv_shared_layers", "q_lora_rank", "qk_layernorm", "qkv_bias", "query_pre_attn_scalar"),
-    *("rope_interleave", "scale_attn_by_inverse_layer_idx", "use_attention_gate"),
+    *(
+        "llama_4_scaling",
+        "rope_interleave",
+        "scale_attn_by_inverse_layer_idx",
+        "use_attention_gate",
+    ),
     *("use_bidirectional_attention", "use_mrope", "use_qk_norm", "use_qkv_bias"),
     # Blocks and what surrounds them.
     *("activation_sparsity_pattern", "add_bias_linear", "apply_residual_connection_post_layernorm"),

@@ -35,7 +35,10 @@ class Fields:
         raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {shown}.")
 
     def amount(self, name: str, default: float | None = None) -> float:
-        return self._get(name, (int, float), "a number", default)
+        value = self._get(name, (int, float), "a number", default)
+        if not abs(value) <= sys.float_info.max:
+            self.refuse(name, "must be a finite number")
+        return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, (int, float), "a positive number", default)
@@ -109,7 +112,10 @@ class Fields:
         return Fields({name: value}, self.source, self._prefix)._list(name, int, "whole numbers")
 
     def numbers(self, name: str) -> list[float]:
-        return self._list(name, float, "numbers")
+        numbers = self._list(name, float, "numbers")
+        if any(number != number for number in numbers):
+            self.refuse(name, "must be a list of numbers")
+        return numbers
 
     def amounts(self, name: str) -> list[float]:
         """Whole or other numbers, all of them positive."""

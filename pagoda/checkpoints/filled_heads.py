@@ -33,9 +33,11 @@ def filled_linears(config: ModelSpec, layer: int) -> AttentionLinears:
             sizes, stored = sizes[::-1], stored[::-1]
         own_name = f"{full}.values" if place == "VALUE" and spec.values_are_keys else full
         groups = config.num_kv_heads if place in ("QUERY", "ATTENTION_OUT") and own.num_heads else 0
+        is_whole = stored == sizes
         fill = HeadFill(stored_heads, stored_dim, heads, config.head_dim, groups)
-        rows = StoredRows(full, stored, 0)
-        found.append(LinearSpec(own_name, *sizes, LinearRole[place], rows, fill=fill))
+        rows = None if is_whole and own_name == full else StoredRows(full, stored, 0)
+        own_fill = None if is_whole else fill
+        found.append(LinearSpec(own_name, *sizes, LinearRole[place], rows, fill=own_fill))
     return AttentionLinears(*found)
 
 

@@ -40,7 +40,9 @@ _DENSE_BITS = 16
 
 
 def awq(fields: Fields) -> CheckpointQuantization:
-    """4 bits in AutoAWQ's layouts `gemm` and `gemv`, whose own file (quant_config.json) has other names."""
+    """4 bits in AutoAWQ's layouts `gemm` and `gemv`, whose own file (quant_config.json) has other names.
+
+    Layers are left out by any part of their names, as in AutoAWQ; experts by those all share, as in vLLM."""
     older = {"bits": fields.values.get("w_bit"), "group_size": fields.values.get("q_group_size")}
     fields = fields.updated({name: it for name, it in older.items() if it is not None})
     kind = "version" if fields.values.get("version") is not None else "format"
@@ -48,11 +50,12 @@ def awq(fields: Fields) -> CheckpointQuantization:
     if version not in _AWQ_LAYOUTS:
         fields.refuse(kind, "must be 'gemm' or 'gemv'")
     symmetric = not fields.flag("zero_point", True)
+    listed = fields.texts("modules_to_not_convert", [])
     scheme = GroupScheme(_bits(fields, "bits", (4,)), _group_size(fields), symmetric, False)
     return CheckpointQuantization(
         _AWQ_LAYOUTS[version],
         targets=(("Linear", scheme),),
-        ignore=parts_of_names(fields.texts("modules_to_not_convert", [])),
+        ignore=(*parts_of_names(listed), *(f"in:{name}" for name in listed if name)),
         dense=_UNPACKED,
     )
 
@@ -62,8 +65,9 @@ def gptq(fields: Fields) -> CheckpointQuantization:
     layout = _gptq_layout(fields)
     scheme = _gptq_scheme(fields, layout)
     targets: list[tuple[str, Scheme | None]] = _dynamic_rules(fields, layout)
-    parts = parts_of_names(_module_names(fields, "modules_in_block_to_quantize"))
-    targets += [(target, scheme) for target in ([*parts, "lm_head"] if parts else ["Linear"])]
+    names = _module_names(fields, "modules_in_block_to_quantize")
+    parts = parts_of_names((*names, "lm_head")) if names else ("Linear",)
+    targets += [(target, scheme) for target in parts]
     return CheckpointQuantization(
         layout,
         tuple(targets),

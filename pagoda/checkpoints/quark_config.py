@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 
 from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, Scheme
@@ -24,16 +25,21 @@ _SCHEMES: dict[tuple[str, str], Scheme] = {
 def quark(fields: Fields) -> CheckpointQuantization | None:
     """A scheme for all layers, with others for some (`layer_quant_config`); None if no weights are rounded."""
     targets: list[tuple[str, Scheme | None]] = []
+    if fields.values.get("layer_type_quant_config"):
+        fields.refuse("layer_type_quant_config", "must be absent or empty")
     own = fields.table("layer_quant_config") or Fields({}, fields.source)
     for name in own.values:
-        targets += [(target, _scheme(own.table(name))) for target in _targets(fields, name)]
+        scheme = _scheme(own.table(name))
+        targets += [(target, scheme) for target in _targets(fields, "layer_quant_config", name)]
     targets.append(("Linear", _scheme(fields.table("global_quant_config"))))
     if all(scheme is None for _, scheme in targets):
         return None
     return CheckpointQuantization(
         "quark",
         tuple(targets),
-        tuple(it for name in fields.texts("exclude", []) for it in _targets(fields, name)),
+        tuple(
+            it for name in fields.texts("exclude", []) for it in _targets(fields, "exclude", name)
+        ),
         dense=frozenset({LinearRole.EMBEDDING, LinearRole.WHOLE, LinearRole.ROUTER}),
     )
 
@@ -49,21 +55,25 @@ def _scheme(fields: Fields | None) -> Scheme | None:
         weights.refuse("dtype", f"must, with qscheme, be one that Pagoda reads, {known}")
     if not weights.flag("symmetric", True):
         weights.refuse("symmetric", "must be true")
+    if kind[1] == "per_channel":
+        weights.require("ch_axis", 0)
     scheme = _SCHEMES[kind]
     if scheme is MXFP4:
         weights.require("scale_format", "e8m0")
         weights.require("group_size", 32)
+        if weights.values.get("ch_axis") not in (None, -1, 1):
+            weights.refuse("ch_axis", "must be -1, the inputs")
     return scheme
 
 
-def _targets(fields: Fields, name: str) -> tuple[str, ...]:
-    """A layer, all whose names begin so, or a pattern, with stars for any text or behind `re:`."""
+def _targets(fields: Fields, key: str, name: str) -> tuple[str, ...]:
+    """A layer, all whose names begin so, or a pattern, one of a shell's or behind `re:`."""
     if name.startswith("re:"):
         try:
             re.compile(name[3:])
         except (re.error, RecursionError, OverflowError):
-            fields.refuse("exclude", f"must hold valid regular expressions, not {name!r}")
+            fields.refuse(key, f"must hold valid regular expressions, not {name!r}")
         return (name,)
-    if "*" not in name:
+    if not any(sign in name for sign in "*?["):
         return name, f"{name}."
-    return (rf"re:{re.escape(name).replace(re.escape('*'), '.*')}(\.|$)",)
+    return tuple(f"re:{fnmatch.translate(it)}" for it in (name, f"{name}.*"))

@@ -219,15 +219,21 @@ def _comparable(table: Fields) -> dict[str, object]:
 def rope_by_layer(fields: Fields) -> dict[str, object]:
     """Tables of each kind of layers, of a file that has bases and parts of heads layer by layer (Step 3.5).
 
-    Layers that see all have the scaling of the file. Nothing of a file that has one base."""
-    if not isinstance(fields.values.get("rope_theta"), list):
+    Layers that see all have the scaling of the file. Nothing of a file that has one base and one part of heads."""
+    is_list = isinstance(fields.values.get("rope_theta"), list)
+    has_parts = fields.values.get("partial_rotary_factors") is not None
+    if not is_list and (not has_parts or fields.values.get("rope_parameters") is not None):
         return {}
-    kinds, thetas = fields.texts("layer_types"), fields.amounts("rope_theta")
-    parts = [1.0] * len(kinds)
-    if fields.values.get("partial_rotary_factors") is not None:
-        parts = fields.amounts("partial_rotary_factors")
-    if not len(kinds) == len(thetas) == len(parts):
-        fields.refuse("rope_theta", f"must be a list of {len(kinds)} numbers")
+    kinds = fields.texts("layer_types")
+    one = [1.0] * len(kinds)
+    parts = fields.amounts("partial_rotary_factors") if has_parts else one
+    if is_list:
+        thetas = fields.amounts("rope_theta")
+    else:
+        thetas = [fields.number("rope_theta", 10_000.0)] * len(kinds)
+    for name, numbers in (("rope_theta", thetas), ("partial_rotary_factors", parts)):
+        if len(numbers) != len(kinds):
+            fields.refuse(name, f"must be a list of {len(kinds)} numbers")
     found: dict[str, dict[str, object]] = {}
     for kind, theta, part in zip(kinds, thetas, parts, strict=True):
         own = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
@@ -273,13 +279,13 @@ def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
         return _llama3_scaling(rope), theta
     if kind in ("longrope", "su"):
         return _longrope_scaling(rope, fields), theta
-    if kind != "yarn":
-        kinds = "default, dynamic, linear, ntk, llama3, yarn, longrope, proportional"
+    if kind not in ("yarn", "deepseek_yarn"):
+        kinds = "default, dynamic, linear, ntk, llama3, yarn, deepseek_yarn, longrope, proportional"
         rope.refuse(name, f"must be one of {kinds}")
     if theta <= 1:
         own = rope if rope.values.get("rope_theta") is not None else fields
         own.refuse("rope_theta", "must be above 1 where frequencies are scaled by YaRN")
-    return _yarn_scaling(rope, fields), theta
+    return _yarn_scaling(rope, fields, is_deepseek=kind == "deepseek_yarn"), theta
 
 
 def longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
@@ -349,16 +355,26 @@ def _longrope_scaling(rope: Fields, fields: Fields) -> LongRopeScaling:
     )
 
 
-def _yarn_scaling(rope: Fields, fields: Fields) -> YarnScaling:
+def _yarn_scaling(rope: Fields, fields: Fields, *, is_deepseek: bool) -> YarnScaling:
+    """YaRN; DeepSeek's takes an absent `mscale` for 1, and scales by it where `mscale_all_dim` is absent (SGLang).
+
+    Nothing but frequencies is scaled where `apply_yarn_scaling` is false (vLLM)."""
+    attention_factor = rope.optional_number("attention_factor")
+    mscale, of_all = (rope.optional_number(name) for name in ("mscale", "mscale_all_dim"))
+    if is_deepseek:
+        mscale, of_all = mscale or 1.0, of_all or 0.0
+    if not rope.flag("apply_yarn_scaling", True):
+        rope.require("attention_factor", 1)
+        attention_factor, mscale, of_all = 1.0, None, None
     return YarnScaling(
         factor=rope.number("factor"),
         original_max_position_embeddings=rope.positive(
             "original_max_position_embeddings", fields.positive("max_position_embeddings")
         ),
-        attention_factor=rope.optional_number("attention_factor"),
+        attention_factor=attention_factor,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        mscale=mscale,
+        mscale_all_dim=of_all,
         truncate=rope.flag("truncate", True),
     )

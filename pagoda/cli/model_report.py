@@ -206,6 +206,8 @@ def _layers(spec: ModelSpec) -> Iterator[str]:
 
 
 def _kind(layer: LayerSpec) -> str:
+    if layer.replaced is not None:
+        return "no attention" if layer.replaced == "nothing" else "a map in place of attention"
     if layer.kind is not None:
         return layer.kind.name
     if layer.attention.crosses:

@@ -17,6 +17,7 @@ from pagoda.backend.base import Backend
 from pagoda.backend.weights import Int8Weight
 from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearRole, LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeFormat
 from pagoda.model.gptq import StoredGrids
@@ -133,8 +134,21 @@ class Scheme:
 
 
 def quantized_linears(config: ModelSpec) -> list[LinearSpec]:
-    """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense."""
-    return [linear for linear in _linears(config) if linear.role not in _DENSE]
+    """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense.
+    Heads are as they are stored, and a tensor of keys that are values, too, counts once."""
+    chosen = (linear for linear in _linears(config) if linear.role not in _DENSE)
+    return list({linear.name: linear for linear in map(_unfilled, chosen)}.values())
+
+
+def _unfilled(linear: LinearSpec) -> LinearSpec:
+    """A layer whose heads are not filled up; it is its tensor where it is all of that."""
+    stored = linear.stored
+    if linear.fill is None and linear.rows != StoredRows(stored.tensor, stored.shape, 0):
+        return linear
+    if linear.fill is None and stored.shape != (linear.outputs, linear.inputs):
+        return linear
+    outputs, inputs = stored.shape
+    return LinearSpec(stored.tensor, outputs, inputs, linear.role)
 
 
 def _linears(config: ModelSpec) -> Sequence[LinearSpec]:

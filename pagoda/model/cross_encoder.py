@@ -172,7 +172,7 @@ class CrossEncoder(Generic[LinearT]):
         }
         self._group = 0
         self._kept = OrderedDict[bytes, Tensor]()
-        """What was encoded last [positions, hidden], by the digest of the input."""
+        """Last outputs of the encoder [positions, hidden], by the digest of the input."""
 
     @property
     def positions(self) -> int:
@@ -207,17 +207,17 @@ class CrossEncoder(Generic[LinearT]):
         """Writes keys and values of what a step's sequences are about, one after the other: how many there are
         changes no bit. The encoder is spared what it was given lately, of which several things are asked."""
         began = self._tracer.e2e() if batch.to_encode else 0
-        for sequence, values, digest in batch.to_encode:
+        for sequence, given in batch.to_encode:
             tables = tuple(table[sequence : sequence + 1] for table in batch.block_tables)
-            encoded = self._kept.pop(digest, None)
+            encoded = self._kept.pop(given.digest, None)
             if encoded is None:
-                inputs = self._front.inputs(values)
+                inputs = self._front.inputs(given.values)
                 step = StepInput(inputs, self._metadata(len(next(iter(inputs.values()))), tables))
                 (encoded,) = self._compiled(step, [_ENCODED])
             known = StepInput({_ENCODED: encoded}, self._metadata(len(encoded), tables))
             for index in self._keys_values:
                 self._compiled(known, [f"layer_{index}"])
-            self._kept[digest] = encoded
+            self._kept[given.digest] = encoded
             if len(self._kept) > self._front.most_kept:
                 self._kept.popitem(last=False)
         if batch.to_encode:

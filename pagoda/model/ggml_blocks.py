@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of numbers in GGUF tensors, as weights that keep their codes, scales and minima, or as floats.
 
-The layouts are those of ggml's `ggml-quants.h`. No number is rounded.
+The layouts are those of ggml's `ggml-quants.h`. No number is rounded but the scale of I2_S, to float16.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from pagoda.model.ggml_blocks import floats, linear_weight
 from pagoda.model.sharding import LinearShard, take_part
 from pagoda.model.weights import of_unit_length, own_rows
 
+_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
+"""Numbers between which float16 has all of its digits."""
+
 
 class GgufWeights:
     """The tensors of a GGUF file, mapped into memory and converted one at a time; see `WeightSource`."""
@@ -39,7 +42,8 @@ class GgufWeights:
         is_vector = out.dim() < 2 and math.prod(tensor.shape) == out.numel()
         if not is_vector and sizes[0] != sizes[1]:
             checked_tensor(self._file, name, tuple(out.shape))
-        values = floats(self._rows(tensor), tensor.type).view(out.shape)
+        rows = self._with_end(self._rows(tensor), tensor)
+        values = floats(rows, tensor.type).view(out.shape)
         out.copy_(values * scale_of_all(self._file, tensor, 0))
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
@@ -48,10 +52,14 @@ class GgufWeights:
         shape = stored.shape[1:] if stored.shape[0] == 1 else stored.shape
         tensor = checked_tensor(self._file, stored.weight, shape)
         rows, fill = self._rows(tensor), linear.fill
-        if fill is not None and linear.role is LinearRole.ATTENTION_OUT:
-            whole = self._weight(rows, tensor, linear, dtype)
-            return _filled_inputs(whole, linear, fill, dtype)
-        weight = self._weight(own_rows(rows, linear), tensor, linear, dtype)
+        if fill is not None:
+            rows = self._with_end(rows, tensor)  # no scale is behind rows of zeros
+            if linear.role is LinearRole.ATTENTION_OUT:
+                whole = self._weight(rows, tensor, linear, dtype)
+                return _filled_inputs(whole, linear, fill, dtype)
+        own = own_rows(rows, linear)
+        own = own if fill is not None else self._with_end(own, tensor)
+        weight = self._weight(own, tensor, linear, dtype)
         if linear.unit is not None:
             values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
             return DenseWeight(of_unit_length(values, linear).to(dtype))
@@ -73,20 +81,40 @@ class GgufWeights:
         return replace(weight, block_scales=(weight.block_scales.float() * scale).half())
 
     def _rows(self, tensor: GgufTensor) -> Tensor:
-        """The tensor's bytes, [rows, bytes of a row] uint8; what lies behind all rows is at the end of each."""
+        """The tensor's bytes, [rows, bytes of a row] uint8, without those behind all rows."""
         path = tensor.path
         if path not in self._mapped:
             with path.open("rb") as file:
                 # Nothing is written, but torch knows no memory that cannot be.
                 self._mapped[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        flat = torch.frombuffer(
-            self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
-        )
-        num_rows, behind = math.prod(tensor.shape[:-1]), tensor.type.behind
+        count = tensor.num_bytes - tensor.type.behind
+        return self._octets(tensor, 0, count).view(math.prod(tensor.shape[:-1]), -1)
+
+    def _with_end(self, rows: Tensor, tensor: GgufTensor) -> Tensor:
+        """Rows of a tensor, few or all, with what lies behind all at the end of each.
+        Raises ConfigError: codes or scale are not those of I2_S, the type that has a scale there."""
+        behind = tensor.type.behind
         if not behind:
-            return flat.view(num_rows, -1)
-        rows, end = flat[:-behind].view(num_rows, -1), flat[-behind:]
-        return torch.cat([rows, end.expand(num_rows, behind)], dim=1)
+            return rows
+        end = self._octets(tensor, tensor.num_bytes - behind, behind)
+        scale = abs(float(end[:4].clone().view(torch.float32)))
+        if scale and not _LEAST_HALF <= scale <= _MOST_HALF:
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has a scale of magnitude {scale}, which must be 0, or from "
+                "2^-14 to 65504."
+            )
+        # Programs that read it differ in what it stands for.
+        if (rows & rows >> 1 & 0x55).any():
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has the code 3, which stands for no weight of I2_S."
+            )
+        return torch.cat([rows, end.expand(len(rows), behind)], dim=1)
+
+    def _octets(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
+        at = tensor.start + first
+        return torch.frombuffer(
+            self._mapped[tensor.path], dtype=torch.uint8, count=count, offset=at
+        )
 
 
 def _filled_inputs(

@@ -128,9 +128,9 @@ class QuantizedCheckpoint:
         stored = (experts, *(shape[::-1] if rows.transposed else shape))
         flat = [(experts,), (1,), ()] if shape == (1, 1) else []
         found = self._tensors.shape(name)
-        scales = self._scales(name, found if found in flat else stored)
-        scales = scales.reshape(-1, *stored[1:])
-        scales = scales[expert if len(scales) > 1 else 0]
+        of_all = self._tensors.tensor(name, found if found in flat else stored, _FP8_SCALES)
+        of_all = of_all.reshape(-1, *stored[1:])
+        scales = self._floats(name, of_all[expert if len(of_all) > 1 else 0])
         if rows.transposed:
             values, scales = values.t(), scales.t()
         of_rows = scales.repeat_interleave(scheme.outputs or outputs, dim=0)[own]
@@ -154,11 +154,12 @@ class QuantizedCheckpoint:
         stored = tensors.shape(scales_name)
         in_blocks = (shape[0], 1, shape[1], 1)  # of modelopt
         as_stored = stored if stored in [*flat, in_blocks] else shape
-        scales = self._scales(scales_name, as_stored).reshape(shape)
+        scales = tensors.tensor(scales_name, as_stored, _FP8_SCALES).reshape(shape)
+        scales = self._floats(scales_name, scales)
         return self._in_fp8(name, linear, values, scales, scheme, dtype)
 
-    def _scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        scales = self._tensors.tensor(name, shape, _FP8_SCALES)
+    def _floats(self, name: str, scales: Tensor) -> Tensor:
+        """Scales out of the tensor `name`, of which those of other experts are left alone, as float32."""
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
         scales = scales.float()

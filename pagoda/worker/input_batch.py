@@ -534,12 +534,11 @@ class InputBatch:
 
     def _beginning(self, slots: list[int]) -> tuple[ToEncode, ...]:
         """Inputs of the encoder of the slots that begin, which are forgotten."""
-        found = [
-            (place, self._to_encode.pop(slot))
+        return tuple(
+            ToEncode(place, self._to_encode.pop(slot))
             for place, slot in enumerate(slots)
             if slot in self._to_encode
-        ]
-        return tuple(ToEncode(place, it.values, it.digest) for place, it in found)
+        )
 
     def _refuse(
         self, slots: list[int], num_tokens: list[int], drafts: Mapping[int, list[int]]

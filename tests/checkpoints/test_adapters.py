@@ -197,6 +197,20 @@ def test_maps_of_latent_attention_that_are_refused(module: str, tmp_path: Path) 
         read_adapter(directory, LATENT, max_rank=8)
 
 
+def test_heads_that_are_filled_up_are_refused(tmp_path: Path) -> None:
+    """Keys and values are of fewer heads in one layer; queries and outputs are as in others."""
+    lists = {"architectures": ["DeciLMForCausalLM"], "num_key_value_heads_per_layer": [8, 4]}
+    config = parse_model_config({**PRESETS["llama-3.2-1b"], **_SMALL, **lists}, source="small")
+    fits = save_adapter_of(config, tmp_path / "a", targets=("q_proj", "o_proj"))
+    assert len(read_adapter(fits, config, max_rank=8).linears) == 4
+    all_of_them = save_adapter_of(config, tmp_path / "b")
+    said = (
+        r"adapts model\.layers\.1\.self_attn\.k_proj; .* whose heads are filled up .* not supported"
+    )
+    with pytest.raises(ConfigError, match=said):
+        read_adapter(all_of_them, config, max_rank=8)
+
+
 def test_models_with_experts(tmp_path: Path) -> None:
     attention = save_adapter_of(WITH_EXPERTS, tmp_path / "a", targets=("q_proj", "o_proj"))
     assert len(read_adapter(attention, WITH_EXPERTS, max_rank=8).linears) == 4

@@ -206,3 +206,18 @@ def test_windows_by_their_pattern(tmp_path: Path) -> None:
     for pattern, said in ((2, {"sliding_window_pattern": 2}), (None, {})):
         found = values(path, {**taken, **given, "gemma3.attention.sliding_window_pattern": pattern})
         assert found.items() >= said.items()
+
+
+def test_heads_of_keys_layer_by_layer_are_as_many_as_layers(tmp_path: Path) -> None:
+    """A list costs no more than its length, whatever a header has in it."""
+    keys = {key.replace("llama", "plamo2"): value for key, value in KEYS.items()}
+    own = {**dict.fromkeys(KEYS), **keys, "general.architecture": "plamo2"}
+    own |= {"plamo2.ssm.inner_size": 64, "plamo2.ssm.time_step_rank": 4}
+    of_layers = "plamo2.attention.head_count_kv"
+    for counts, said in (
+        ([0] * 100_000 + [1], "must have 2 numbers, one for each layer"),
+        ([0, 0], "must be of every so manyth layer"),
+    ):
+        with pytest.raises(ConfigError, match=rf"head_count_kv {said}"):
+            values(tmp_path, {**own, of_layers: counts})
+    assert values(tmp_path, {**own, of_layers: [0, 1]})["mamba_step"] == 2

@@ -15,6 +15,7 @@ from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.linears import LinearRole
 from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.rope import TemperatureSpec
 from pagoda.cli.model_report import model_facts
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_groups import KVKind
@@ -146,7 +147,20 @@ def test_scores_are_scaled_where_yarn_scales_all_dimensions() -> None:
     lite = parse(V2_LITE).layers[0].attention
     assert lite.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
     plain = parse(V2_LITE, rope_scaling={**_YARN, "mscale_all_dim": None}).layers[0].attention
+    with pytest.raises(ConfigError, match="mscale_all_dim must be at most 1024"):
+        parse(V2_LITE, rope_scaling={**_YARN, "mscale_all_dim": 1e308})
     assert plain.scale == parse(V2_LITE, rope_scaling=None).layers[0].attention.scale == 192**-0.5
+    off = parse(V2_LITE, rope_scaling={**_YARN, "apply_yarn_scaling": False})
+    assert off.layers[0].attention.scale == 192**-0.5
+
+
+def test_queries_of_mistral_large_3_are_scaled_by_their_positions() -> None:
+    """Its adapted config.json calls its text part `deepseek_v3`."""
+    scaling = {"beta": 0.1, "original_max_position_embeddings": 8192}
+    text = {**V3, "model_type": "deepseek_v3", "llama_4_scaling": scaling}
+    values = {"architectures": ["PixtralForConditionalGeneration"], "text_config": text}
+    for layer in parse(values).layers:
+        assert layer.attention.temperature == TemperatureSpec(8192.0, 0.1, 0.0)
 
 
 def test_a_layer_keeps_one_vector_of_a_token() -> None:
@@ -204,6 +218,11 @@ def test_layers_with_experts_may_take_turns() -> None:
         (V3, {"n_group": 3}, r"n_group must divide n_routed_experts \(256\)"),
         (V3, {"topk_group": 9}, "topk_group must be at most n_group and have 8 experts"),
         (V3, {"index_topk": 2048}, "index_topk is not supported; it must be absent or 0"),
+        (
+            V3,
+            {"architectures": ["DeepseekV32ForCausalLM"], "llama_4_scaling": {"beta": 0.1}},
+            "llama_4_scaling is not supported",
+        ),
         (V3, {"mlp_bias": True}, "mlp_bias is not supported"),
     ],
 )

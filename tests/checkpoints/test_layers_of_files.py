@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +33,11 @@ def test_layers_that_were_searched_for() -> None:
     blocks = [{"attention": {"n_heads_in_group": it}, "ffn": plain} for it in (2, 4, 2)]
     assert parse(**deci, block_configs=blocks) == listed
     assert [layer.attention.own_heads is None for layer in listed.layers] == [True, False, True]
+    of_fewer = listed.attention_linears(1)
+    assert [it.fill is not None for it in of_fewer] == [False, True, True, False]
+    assert of_fewer[::3] == tuple(
+        replace(it, name=it.name.replace(".0.", ".1.")) for it in listed.attention_linears(0)[::3]
+    ), "as in a layer of as many heads as any: a file's formats of 4 and 8 bits stay"
     nothing = {"attention": {"no_op": True}, "ffn": {"ffn_mult": 3.0}}
     attention_alone = {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}}
     config = parse(**deci, block_configs=[nothing, attention_alone, nothing])
@@ -47,7 +54,14 @@ def test_layers_that_were_searched_for() -> None:
         ([attention_alone], "must have 3 layers"),
         ([{"ffn": plain}] * 3, "must be a list of objects that each have an object attention"),
         ([window] * 3, r"block_configs\[0\].attention.window_length is not supported"),
+        ([{**nothing, "ffn": {**plain, "gated": False}}] * 3, "ffn.gated is not supported"),
+        (
+            [{"attention": {"n_heads_in_group": 2, "unshifted_sink": True}, "ffn": plain}] * 3,
+            "unshifted_sink is not",
+        ),
         ([{**nothing, "ffn": {"replace_with_linear": True}}] * 3, "replace_with_linear is not"),
+        ([{**nothing, "ffn": {"ffn_mult": 1e308}}] * 3, r"\[0\].ffn.ffn_mult must be at most 1024"),
+        ([{**nothing, "ffn": {"ffn_mult": 1e-9}}] * 3, "ffn_mult must .* leave an inner channel"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse(**deci, block_configs=blocks)
@@ -83,5 +97,21 @@ def test_rotary_bases_layer_by_layer() -> None:
     ):
         with pytest.raises(ConfigError, match=f"rope_theta {said}"):
             parse(**step, **parts, rope_theta=thetas)
-    with pytest.raises(ConfigError, match="swiglu_limits must be a list of 3 numbers"):
-        parse(**step, **parts, rope_theta=1e4, swiglu_limits=[0, 0.5, 0])
+    one = parse(**step, **{**parts, "moe_layers_enum": [1, 2]}, rope_theta=1e4)
+    assert one.rotary == {"default": RotarySpec(16, 1e4), "local": RotarySpec(32, 1e4)}
+    other = "attention_other_setting"
+    for own, said in (
+        ({"swiglu_limits": [0, 0.5, 0]}, "swiglu_limits must be a list of 3 numbers"),
+        ({"swiglu_limits": [0, math.nan, 0]}, "swiglu_limits must be a list of 3 numbers"),
+        ({"partial_rotary_factors": [0.5, 1.0]}, "partial_rotary_factors must be a list of 3"),
+        ({other: {"num_attention_groups": 4}}, f"{other}.num_attention_groups is not supported"),
+        ({other: {"head_dim": 64}}, f"{other}.head_dim is not supported"),
+        ({other: {"attention_type": "full_attention"}}, f"{other}.attention_type is not"),
+        ({"sink": True}, "sink is not supported"),
+        *(
+            ({"moe_layers_enum": it}, "moe_layers_enum must list layers from 0 to 2")
+            for it in ("1,x", "99", "-1", [3], 1)
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse(**step, **{**parts, "rope_theta": 1e4, **own})

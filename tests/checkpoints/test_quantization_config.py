@@ -238,6 +238,23 @@ SUPPORTED = (
             "fp8_e4m3 per_channel, int8 per_tensor, int8 per_channel, fp4 per_group, got 'int4'.",
         ),
         (
+            {"quant_method": "quark", "layer_type_quant_config": {"Linear": {}}},
+            "layer_type_quant_config must be absent or empty, got {'Linear': {}}.",
+        ),
+        (
+            {"quant_method": "quark", "layer_quant_config": {"re:(": None}},
+            "layer_quant_config must hold valid regular expressions, not 're:(', got {'re:(': None}.",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {
+                    "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}
+                },
+            },
+            "global_quant_config.weight.ch_axis is not supported; it must be absent or 0, got 1.",
+        ),
+        (
             MODELOPT | {"quant_algo": "W4A8_AWQ"},
             "quant_algo must be one that Pagoda reads, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, "
             "W4A16_NVFP4, got 'W4A8_AWQ'.",
@@ -400,14 +417,20 @@ def test_rules_of_gptqmodel() -> None:
         assert parsed.scheme_of(_linear("model.layers.3.mlp.up_proj")) is None
         zeros = parsed.scheme_of(_linear("model.layers.4.mlp.up_proj"))
         assert zeros == replace(usual, symmetric=False)
+        listed = {"modules_in_block_to_quantize": [["mlp.up_proj"]], "lm_head": True}
+        parsed = _parse(GPTQ | {"dynamic": {**own, "-:lm_head": {}}, **listed})
+        assert parsed.scheme_of(_linear("model.layers.1.mlp.up_proj")) == usual
+        assert parsed.scheme_of(_linear("model.layers.2.mlp.up_proj")) == eight
+        for dense in ("model.layers.3.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head"):
+            assert parsed.scheme_of(_linear(dense)) is None
     assert parsed.summary == "gptq int8 weights (groups of 32) and int4 weights (groups of 128)"
 
 
 def test_lists_of_parts_of_names() -> None:
-    """Whole words between dots count, however long the names are."""
+    """Whole words between dots count, however long the names are; any part of names of AWQ."""
     full = ["model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"]
     gptq = _parse(GPTQ | {"modules_in_block_to_quantize": [*full, "self_attn"]})
-    awq = _parse(AWQ | {"modules_to_not_convert": [*full, "self_attn", "mlp.gate.", "gate"]})
+    awq = _parse(AWQ | {"modules_to_not_convert": [*full, "self_attn", "mlp.gate.", "n_pro"]})
     for name in (*full, "model.layers.5.self_attn.q_proj"):
         linear = _linear(name.replace("language_model.", ""))
         assert gptq.scheme_of(linear) is not None
@@ -415,6 +438,11 @@ def test_lists_of_parts_of_names() -> None:
     for name in ("model.layers.2.mlp.up_proj", "model.layers.2.mlp.gate_proj"):
         assert gptq.scheme_of(_linear(name)) is None
         assert awq.scheme_of(_linear(name)) is not None
+    assert awq.format_of(_linear("model.layers.2.mlp.down_proj")) == DenseFormat()
+    short = _parse(AWQ | {"modules_to_not_convert": ["mlp.gate", "gate", "layers.2"]})
+    for name in ("model.layers.0.mlp.gate_proj", "model.layers.21.self_attn.q_proj"):
+        assert short.format_of(_linear(name)) == DenseFormat()
+    assert short.scheme_of(_linear("model.layers.0.mlp.experts.7.gate_proj")) is not None
     older = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}
     assert _parse(older) == _parse(AWQ | {"group_size": 64})
 
@@ -476,6 +504,11 @@ def test_quark() -> None:
     assert parsed.scheme_of(_linear("model.layers.3.mlp.down_proj")) == Fp8Scheme(None, None)
     for dense in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.3.self_attn.q_proj"):
         assert parsed.scheme_of(_linear(dense)) is None
+    shells = _parse(values | {"exclude": ["*.[qk]_proj", "model.layers.?.mlp*"]})
+    for dense in ("model.layers.3.mlp.down_proj", "model.layers.12.self_attn.k_proj"):
+        assert shells.scheme_of(_linear(dense)) is None
+    for rounded in ("model.layers.12.mlp.down_proj", "model.layers.3.self_attn.v_proj"):
+        assert shells.scheme_of(_linear(rounded)) == Fp8Scheme(None, None)
     channels = values | {"global_quant_config": weight("fp8_e4m3", "per_channel")}
     found = _parse(channels).scheme_of(_linear("model.layers.3.mlp.down_proj"))
     assert found == Fp8Scheme(1, None)

@@ -351,3 +351,17 @@ def test_a_model_that_reads() -> None:
     # Of the 77.0 million of flan-t5-small those of maps and of both tables of tokens.
     assert facts["weights"].startswith("294 MiB in float32")
     assert not [*context_rows(spec, 0, 2**30, 2**30, 1e9)]
+
+
+def test_layers_without_attention_are_counted_apart() -> None:
+    """The sizes are those of Llama 3.1 8B, in layers that DeciLM's blocks tell one by one."""
+    given = {"n_heads_in_group": 4}
+    attention = (given, {"no_op": True}, {"replace_with_linear": True}, given, {"no_op": True})
+    blocks = [{"attention": own, "ffn": {"ffn_mult": 5.25}} for own in attention]
+    own = {"architectures": ["DeciLMForCausalLM"], "block_configs": blocks}
+    spec = config("llama-3.1-8b", num_hidden_layers=5, **own)
+    facts = dict(model_facts(spec, "auto"))
+    counts = "2 with full attention and 2 with no attention and 1 with a map in place of attention"
+    assert counts in facts["layers"]
+    # Two layers keep 2 vectors of 8 heads of 128 numbers of 2 bytes.
+    assert facts["KV cache"].startswith("8.00 KiB a token in 16 bits")

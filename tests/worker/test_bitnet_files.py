@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -113,3 +114,28 @@ def test_a_file_of_other_widths_is_refused(tmp_path: Path) -> None:
     _rewrite(tmp_path / "plain.gguf", tmp_path / "m.gguf", "bitnet-b1.58")
     with pytest.raises(ConfigError, match="but I2_S comes in rows of a multiple of 256"):
         read_gguf(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("octets", "said"),
+    [
+        (np.array([1e-8], np.float32), r"magnitude 9\.99.*e-09, which must be 0, or from 2\^-14"),
+        (np.array([-7e4], np.float32), "a scale of magnitude 70000.0, which must be 0, or from"),
+        (np.array([np.nan], np.float32), "a scale of magnitude nan, which must be 0, or from"),
+        (np.array([0x6C], np.uint8), "the code 3, which stands for no weight of I2_S"),
+    ],
+)
+def test_scales_and_codes_that_are_none(
+    octets: npt.NDArray[Any], said: str, tmp_path: Path
+) -> None:
+    """The scale is the first of the last 32 bytes, and codes lie in front of it."""
+    model = _rounded(make_model("bitnet-relu2", tie_word_embeddings=True, **_SIZES))
+    save_family(model, tmp_path / "plain.gguf", ROWS["bitnet"])
+    _rewrite(tmp_path / "plain.gguf", tmp_path / "m.gguf", "bitnet-b1.58")
+    own = octets.view(np.uint8)
+    tensor = read_gguf(tmp_path / "m.gguf").tensor("blk.1.ffn_up.weight")
+    with open(tmp_path / "m.gguf", "r+b") as file:
+        file.seek(tensor.start + tensor.num_bytes - (32 if len(own) == 4 else 33))
+        file.write(own.tobytes())
+    with pytest.raises(ConfigError, match=rf"tensor blk\.1\.ffn_up\.weight has .*{said}"):
+        load(tmp_path / "m.gguf")

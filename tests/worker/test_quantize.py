@@ -13,6 +13,7 @@ import torch
 from driver import Driver, load
 from family_models import make_model as make_other_model
 from gguf_models import save_gguf
+from own_code_models import as_makers_publish, make_like
 from tiny_models import make_model, save_model
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
@@ -167,6 +168,30 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     for name in FORMATS:
         with pytest.raises(ConfigError, match=r"up_proj\.weight holds numbers that are infinite"):
             _quantize(tmp_path / "dense", tmp_path / name, format=name)
+
+
+def test_heads_that_are_filled_up_are_rounded_as_they_are_stored(tmp_path: Path) -> None:
+    """By a text they are refused."""
+    make_like("deci").save_pretrained(tmp_path / "dense")
+    as_makers_publish("deci", tmp_path / "dense")
+    _quantize(tmp_path / "dense", tmp_path / "out", format="w8a8")
+    shape = read_model_config(tmp_path / "dense")
+    keys = [f"{it.name}.weight" for it in quantized_linears(shape) if it.name.endswith("k_proj")]
+    with open_checkpoint(tmp_path / "out") as after:
+        assert {after.shape(name) for name in keys} == {(rows, 64) for rows in (16, 32, 64)}
+    prompt, answers = list(range(40)), []
+    for name in ("dense", "out"):
+        driver = Driver(load(tmp_path / name, dtype="float32"))
+        driver.start(0, prompt)
+        driver.run([0], 8)
+        answers.append(driver.output(0))
+    assert answers[0] == answers[1]
+    with pytest.raises(
+        ConfigError, match=r"heads that are filled up \(model\.layers\.0\.self_attn\.k_proj"
+    ):
+        _quantize(
+            tmp_path / "dense", tmp_path / "text", format="w8a8", calibration_windows=[prompt]
+        )
 
 
 def test_layers_in_one_tensor_are_refused(tmp_path: Path) -> None:

@@ -200,6 +200,27 @@ def test_experts_of_fp8_in_one_tensor(is_static: bool, tmp_path: Path) -> None:
     save_file({key: it.contiguous() for key, it in tensors.items()}, path)
     _set_config(tmp_path, how)
     assert answer_differences(load(tmp_path, backend="cpu"), oracle).mean() < 1e-4
+    for name, scales in tensors.items():
+        if name.endswith("scale_inv"):
+            scales[-1] = torch.nan
+    save_file({key: it.contiguous() for key, it in tensors.items()}, path)
+    _check_last_expert(tmp_path)
+
+
+def _check_last_expert(directory: Path) -> None:
+    """Its scales are looked at when it is read, and not for each of the others."""
+    config = read_model_config(directory)
+    assert config.experts is not None
+    count = config.experts.routing.num_experts
+    layer = next(at for at in range(config.num_layers) if config.expert_linears(at, range(count)))
+    *others, last = config.expert_linears(layer, range(count)).experts
+    with open_checkpoint(directory) as opened:
+        source = QuantizedCheckpoint(opened, config.quantization)
+        for linear in (it for expert in others for it in expert):
+            source.linear(linear, torch.float32)
+        for linear in last:
+            with pytest.raises(ConfigError, match="holds scales that are not finite in float32"):
+                source.linear(linear, torch.float32)
 
 
 def test_zero_points_of_one_group(tmp_path: Path) -> None:

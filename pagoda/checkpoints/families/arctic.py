@@ -16,7 +16,8 @@ from pagoda.checkpoints.tensor_names import TensorNames
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("use_residual", True)
-    fields.require("parallel_attn_mlp_res", True)
+    if not fields.flag("parallel_attn_mlp_res", False):
+        fields.refuse("parallel_attn_mlp_res", "must be true")
     counts = expert_counts(fields, "num_local_experts", (8, 1))
     routing = ExpertRouting(*counts, renormalize=counts[1] > 1)
     inner = fields.positive("intermediate_size")

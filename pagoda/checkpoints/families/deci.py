@@ -16,8 +16,11 @@ _HEADS, _SIZES = "num_key_value_heads_per_layer", "intermediate_size_per_layer"
 """Heads of keys of each layer, 0 of one without attention and -1 of one with a map in its place; inner channels of
 its MLP, 0 of one without."""
 _BLOCKS = "block_configs"
+_MAX_FACTOR = 1024
 _OTHERS = ("mamba", "llama4", "window_length", "num_sink_tokens", "sparsify", "moe")
 """Parts of blocks that other models have that were found so."""
+_USUAL = {"gated": True, "unshifted_sink": False, "use_prefill_window_in_sink_attention": False}
+"""Values of blocks that Pagoda computes, where they are not absent."""
 
 
 def _parts(fields: Fields, name: str) -> Iterator[Fields]:
@@ -31,6 +34,8 @@ def _parts(fields: Fields, name: str) -> Iterator[Fields]:
         part = Fields(block[name], fields.source, f"{_BLOCKS}[{number}].{name}.")
         for other in _OTHERS:
             part.require(other, None)
+        for flag, usual in _USUAL.items():
+            part.require(flag, usual)
         yield part
 
 
@@ -52,7 +57,11 @@ def _inner_size(part: Fields, hidden: int) -> int:
         return 0
     if part.values.get("ffn_mult") is None:
         return part.positive("intermediate_size")
-    return -(-int(2 * part.number("ffn_mult") * hidden / 3) // 256) * 256
+    factor = part.number("ffn_mult")
+    size = int(2 * min(factor, _MAX_FACTOR) * hidden / 3)
+    if factor > _MAX_FACTOR or not size:
+        part.refuse("ffn_mult", f"must be at most {_MAX_FACTOR}, and leave an inner channel")
+    return -(-size // 256) * 256
 
 
 def _values(fields: Fields) -> Mapping[str, object]:

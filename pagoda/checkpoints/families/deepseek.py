@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.families.mistral import temperature
 from pagoda.checkpoints.families.shared import (
     NEXT_LAYERS,
     expert_counts,
@@ -17,6 +18,7 @@ from pagoda.checkpoints.families.shared import (
     sparse_by_kind,
     text_sizes,
     with_attention,
+    with_attention_of,
     with_experts,
     with_next_token,
 )
@@ -27,6 +29,7 @@ from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import YarnScaling
 from pagoda.checkpoints.tensor_names import GGUF_LATENTS, TensorNames
+from pagoda.errors import ConfigError
 
 # ---- Latent attention, as config.json and GGUF files of several families spell it
 
@@ -50,6 +53,7 @@ GGUF = GgufFormat(
 """The form that all families with latent attention share."""
 _MOST = 65_536
 """Elements of latent vectors, and of keys of indexers, at most: their order is a tuple."""
+_MOST_MSCALE = 1024
 _LOG_SCALE = 0.1
 """Factor of `mscale_all_dim` in files with latent attention (llama.cpp's src/llama-model.cpp)."""
 
@@ -70,6 +74,8 @@ def with_latents(spec: ModelSpec, fields: Fields, usual_query_rank: int = 1536) 
     head_dim = latent.nope_dim + latent.rope_dim
     scaling, temperature = spec.rotary["default"].scaling, 1.0
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None:
+        if scaling.mscale_all_dim > _MOST_MSCALE:
+            raise ConfigError(f"{fields.source}: mscale_all_dim must be at most {_MOST_MSCALE}.")
         temperature = scaling.temperature(scaling.mscale_all_dim)
     spec = with_attention(spec, latent=latent, scale=head_dim**-0.5 * temperature**2)
     return replace(spec, head_dim=head_dim, num_kv_heads=1)
@@ -161,7 +167,8 @@ def _adapt_deepseek_v3(spec: ModelSpec, fields: Fields) -> ModelSpec:
     fields.require("rope_interleave", True)
     experts = sigmoid_experts(fields, _SIZES, scale=2.5, groups=(8, 4))
     layers = layers_behind_dense(fields, spec.num_layers, 3)
-    return with_next_token(with_experts(with_latents(spec, fields), experts, layers), fields)
+    spec = with_experts(with_latents(spec, fields), experts, layers)
+    return with_next_token(with_attention_of(spec, temperature=temperature(fields)), fields)
 
 
 def _gguf_values_deepseek_v3(fields: Fields) -> Mapping[str, object]:
@@ -177,6 +184,11 @@ DEEPSEEK_V3_GGUF = replace(
     read=GGUF.read | {_GATING},
     required=frozenset({_GATING}),
 )
+KEYS = frozenset(
+    {"first_k_dense_replace", "kv_lora_rank", "n_group", "n_routed_experts"}
+    | {"n_shared_experts", "q_lora_rank", "rope_interleave", "routed_scaling_factor"}
+    | {"scoring_func", "topk_group", "topk_method"}
+)
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "DeepSeek-V3, V3.1, R1; Kimi K2, text of Kimi K2.5, Moonlight",
@@ -189,11 +201,7 @@ DEEPSEEK_V3 = Family(
         "deepseek_v3": text_sizes(129_280, 7168, 18_432, 61, 128, 128, 4096),
         "kimi_k2": {},
     },
-    own_keys=frozenset(
-        {"first_k_dense_replace", "kv_lora_rank", "n_group", "n_routed_experts"}
-        | {"n_shared_experts", "q_lora_rank", "rope_interleave", "routed_scaling_factor"}
-        | {"scoring_func", "topk_group", "topk_method"}
-    ),
+    own_keys=KEYS | {"llama_4_scaling", "llama_4_scaling_beta"},
 )
 
 
@@ -240,5 +248,5 @@ DEEPSEEK_V32 = replace(
     adapt=_adapt_deepseek_v32,
     gguf=None,
     model_types={},
-    own_keys=DEEPSEEK_V3.own_keys | INDEX_KEYS,
+    own_keys=KEYS | INDEX_KEYS,
 )

@@ -20,6 +20,7 @@ from pagoda.checkpoints.families.mamba import (
 from pagoda.checkpoints.families.shared import (
     conv_width,
     expert_counts,
+    gguf_kv_heads,
     with_experts,
     with_state,
     without_rotation,
@@ -136,7 +137,7 @@ def _adapt_jamba(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 def _gguf_jamba(fields: Fields) -> Mapping[str, object]:
     """Layers with attention, which are those that have heads of keys."""
-    counts, inner = fields.integers("attention.head_count_kv"), fields.positive("ssm.inner_size")
+    counts, inner = gguf_kv_heads(fields), fields.positive("ssm.inner_size")
     attending = [at for at, count in enumerate(counts) if count]
     return {"mamba_expand": inner / fields.positive("embedding_length"), "attn_layers": attending}
 
@@ -147,10 +148,10 @@ def _shown_jamba(names: Collection[str]) -> Mapping[str, object]:
     return {"expert_layers": [int(it) for it in routers if it.isdecimal()]}
 
 
-def _every(fields: Fields, name: str, usual: tuple[int, int], num_layers: int) -> range | list[int]:
+def _every(fields: Fields, name: str, usual: tuple[int, int], num_layers: int) -> range | set[int]:
     """Layers by a period and the first of them, or those that GGUF files tell one by one."""
     if f"{name}s" in fields:
-        return fields.integers(f"{name}s")
+        return set(fields.integers(f"{name}s"))
     period = fields.positive(f"{name}_period", usual[0])
     return range(fields.count(f"{name}_offset", usual[1]), num_layers, period)
 

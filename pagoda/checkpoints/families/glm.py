@@ -10,6 +10,7 @@ from pagoda.checkpoints.families.deepseek import (
     DEEPSEEK_V3,
     DEEPSEEK_V3_GGUF,
     INDEX_KEYS,
+    KEYS,
     with_indexer,
     with_latents,
 )
@@ -146,6 +147,7 @@ GLM4_MOE_LITE = replace(
     architecture="Glm4MoeLiteForCausalLM",
     models="GLM-4.7-Flash",
     adapt=_adapt_glm4_moe_lite,
+    own_keys=KEYS,
     gguf=None,  # files are of DeepSeek's architecture, and name sizes
     defaults={
         "head_dim": 64,  # of the rotated part

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.deepseek import DEEPSEEK_V3, GGUF, gguf_latents, with_latents
+from pagoda.checkpoints.families.deepseek import GGUF, KEYS, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import (
     conv_width,
+    gguf_kv_heads,
     layer_kinds,
     sigmoid_experts,
     sparse_by_kind,
@@ -63,7 +64,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
     """Values of files with latent attention, and kinds of layers: attention has heads of keys."""
     fields.require("expert_gating_func", 2)
-    counts = fields.integers("attention.head_count_kv")
+    counts = gguf_kv_heads(fields)
     return {
         **gguf_latents(fields),
         "layer_types": [_ATTENTION if count else _DELTA for count in counts],
@@ -133,5 +134,5 @@ KIMI_LINEAR = Family(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 1_048_576,
     },
-    own_keys=DEEPSEEK_V3.own_keys | {"num_experts", "num_local_experts", "num_shared_experts"},
+    own_keys=KEYS | {"num_experts", "num_local_experts", "num_shared_experts"},
 )

@@ -10,6 +10,7 @@ from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     conv_width,
     expert_counts,
+    gguf_kv_heads,
     layer_kinds,
     text_sizes,
     with_attention,
@@ -45,7 +46,7 @@ def _usual_kinds(spec: ModelSpec, fields: Fields) -> list[str]:
     """Kinds of layers by the indices of those with attention, as older files have them."""
     if fields.values.get("full_attn_idxs") is None:
         return [_ATTENTION] * spec.num_layers
-    attending = fields.integers("full_attn_idxs")
+    attending = set(fields.integers("full_attn_idxs"))
     if not all(0 <= index < spec.num_layers for index in attending):
         fields.refuse("full_attn_idxs", f"must be a list of layers from 0 to {spec.num_layers - 1}")
     return [_ATTENTION if index in attending else _CONV for index in range(spec.num_layers)]
@@ -69,7 +70,7 @@ def _intermediate_size(fields: Fields) -> int:
 
 def gguf_kinds(fields: Fields) -> Mapping[str, object]:
     """Kinds of layers: those without heads of keys and values are convolutions."""
-    heads = fields.integers("attention.head_count_kv")
+    heads = gguf_kv_heads(fields)
     kinds = [_ATTENTION if count else _CONV for count in heads]
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pagoda.checkpoints.families.shared import conv_width, layer_kinds, with_attention, with_state
+from pagoda.checkpoints.families.shared import (
+    conv_width,
+    gguf_kv_heads,
+    layer_kinds,
+    with_attention,
+    with_state,
+)
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -208,7 +214,7 @@ MAMBA2 = Family(
 def _adapt_bamba(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = with_attention(spec, output_bias=fields.flag("attention_bias", False))
     given = fields.values.get("attn_layer_indices")
-    attending = [] if given is None else fields.integers("attn_layer_indices")
+    attending = set(() if given is None else fields.integers("attn_layer_indices"))
     usual = [_ATTENTION if at in attending else _MAMBA for at in range(spec.num_layers)]
     kinds = layer_kinds(fields, spec.num_layers, (_MAMBA, _ATTENTION), usual)
     return with_mamba2(spec, fields, [kind == _MAMBA for kind in kinds])
@@ -220,7 +226,7 @@ def _gguf_bamba(fields: Fields) -> Mapping[str, object]:
     The converter brings all of a head into the order in which ggml turns neighbours, of which a half turns: what
     llama.cpp then turns are other pairs than the model's."""
     heads, size = gguf_heads(fields)
-    counts = fields.integers("attention.head_count_kv")
+    counts = gguf_kv_heads(fields)
     return {
         "layer_types": [_ATTENTION if count else _MAMBA for count in counts],
         "mamba_expand": heads * size / fields.positive("embedding_length"),

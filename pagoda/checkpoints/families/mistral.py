@@ -78,8 +78,11 @@ def _adapt_ministral3(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 def temperature(fields: Fields) -> TemperatureSpec | None:
-    """Scale of queries by their positions, of a rotary table that has one."""
-    rope = rope_table(fields)
+    """Scale of queries by their positions, of a table of its own (Mistral Large 3) or of a rotary table."""
+    own, rope = fields.table("llama_4_scaling"), rope_table(fields)
+    if own is not None:
+        period = own.number("original_max_position_embeddings")
+        return TemperatureSpec(period, factor=own.number("beta"), offset=0.0)
     if rope is None or not rope.values.get("llama_4_scaling_beta"):
         return None
     period = rope.number("original_max_position_embeddings")

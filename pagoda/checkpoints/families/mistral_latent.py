@@ -26,14 +26,11 @@ from pagoda.checkpoints.tensor_names import TensorNames
 
 
 def _values(fields: Fields) -> Mapping[str, object]:
-    """The rotary table, whose part of a head is all of what is rotated, and in which the scale of queries lies."""
-    rope, scaling = rope_table(fields), fields.table("llama_4_scaling")
+    """The rotary table, whose part of a head is all of what is rotated."""
+    rope = rope_table(fields)
     if rope is None:
         return {}
     own = {**rope.values, "partial_rotary_factor": None}
-    if scaling is not None:
-        own["llama_4_scaling_beta"] = scaling.number("beta")
-        rope.require("original_max_position_embeddings", scaling.values.get(_PERIOD))
     if rope.values.get("attention_factor") == 1:  # as vLLM spells tables that scale nothing
         own |= {"mscale": None, "mscale_all_dim": None}
     return {"rope_parameters": own, "rope_scaling": None}
@@ -77,7 +74,8 @@ MISTRAL4 = Family(
     model_types={"mistral4": text_sizes(131_072, 4096, 12_288, 36, 32, 32, 1_048_576)},
     joins_experts=True,
     own_keys=frozenset(
-        {"first_k_dense_replace", "kv_lora_rank", "llama_4_scaling_beta", "n_group"}
+        {"first_k_dense_replace", "kv_lora_rank", "llama_4_scaling", "llama_4_scaling_beta"}
+        | {"n_group"}
         | {"n_routed_experts", "n_shared_experts", "num_local_experts", "q_lora_rank"}
         | {"rope_interleave", "routed_scaling_factor", "topk_group"}
     ),
@@ -85,7 +83,7 @@ MISTRAL4 = Family(
 MISTRAL_LARGE3 = replace(
     MISTRAL4,
     architecture="MistralLarge3ForCausalLM",
-    models="Mistral Large 3, by the names of its makers' tensors",
+    models="Mistral Large 3, by the names of its makers' tensors, with a config.json made of params.json",
     names=TensorNames(
         embedding="tok_embeddings",
         norm="norm",

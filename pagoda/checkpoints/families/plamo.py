@@ -11,6 +11,7 @@ from pagoda.checkpoints.families.shared import (
     WINDOW_PATTERN,
     conv_width,
     every_nth_full,
+    gguf_kv_heads,
     gguf_windows,
     with_attention,
     with_local_rotary,
@@ -90,15 +91,18 @@ def _adapt2(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 def _gguf_values2(fields: Fields) -> Mapping[str, object]:
     """Sizes of Mamba's heads, and kinds of layers, which heads of keys and values tell; none has a window."""
-    counts = fields.integers("attention.head_count_kv")
-    steps = [step for step in range(1, len(counts) + 1) if _steps_alike(counts, step)]
-    if not steps:
+    counts = gguf_kv_heads(fields)
+    first = next((at for at, count in enumerate(counts) if count), len(counts))
+    # The first layer with attention lies half a step, rounded down, from the begin.
+    both = (2 * first, 2 * first + 1)
+    step = next((it for it in both if it and _steps_alike(counts, it)), None)
+    if step is None:
         fields.refuse("attention.head_count_kv", "must be of every so manyth layer, and else 0")
     heads, size = gguf_heads(fields)
     return {
         "head_dim": size,
         "mamba_num_heads": heads,
-        "mamba_step": steps[0],
+        "mamba_step": step,
         "full_attention_idx": [at for at, count in enumerate(counts) if count],
     }
 

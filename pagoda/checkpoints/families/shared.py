@@ -95,8 +95,9 @@ def with_given_window(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 def with_experts(spec: ModelSpec, experts: ExpertsSpec, layers: Collection[int]) -> ModelSpec:
     """The model with experts in some layers instead of one MLP."""
+    chosen = frozenset(layers)
     return spec.with_layers(
-        lambda index, layer: replace(layer, mlp=experts) if index in layers else layer
+        lambda index, layer: replace(layer, mlp=experts) if index in chosen else layer
     )
 
 
@@ -154,9 +155,10 @@ def with_state(
     spec: ModelSpec, state: StateSpec, layers: Collection[int], *, bias: bool
 ) -> ModelSpec:
     """The model with a state in some layers instead of attention; `bias` is that of their maps."""
+    chosen = frozenset(layers)
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
-        if index not in layers:
+        if index not in chosen:
             return layer
         attention = replace(layer.attention, qkv_bias=bias, output_bias=bias)
         return replace(layer, attention=attention, state=state)
@@ -302,6 +304,15 @@ def gguf_layers(fields: Fields) -> Mapping[str, int]:
     extra = fields.count(NEXT_LAYERS, 0)
     num_layers = fields.positive("block_count") - extra
     return {"num_hidden_layers": num_layers, f"num_{NEXT_LAYERS}": extra}
+
+
+def gguf_kv_heads(fields: Fields) -> list[int]:
+    """Heads of keys of each layer, 0 of one that keeps a state. Raises ConfigError: a layer lacks its number."""
+    name, count = "attention.head_count_kv", fields.positive("block_count")
+    counts = fields.integers(name)
+    if len(counts) != count:
+        fields.refuse(name, f"must have {count} numbers, one for each layer")
+    return counts
 
 
 WINDOW_PATTERN = "attention.sliding_window_pattern"

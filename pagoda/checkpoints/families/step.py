@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.deepseek import DEEPSEEK_V3
+from pagoda.checkpoints.families.deepseek import KEYS
 from pagoda.checkpoints.families.shared import (
+    NEXT_LAYERS,
     dense_mlp,
     sigmoid_experts,
     sparse_by_kind,
@@ -27,6 +29,7 @@ from pagoda.checkpoints.tensor_names import TensorNames
 
 _HEADS, _FULL_HEADS = "num_sliding_attention_heads", "full_attention_heads"
 _SIZES = {"n_routed_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 1280}
+_SPARSE = "moe_layers_enum"
 _LIMITS = ("swiglu_limits", "swiglu_limits_shared")
 _LISTS = ("layer_types", "mlp_layer_types", "rope_theta", "partial_rotary_factors", *_LIMITS)
 """Lists that may have places for layers that predict several tokens at once, too."""
@@ -36,21 +39,45 @@ def _values(fields: Fields) -> Mapping[str, object]:
     """Lists of as many places as there are layers, and heads of the layers that have most."""
     count, full = fields.positive("num_hidden_layers"), fields.positive("num_attention_heads")
     other = fields.table("attention_other_setting") or Fields({}, fields.source)
+    dim, groups = fields.positive("head_dim"), fields.positive("num_key_value_heads")
+    same = {"attention_type": "sliding_attention", "num_attention_groups": groups, "sink": False}
+    for name, value in {**same, "head_dim": dim, "true_head_dim": dim}.items():
+        other.require(name, value)
     own = fields.positive(_HEADS, other.positive("num_attention_heads", full))
     lists = {name: it[:count] for name in _LISTS if isinstance(it := fields.values.get(name), list)}
-    if fields.values.get("moe_layers_enum") is not None:
-        sparse = fields.text("moe_layers_enum").replace(" ", "").split(",")
-        kinds = ["sparse" if str(layer) in sparse else "dense" for layer in range(count)]
+    if (sparse := _sparse_layers(fields, count)) is not None:
+        kinds = ["sparse" if layer in sparse else "dense" for layer in range(count)]
         lists["mlp_layer_types"] = kinds
     heads = {"num_attention_heads": max(full, own), _HEADS: own, _FULL_HEADS: full}
     return {**lists, **heads, **rope_by_layer(fields.updated(lists))}
+
+
+def _sparse_layers(fields: Fields, count: int) -> frozenset[int] | None:
+    """Numbers of layers, a list or text with commas; None where the file is silent."""
+    found, most = fields.values.get(_SPARSE), count + fields.count(f"num_{NEXT_LAYERS}", 0)
+    if found is None:
+        return None
+    if isinstance(found, str):
+        found = [
+            int(it) if it.isdecimal() and len(it) < 9 else it
+            for it in found.replace(" ", "").split(",")
+            if it
+        ]
+    if not isinstance(found, list) or any(
+        type(it) is not int or not 0 <= it < most for it in found
+    ):
+        fields.refuse(_SPARSE, f"must list layers from 0 to {most - 1}")
+    return frozenset(found)
 
 
 def _limits(fields: Fields, name: str, count: int) -> list[float | None]:
     """Limits of gates and ups of each layer; files have 0 where there is none."""
     found = fields.values.get(name) or [0] * count
     limits = [it or 0 for it in found] if isinstance(found, list) else []
-    if len(limits) != count or any(type(it) not in (int, float) or it < bool(it) for it in limits):
+    if len(limits) != count or any(
+        type(it) not in (int, float) or not (it == 0 or 1 <= it <= sys.float_info.max)
+        for it in limits
+    ):
         fields.refuse(name, f"must be a list of {count} numbers, each 0, or 1 or more")
     return [it or None for it in limits]
 
@@ -58,6 +85,7 @@ def _limits(fields: Fields, name: str, count: int) -> list[float | None]:
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     neutral = {"zero_centered": True, "use_moe_router_bias": True, "use_rope_layers": []}
     neutral |= {"use_head_wise_attn_gate": True, "mlp_bias": False, "att_impl_type": "GQA"}
+    neutral |= {"sink": False}
     for name, value in {**neutral, "query_pre_attn_scalar": spec.head_dim}.items():
         fields.require(name, value)
     count = spec.num_layers
@@ -110,5 +138,5 @@ STEP = Family(
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     partial_rotary=1.0,
     model_types={"step3p5": text_sizes(128_815, 4096, 11_264, 45, 64, 8, 128_000)},
-    own_keys=DEEPSEEK_V3.own_keys | {"moe_num_experts", "query_pre_attn_scalar", "use_qk_norm"},
+    own_keys=KEYS | {"moe_num_experts", "query_pre_attn_scalar", "use_qk_norm"},
 )

@@ -240,8 +240,7 @@ def scale_of_all(file: GgufFile, tensor: GgufTensor, expert: int) -> float:
         raise ConfigError(
             f"{stored.path}: tensor {name} must have one number of type F32, or one for each expert."
         )
-    numbers = _numbers(stored)
-    scale = numbers[expert if count > 1 else 0]
+    scale = _numbers(stored, slice(expert, expert + 1) if count > 1 else slice(1))[0]
     # Beyond these float16 has no number of full precision.
     if not 2.0**-21 <= scale <= 2.0**8:
         raise ConfigError(
@@ -250,11 +249,12 @@ def scale_of_all(file: GgufFile, tensor: GgufTensor, expert: int) -> float:
     return scale
 
 
-def _numbers(tensor: GgufTensor) -> tuple[float, ...]:
-    """All numbers of a tensor of type F32."""
+def _numbers(tensor: GgufTensor, own: slice = slice(None)) -> tuple[float, ...]:
+    """Numbers of a tensor of type F32, all of them or a part."""
+    places = range(tensor.num_bytes // 4)[own]
     with open(tensor.path, "rb", opener=open_regular) as opened:
-        opened.seek(tensor.start)
-        return struct.unpack(f"<{tensor.num_bytes // 4}f", opened.read(tensor.num_bytes))
+        opened.seek(tensor.start + 4 * places.start)
+        return struct.unpack(f"<{len(places)}f", opened.read(4 * len(places)))
 
 
 def _longrope(file: GgufFile, count: int) -> LongRopeScaling:

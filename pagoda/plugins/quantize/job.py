@@ -75,13 +75,18 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
         )
     scheme = Scheme.of(config.format, config.group_size, shape)
     linears = {f"{linear.name}.weight": linear for linear in quantized_linears(shape)}
+    for layer in range(shape.num_layers * bool(config.calibration_windows)):
+        for linear in filter(None, shape.attention_linears(layer)):
+            if linear.fill is not None or shape.layers[layer].attention.values_are_keys:
+                way = "keys that are values" if linear.fill is None else "heads that are filled up"
+                raise _not_taken(source, f"has {way}", linear)
     for linear in linears.values():
-        if linear.rows is not None or (linear.head_order and config.calibration_windows):
-            way = "holds several layers in one tensor" if linear.rows else "rotates neighbours"
-            raise ConfigError(
-                f"{source} {way} ({linear.stored.tensor}), which `pagoda quantize` does not take so; serve it "
-                "with --quantization int8 or int4."
-            )
+        if linear.rows is not None:
+            is_turned = linear.rows.transposed and len(linear.rows.shape) == 2
+            way = "inputs in front of outputs" if is_turned else "several layers in one tensor"
+            raise _not_taken(source, f"holds {way}", linear)
+        if linear.head_order and config.calibration_windows:
+            raise _not_taken(source, "rotates neighbours", linear)
     with open_checkpoint(source) as checkpoint:
         names = checkpoint.names()
         for name in linears:
@@ -144,6 +149,13 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
         source_bytes=source_bytes,
         num_weights=num_weights,
         num_files=num_files,
+    )
+
+
+def _not_taken(source: Path, way: str, linear: LinearSpec) -> ConfigError:
+    return ConfigError(
+        f"{source} {way} ({linear.stored.tensor}), which `pagoda quantize` does not take so; serve it with "
+        "--quantization int8 or int4."
     )
 
 
