@@ -25,7 +25,7 @@ from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
 from pagoda.files import open_regular, read_regular
 
-_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt")
 _TEXT_KEYS = "tokenizer."
 """Prefix of the keys of a GGUF file that are about text alone."""
 _SAMPLE_BYTES = 2**12

@@ -53,7 +53,7 @@ PACKAGED_MODELS = {
 SEE_MODELS = "`pagoda models` lists what can be served by name"
 
 _EMBEDDED_DIRECTORY = Path(__file__).parent / "pagoda_tiny"
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.spm", "*.txt"]
 
 
 @dataclass(frozen=True)

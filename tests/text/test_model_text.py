@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
+from transformers.convert_slow_tokenizer import import_protobuf
 
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.text.generation_file import fields_not_followed
 from pagoda.text.model_text import load_model_text, load_text, synthetic_model_text
+from pagoda.text.tokenizers.convert_tokenizer import marian
 from pagoda.text.tokenizers.detokenizer import byte_level_alphabet
 
 
@@ -168,6 +171,41 @@ def test_transformers_makes_a_tokenizer_from_older_files(tmp_path: Path) -> None
     text = load_model_text(tmp_path)
     assert text.tokenizer.encode("abc", add_special_tokens=False) == [256, ord("c")]
     assert text.tokenizer.decode([256, ord("c")]) == "abc"
+
+
+def test_opus_mt_has_pieces_of_one_language_and_ids_of_two() -> None:
+    """The expected ids are those of transformers' MarianTokenizer with these files."""
+    made = import_protobuf().ModelProto()
+    scores = {
+        "<unk>": 0.0,
+        "</s>": 0.0,
+        "▁a": -1.0,
+        "b": -2.0,
+        "▁ab": -2.5,
+        "▁": -3.0,
+        "c": -3.5,
+        "bc": -9.0,
+    }
+    for piece, score in scores.items():
+        made.pieces.add(piece=piece, score=score, type={"<unk>": 2, "</s>": 3}.get(piece, 1))
+    names = ["</s>", "<unk>", "▁a", "▁ab", "b", "c", "▁", "ü", "▁über", ">>deu<<", "<pad>"]
+    tokenizer = SimpleNamespace(
+        spm_source=SimpleNamespace(serialized_model_proto=made.SerializeToString),
+        get_vocab=lambda: {name: i for i, name in enumerate(names)},
+        unk_token="<unk>",
+        eos_token="</s>",
+        supported_language_codes=[">>deu<<"],
+        all_special_tokens=["</s>", "<unk>", "<pad>"],
+    )
+    backend = Backend.from_str(marian(tokenizer))
+    for text, ids in {
+        " ab  ac ": [3, 2, 5, 0],
+        ">>deu<< ab": [9, 3, 0],
+        "axyb": [2, 1, 4, 0],
+        "abbc": [3, 4, 5, 0],
+    }.items():
+        assert backend.encode(text).ids == ids
+    assert backend.decode([8, 7, 2, 0]) == "überü a"
 
 
 def test_the_synthetic_text_speaks_chatml() -> None:

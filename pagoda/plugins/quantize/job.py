@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagoda.model.gptq import StoredGrids
 
 CONFIG_FILE = "config.json"
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_COPIED = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "LICENSE*", "NOTICE*")
 _AHEAD = 2
 """Layers that each thread may have finished before they are written."""
 
