@@ -52,6 +52,9 @@ _BESIDE = {
 """Files that say how older checkpoints are quantized, with their `quant_method`."""
 _COLBERT, _VOYAGE, _COLBERT_MAP = "ColBERT", "VoyageQwen3", "linear"
 """Parts of the names of encoders that give vectors of tokens, or of texts, and the map that makes them."""
+_ANY_ENCODER = "HF_ColBERT"
+"""Class of Stanford's ColBERT, around an encoder that `model_type` tells."""
+_ENCODERS = {"bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel"}
 _MAPPED: tuple[VectorKind, ...] = ("token_vectors", "vectors")
 _SPLADE = "SpladePooling"
 _BOTH_WAYS = "Bidirectional"
@@ -327,6 +330,8 @@ def _family(fields: Fields) -> tuple[Family, bool]:
         )
     others: dict[str, Family] = {}
     spelled = [it for it in named if isinstance(it, str)]
+    if _ANY_ENCODER in spelled:
+        spelled = [_encoder_within(fields)]
     for name in dict.fromkeys([*spelled, *(it.replace(_BOTH_WAYS, "") for it in spelled)]):
         bare = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
         stem = _stem(name)
@@ -354,6 +359,17 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     raise ConfigError(
         f"{fields.source}: architecture {named[0]!r} is not supported; the nearest that are supported are {near}."
     )
+
+
+def _encoder_within(fields: Fields) -> str:
+    """The encoder of a file that names Stanford's class, one whose positions rotate vectors being Jina's."""
+    kind = fields.text("model_type", "bert")
+    if kind not in _ENCODERS:
+        fields.refuse("model_type", f"must be one of {', '.join(_ENCODERS)} of {_ANY_ENCODER}")
+    if kind == "xlm-roberta" and fields.values.get("position_embedding_type") == "rotary":
+        fields.number("rotary_emb_base")
+        return "JinaEmbeddingsV3Model"
+    return _ENCODERS[kind]
 
 
 def _stem(architecture: str) -> str:

@@ -97,7 +97,10 @@ def model_facts(spec: ModelSpec, dtype: str) -> Iterator[tuple[str, str]]:
     others = (
         f"; above --max-model-len {short} frequencies of all prompts are others" if short else ""
     )
-    yield "context", f"{spec.max_position_embeddings:,} tokens{others}"
+    longest, usual = spec.max_position_embeddings, spec.usual_length
+    if usual is not None and usual < longest:
+        others = f", or up to {longest:,} by --max-model-len{others}"
+    yield "context", f"{min(longest, usual or longest):,} tokens{others}"
 
 
 def _gives(spec: ModelSpec) -> str:

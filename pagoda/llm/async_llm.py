@@ -281,7 +281,7 @@ class AsyncLLM:
         return BeamSearchOutput(
             [
                 BeamSearchSequence(
-                    tokens=[*request.request.prompt_token_ids, *beam.token_ids],
+                    tokens=[*request.prompt_token_ids, *beam.token_ids],
                     text=delta.text,
                     cum_logprob=beam.cumulative_logprob,
                     score=beam.score,

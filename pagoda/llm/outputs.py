@@ -93,9 +93,7 @@ class GrowingAnswer:
         self._output = None
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None:
-            pairs = zip(
-                self._request.request.prompt_token_ids[1:], delta.prompt_logprobs, strict=True
-            )
+            pairs = zip(self._request.prompt_token_ids[1:], delta.prompt_logprobs, strict=True)
             self.prompt_logprobs = [None, *(self._position(*pair) for pair in pairs)]
         for token_id, entry in zip(delta.token_ids, delta.logprobs or (), strict=False):
             self._logprobs.append(self._position(token_id, entry))

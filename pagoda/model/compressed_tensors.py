@@ -136,7 +136,7 @@ class Scheme:
 def quantized_linears(config: ModelSpec) -> list[LinearSpec]:
     """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense.
 
-    Layers of an encoder come first. Heads are as they are stored; a tensor of keys that are values counts once.
+    Layers of an encoder come first. Heads are as they are stored; keys that are values, too, count once.
     """
     chosen = (linear for linear in _linears(config) if linear.role not in _DENSE)
     return list({linear.name: linear for linear in map(_unfilled, chosen)}.values())

@@ -30,6 +30,15 @@ class DecoderText:
         """The decoder's prompt of a text of these tokens, and what its encoder is given."""
         return [*self.prompt], text_input(token_ids)
 
+    def check_room(self, max_model_len: int) -> None:
+        """Raises ConfigError: a context of so many tokens has no room for an answer."""
+        count = len(self.prompt)
+        if max_model_len <= count:
+            raise ConfigError(
+                f"--max-model-len must be at least {count + 1} for a model whose answers begin behind "
+                f"{count} of its own tokens, got {max_model_len}."
+            )
+
 
 def read_decoder_text(directory: Path, generation: Mapping[str, Any]) -> DecoderText | None:
     """Tokens around answers of the model in a directory, whose generation_config.json is given.

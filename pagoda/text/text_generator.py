@@ -125,6 +125,8 @@ async def start_generator(
             fields = ", ".join(text.not_followed)
             _log.warning("of generation_config.json these fields are not followed: %s", fields)
         await starting
+        if text.decoder is not None:
+            text.decoder.check_room(fleet.dispatcher.limits.max_model_len)
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -173,6 +175,13 @@ class TextGenerator:
         own.tenant = client_request.key_name
         own._budget = client_request.budget
         return own
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens of the longest answer to a prompt of these tokens; less than 1 if the prompt is too long."""
+        context, decoder = self.endpoint.limits.max_model_len, self.text.decoder
+        if decoder is not None and len(prompt) <= context:
+            return context - len(decoder.prompt)
+        return context - len(prompt)
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"

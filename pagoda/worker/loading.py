@@ -396,20 +396,24 @@ def _devices_of(config: WorkerConfig) -> DevicesOf:
 def _block_size(
     config: WorkerConfig, shape: ModelSpec, kv_dtype_name: str, capabilities: Capabilities
 ) -> int:
-    """Tokens of a block, whose memory has room for the state of a layer that keeps one."""
+    """Tokens of a block, which has room for the state of a layer that keeps one or for what is encoded."""
     wanted, sizes = config.block_size, capabilities.block_sizes
     least = least_block_size(shape, KV_FORMATS[kv_dtype_name].element_bytes)
     fitting = [size for size in sizes if size >= least]
     if not fitting:
+        kept = (
+            "states as large as" if shape.cross_encoder is None else "what is encoded in a block of"
+        )
         raise ConfigError(
-            f"{config.model} keeps states as large as {least} tokens of KV, but blocks have at most {max(sizes)}."
+            f"{config.model} keeps {kept} {least} tokens of KV, but blocks have at most {max(sizes)}."
         )
     if wanted is None:
         return fitting[0]
     if wanted in sizes and wanted not in fitting:
+        kept = "the state of a layer" if shape.cross_encoder is None else "all that is encoded"
         raise ConfigError(
-            f"--block-size must be at least {min(fitting)} for {config.model}, so that a block has room for the "
-            f"state of a layer, got {wanted}."
+            f"--block-size must be at least {min(fitting)} for {config.model}, so that a block has room for "
+            f"{kept}, got {wanted}."
         )
     if wanted not in fitting:
         *some, last = map(str, sorted(fitting))

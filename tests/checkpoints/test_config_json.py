@@ -218,17 +218,6 @@ def test_scalings_that_lengthen_the_context() -> None:
     assert yarn.max_position_embeddings == 1024
 
 
-def test_yarn_that_scales_nothing_but_frequencies() -> None:
-    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "mscale": 2.0}
-    deepseek = parse(rope_scaling={**rope, "type": "deepseek_yarn"}).rotary["default"]
-    assert (deepseek.scaling.mscale, deepseek.scaling.mscale_all_dim) == (2.0, 0.0)
-    plain = {**rope, "apply_yarn_scaling": False}
-    scaling = parse(rope_scaling=plain).rotary["default"].scaling
-    assert (scaling.attention_factor, scaling.mscale, scaling.mscale_all_dim) == (1.0, None, None)
-    with pytest.raises(ConfigError, match=r"rope_scaling\.attention_factor is not supported"):
-        parse(rope_scaling={**plain, "attention_factor": 2.0})
-
-
 def test_sliding_windows() -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert windows(parse(**mistral, sliding_window=100)) == [100] * 3
@@ -370,14 +359,6 @@ def test_sliding_windows() -> None:
         (
             MOE | {"mlp_only_layers": [3]},
             ": mlp_only_layers must be a list of layers from 0 to 2, got [3].",
-        ),
-        (
-            {"architectures": ["ArcticForCausalLM"]},
-            ": parallel_attn_mlp_res must be true, got None.",
-        ),
-        (
-            {"architectures": ["PhimoeForCausalLM"], "router_jitter_noise": float("nan")},
-            ": router_jitter_noise must be a finite number, got nan.",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.layer_spec import ExpertsSpec
 from pagoda.checkpoints.linears import LinearRole
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.rope import TemperatureSpec
+from pagoda.checkpoints.rope import TemperatureSpec, YarnScaling
 from pagoda.cli.model_report import model_facts
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_groups import KVKind
@@ -152,6 +152,21 @@ def test_scores_are_scaled_where_yarn_scales_all_dimensions() -> None:
     assert plain.scale == parse(V2_LITE, rope_scaling=None).layers[0].attention.scale == 192**-0.5
     off = parse(V2_LITE, rope_scaling={**_YARN, "apply_yarn_scaling": False})
     assert off.layers[0].attention.scale == 192**-0.5
+
+
+def test_yarn_that_scales_nothing_but_frequencies() -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "mscale": 2.0}
+    deepseek = (
+        parse(V2_LITE, rope_scaling={**rope, "type": "deepseek_yarn"}).rotary["default"].scaling
+    )
+    assert isinstance(deepseek, YarnScaling)
+    assert (deepseek.mscale, deepseek.mscale_all_dim) == (2.0, 0.0)
+    plain = {**rope, "apply_yarn_scaling": False}
+    scaling = parse(V2_LITE, rope_scaling=plain).rotary["default"].scaling
+    assert isinstance(scaling, YarnScaling)
+    assert (scaling.attention_factor, scaling.mscale, scaling.mscale_all_dim) == (1.0, None, None)
+    with pytest.raises(ConfigError, match=r"rope_scaling\.attention_factor is not supported"):
+        parse(V2_LITE, rope_scaling={**plain, "attention_factor": 2.0})
 
 
 def test_queries_of_mistral_large_3_are_scaled_by_their_positions() -> None:

@@ -115,3 +115,9 @@ def test_rotary_bases_layer_by_layer() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             parse(**step, **{**parts, "rope_theta": 1e4, **own})
+
+
+def test_experts_beside_the_mlp_of_what_attention_gives() -> None:
+    """The makers' code of Arctic has them one behind the other where its file is silent."""
+    with pytest.raises(ConfigError, match="parallel_attn_mlp_res must be true, got None"):
+        parse(architectures=["ArcticForCausalLM"])

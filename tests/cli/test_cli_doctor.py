@@ -345,6 +345,7 @@ def test_a_model_that_reads() -> None:
     facts = dict(model_facts(spec, "auto"))
     assert facts["gives"] == "text made of a text (POST /v1/completions)"
     assert "8 with full attention and 8 with attention to what is encoded" in facts["layers"]
+    assert facts["context"] == "512 tokens, or up to 4,096 by --max-model-len"
     # 16 layers keep 2 vectors of 384 numbers of 2 bytes for 512 places.
     assert facts["KV cache"] == "12.0 MiB an answer in 16 bits, with what is encoded"
     # Of the 77.0 million of flan-t5-small those of maps and of both tables of tokens.

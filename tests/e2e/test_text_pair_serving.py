@@ -24,13 +24,16 @@ class Pair:
     """A server of a tiny BART, and the same model in transformers."""
 
     def __init__(self, directory: Path, url: str, model: Any) -> None:
-        self.model = model
+        self.model, self.url = model, url
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def ask(self, prompt: Any, **fields: Any) -> Any:
         sizes = {"model": "tiny", "max_tokens": LENGTH, "temperature": 0}
         return self.client.completions.create(prompt=prompt, **sizes | fields)
+
+    def native(self, route: str, body: dict[str, Any]) -> Any:
+        return self.client.post(f"{self.url}{route}", body=body, cast_to=object)
 
     def expected(self, token_ids: list[int]) -> str:
         ids = torch.tensor([[START, FIRST]])
@@ -47,7 +50,10 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("pair")
     model = save_text_pair(directory)
+    template = directory / "template.jinja"
+    template.write_text("{% for it in messages %}{{ it.content }}{% endfor %}")
     flags = (str(directory), "--served-model-name", "tiny", "--log-level", "warning")
+    flags += ("--chat-template", str(template))
     with server_process(flags) as server:
         yield Pair(directory, server.base_url, model)
 
@@ -111,10 +117,39 @@ def test_what_such_models_do_not_give_is_refused(
         pair.ask(**{"prompt": "a"} | fields)
 
 
-def test_vectors_and_chats_are_refused(pair: Pair) -> None:
+def test_vectors_are_refused(pair: Pair) -> None:
     with pytest.raises(openai.BadRequestError, match="gives no vectors or scores"):
         pair.client.embeddings.create(model="tiny", input="a")
-    with pytest.raises(openai.BadRequestError, match="chat template"):
-        pair.client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}]
-        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ],
+)
+def test_refusals_name_fields_of_sglang(fields: dict[str, Any], param: str, pair: Pair) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        pair.native("/generate", {"text": "a", **fields})
+    assert refused.value.param == param
+
+
+def test_a_text_as_long_as_may_be_leaves_room_for_an_answer(pair: Pair) -> None:
+    native = pair.native("/completion", {"prompt": "a" * (LONGEST - 1), "n_predict": LENGTH})
+    assert native["tokens_predicted"] == LENGTH
+    whole = pair.native("/generate", {"text": "a" * (LONGEST - 1), "return_logprob": True})
+    assert whole["meta_info"]["completion_tokens"] == LONGEST - 2
+
+
+def test_the_tokens_of_prompts_are_those_that_are_read(pair: Pair) -> None:
+    """What the decoder begins with is no part of them."""
+    token_ids = pair.tokenizer.encode("a pagoda").ids
+    fields = {"max_tokens": 2, "extra_body": {"return_token_ids": True}}
+    answer = pair.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a pagoda"}], **fields
+    )
+    assert answer.prompt_token_ids == token_ids[:-1]  # templates write what ends texts
+    assert pair.ask("a pagoda", **fields).choices[0].prompt_token_ids == token_ids
+    rendered = pair.native("/v1/completions/render", {"model": "tiny", "prompt": "a pagoda"})
+    assert [it["token_ids"] for it in rendered] == [token_ids]

@@ -29,7 +29,8 @@ from pagoda.plugins.sim.executor import Cells, SimWorker
 from pagoda.plugins.sim.model import sim_embedding, sim_logprob
 
 MAX_MODEL_LEN = 32
-WANTED: list[dict[str, Any]] = [{}, {}, {"num_top": 2}, *({"pooling": one} for one in Pooling)]
+_POOLINGS = [one for one in Pooling if one is not Pooling.PLACES]  # places are those in an audio
+WANTED: list[dict[str, Any]] = [{}, {}, {"num_top": 2}, *({"pooling": one} for one in _POOLINGS)]
 """What requests ask of their prompts, as arguments of `arrive`."""
 BLOCK_SIZE = 4
 

@@ -18,6 +18,7 @@ from family_models import make_model as make_other_model
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import save_gguf
 from in_process import InProcessEngine, engine
+from own_code_models import OWN_CODE, as_makers_publish, make_like
 from tiny_models import continuation, make_model
 
 from pagoda.checkpoints.adapters import adapter_digest
@@ -53,10 +54,15 @@ class Adapted:
 
 
 def _adapted(directory: Path, family: str, targets: tuple[str, ...] = ALL, **sizes: Any) -> Adapted:
-    make = make_other_model if family in FAMILIES else make_model
-    model = make(family, num_hidden_layers=3, **sizes)
-    model.save_pretrained(directory / "model")
-    some = targets[:1] if targets == LATENT else ("q_proj", "v_proj")
+    if family in OWN_CODE:
+        model = make_like(family)
+        model.save_pretrained(directory / "model")
+        as_makers_publish(family, directory / "model")
+    else:
+        make = make_other_model if family in FAMILIES else make_model
+        model = make(family, num_hidden_layers=3, **sizes)
+        model.save_pretrained(directory / "model")
+    some = ("q_proj", "v_proj") if "v_proj" in targets else targets[:1]
     adapters = [
         save_adapter(model, directory / "one", rank=8, seed=1, targets=targets),
         save_adapter(model, directory / "two", rank=20, seed=2, targets=some),
@@ -117,6 +123,19 @@ def test_families(family: str, backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_attention_of_models_with_experts(family: str, backend: str, tmp_path: Path) -> None:
     own = _adapted(tmp_path, family, ATTENTION)
+    for tp in (1, 2):
+        model = engine(own.directory, backend, tp, adapters=own.adapters)
+        assert model.answer(own.requests) == own.expected
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("deci", ("q_proj", "o_proj")), ("solar", ALL), ("arctic", ATTENTION)]
+)
+def test_families_with_code_of_their_own(
+    family: str, targets: tuple[str, ...], backend: str, tmp_path: Path
+) -> None:
+    """Layers of DeciLM may have fewer heads of keys, or no attention."""
+    own = _adapted(tmp_path, family, targets)
     for tp in (1, 2):
         model = engine(own.directory, backend, tp, adapters=own.adapters)
         assert model.answer(own.requests) == own.expected

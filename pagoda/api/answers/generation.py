@@ -226,7 +226,7 @@ class Generation:
 def _num_prompt_logprobs(request: TextRequest) -> int:
     """Log-probabilities that an answer may tell of its prompt."""
     num_top = request.sampling.prompt_logprobs
-    return 0 if num_top is None else len(request.request.prompt_token_ids) * (1 + num_top)
+    return 0 if num_top is None else len(request.prompt_token_ids) * (1 + num_top)
 
 
 async def prepare(

@@ -97,7 +97,7 @@ class _ChatAnswer:
         self._envelope = envelope
         self._index = index
         self._reader = reader
-        self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
+        self._prompt_token_ids = generation.requests[index].prompt_token_ids
         as_ids = envelope.tokens_as_ids
         self._tokenizer = generation.generator.text.tokenizer
         self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)

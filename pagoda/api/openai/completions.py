@@ -116,7 +116,7 @@ async def _with_gap(
 async def _text_of_prompt(generator: TextGenerator, request: TextRequest) -> str:
     if request.prompt is not None:
         return request.prompt
-    token_ids = request.request.prompt_token_ids
+    token_ids = request.prompt_token_ids
     return await generator.run_sized(
         partial(generator.text.tokenizer.decode, token_ids), len(token_ids)
     )

@@ -17,7 +17,7 @@ from pagoda.backend.base import (
     UnsupportedError,
 )
 from pagoda.backend.block_rounding import quantize_blocks
-from pagoda.backend.fp8 import to_e4m3
+from pagoda.backend.fp8 import E4M3, to_e4m3
 from pagoda.backend.graph import Value
 from pagoda.backend.lattices import point_codes
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
@@ -108,6 +108,9 @@ def block_weight(stored_format: BlockFormat, outputs: int, inputs: int) -> Block
     if not stored_format.integer_scales:
         minima = halves(groups) if stored_format.minima else None
         return BlockWeight(stored_format, codes, halves(groups), minima, None, None)
+    if stored_format.scales_are_floats:
+        drawn = torch.randint(0, 127, (outputs, groups), generator=generator, dtype=torch.uint8)
+        return BlockWeight(stored_format, codes, drawn.view(E4M3), None, halves(blocks), None)
     low, high = scale_limits(stored_format)
 
     def integers() -> Tensor:

@@ -87,7 +87,7 @@ async def begin_llama(
     with renamed(NAMES):
         fields = await request_fields(body, generator, caller.ignored)
         for prompt in prompts:
-            room = limits.max_model_len - len(prompt)
+            room = generator.room(prompt)
             if room < 1:
                 raise context_exceeded(
                     f"the request ({len(prompt)} tokens) exceeds the available context size "

@@ -188,7 +188,7 @@ class ResponseAnswer:
         decode = self._generation.generator.text.tokenizer.decode
         output = decode(self._token_ids, skip_special_tokens=False)
         return {
-            "input_messages": [_raw(request.prompt or "", request.request.prompt_token_ids)],
+            "input_messages": [_raw(request.prompt or "", request.prompt_token_ids)],
             "output_messages": [_raw(output, self._token_ids)],
         }
 

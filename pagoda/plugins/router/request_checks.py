@@ -18,6 +18,7 @@ def check_request(request: GenerateRequest, limits: EngineReady) -> None:
         "prompt_token_ids": request.prompt_token_ids,
         "output_token_ids": request.output_token_ids,
         "eos_token_ids": request.work.eos_token_ids,
+        "never": request.work.never,
     }
     for name, ids in lists.items():
         if ids and max(ids) >= limits.vocab_size:

@@ -199,14 +199,14 @@ async def prompts_of(body: GenerateBody, generator: TextGenerator) -> list[list[
             await generator.encode(text, add_special_tokens=True, param="text") for text in texts
         ]
     param = "input_ids" if body.text is None else "text"
-    room = generator.endpoint.limits.max_model_len
+    context = generator.endpoint.limits.max_model_len
     for prompt in prompts:
         if not prompt:
             refuse(param, "is empty")
-        if len(prompt) >= room:
+        if generator.room(prompt) < 1:
             refuse(
                 param,
-                f"has {len(prompt)} tokens; the maximum context length of prompt and answer is {room} tokens",
+                f"has {len(prompt)} tokens; the maximum context length of prompt and answer is {context} tokens",
             )
     if not prompts:
         refuse(param, "is an empty list")

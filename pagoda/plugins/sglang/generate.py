@@ -29,7 +29,7 @@ from pagoda.plugins.sglang.bodies import (
     is_list,
     prompts_of,
 )
-from pagoda.text.text_generator import TextDelta, TextRequest
+from pagoda.text.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.text.tokenizers.tokenizer import Tokenizer
 
 _GROWTH = 256
@@ -48,7 +48,6 @@ async def generate(context: RequestContext) -> web.StreamResponse:
         generator = context.service.admit(model, context.client_request)
     token_ids = await prompts_of(body, generator)
     prompts = await context.caller.translate(partial(asked_of, body, token_ids))
-    room = generator.endpoint.limits.max_model_len
     wanted = [one.sampling.get("n") for one in prompts]
     total = sum(n if isinstance(n, int) else 1 for n in wanted)
     if total > MAX_SEQUENCES_PER_BODY:
@@ -59,7 +58,7 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     param = "text" if body.input_ids is None else "input_ids"
     for one in prompts:
         with renamed({**NAMES, "prompt": param}):
-            fields = _fields(body, one, model, room)
+            fields = _fields(body, one, model, generator)
             work = partial(convert_body, fields, CompletionRequest, context.ignored)
             begun, _ = await begin_completion(context.caller, await context.caller.translate(work))
         requests += begun.requests
@@ -77,10 +76,19 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
-def _fields(body: GenerateBody, one: PromptRequest, model: str | None, room: int) -> dict[str, Any]:
-    """The body of a completion for one prompt."""
-    max_tokens = min(one.sampling["max_tokens"], room - len(one.token_ids))
+def _fields(
+    body: GenerateBody, one: PromptRequest, model: str | None, generator: TextGenerator
+) -> dict[str, Any]:
+    """The body of a completion for one prompt.
+    Raises InvalidRequestError: of a prompt that an encoder reads, more is wanted than an answer."""
     scores = one.num_top if one.start >= 0 else None
+    if generator.text.decoder is not None:
+        if scores is not None:
+            refuse("logprob_start_len", "is not given of a prompt that the model's encoder reads")
+        if not one.sampling["max_tokens"]:
+            rule = "must be at least 1 for a model whose encoder reads the prompt, got 0"
+            refuse("max_tokens", rule)
+    max_tokens = min(one.sampling["max_tokens"], generator.room(one.token_ids))
     if max_tokens == 0 and scores is None:
         scores = 0  # a prompt that is only computed
     return {

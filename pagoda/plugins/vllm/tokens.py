@@ -185,7 +185,7 @@ def _rendered(
     )
     return {
         "request_id": name,
-        "token_ids": request.request.prompt_token_ids,
+        "token_ids": request.prompt_token_ids,
         "features": None,
         "sampling_params": sampling,
         "model": body.model or context.service.config.served_model_name,

@@ -295,7 +295,7 @@ def _cut_at_mark(text: str, beginning: str) -> str:
     """The rendering up to the mark. White space before it stays where the template keeps that behind it.
     Raises InvalidRequestError: the template does not render the content."""
     place = text.rfind(_END_MARK)
-    if place < 0 or beginning.strip() not in text[:place]:
+    if place < 0 or not text[:place].rstrip().endswith(beginning.strip()):
         refuse("continue_final_message", "needs a last message whose content the template renders")
     cut = text[:place]
     return cut if text.startswith(f"{_END_MARK} ", place) else cut.rstrip()

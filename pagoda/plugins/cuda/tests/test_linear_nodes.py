@@ -72,11 +72,12 @@ def test_parts_of_all_formats_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "stored_format", [NF4, replace(NVFP4, block_size=INPUTS)], ids=["nf4", "nvfp4"]
+    "stored_format", [NF4, BLOCKS["NVFP4"], NVFP4], ids=["nf4", "nvfp4-64", "nvfp4"]
 )
 def test_blocks_of_other_files(stored_format: BlockFormat) -> None:
-    """Scales of 8 bits become float16, which rounds some."""
-    weight, x = make_blocks(stored_format, 5, INPUTS, 1), random_tensor(3, INPUTS)
+    """Scales of 8 bits, be they of a GGUF file or of others, become float16, which rounds some."""
+    inputs = max(INPUTS, stored_format.block_size)
+    weight, x = make_blocks(stored_format, 5, inputs, 1), random_tensor(3, inputs)
 
     def record(backend: Backend[Any, Any]) -> Any:
         held = backend.prepare_linear([weight], None, torch.float32)

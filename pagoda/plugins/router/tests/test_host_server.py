@@ -217,6 +217,7 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
         ({"prompt_token_ids": [512]}, "prompt_token_ids takes token ids below"),
         ({"output_token_ids": [2**31 - 1]}, "output_token_ids takes token ids below"),
         ({"eos_token_ids": (999,)}, "eos_token_ids takes token ids below"),
+        ({"never": (512,)}, "never takes token ids below"),
         (
             {"spans": (embedded_span(0, 99, bytes(4 * 99)),)},
             "embedded spans must lie in the prompt",

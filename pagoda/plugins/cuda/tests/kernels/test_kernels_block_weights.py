@@ -53,9 +53,11 @@ def product(x: Tensor, held: Blocks, bias: Tensor | None) -> Tensor:
 
 
 THERE = [name for name, it in BLOCKS.items() if it.lattice is None and not it.trits]
+SAME = [name for name in THERE if not BLOCKS[name].scales_are_floats]
+"""Formats but NVFP4, whose scales are rounded to float16 (`test_blocks_of_other_files`)."""
 
 
-@pytest.mark.parametrize("name", [*THERE, *ROWS])
+@pytest.mark.parametrize("name", [*SAME, *ROWS])
 def test_products_and_rows_have_the_bits_of_the_reference(name: str) -> None:
     weight, x, bias = weight_of(name, 19), random_tensor(5, INPUTS), random_tensor(19)
     x[1] *= 1e4
