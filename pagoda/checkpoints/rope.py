@@ -12,6 +12,8 @@ from pagoda.errors import ConfigError
 
 _LONGEST = 2**31 - 1
 """Tokens of the longest sequence whose positions are numbered."""
+_MOST_ALPHA = 1e6
+"""Largest factor of the base of dynamic scaling: Hunyuan has 1,000."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySp
     rope = rope_table(fields) or Fields({}, fields.source)
     own = rope if rope.values.get("partial_rotary_factor") is not None else fields
     if isinstance(scaling, ProportionalScaling):
-        pairs = int(own.number("partial_rotary_factor", 1.0) * head_dim // 2)
+        pairs = int(min(own.number("partial_rotary_factor", 1.0), 1.0) * head_dim // 2)
         return RotarySpec(head_dim, theta, replace(scaling, pairs=min(pairs, head_dim // 2)))
     if partial is None:
         own.require("partial_rotary_factor", 1)
@@ -310,8 +312,10 @@ def _dynamic_scaling(
     """The scaling and the base; a number `alpha` says once for all what the base becomes (Hunyuan)."""
     if rope.values.get("alpha"):
         rope.require("factor", 1.0)
-        dim = _rotated_dimensions(rope, fields)
-        return None, theta * rope.number("alpha") ** (dim / (dim - 2))
+        dim, alpha = _rotated_dimensions(rope, fields), rope.number("alpha")
+        if alpha > _MOST_ALPHA:
+            rope.refuse("alpha", f"must be at most {_MOST_ALPHA:.0f}")
+        return None, theta * alpha ** (dim / (dim - 2))
     longest = fields.positive("max_position_embeddings")
     return DynamicScaling(rope.number("factor"), longest), theta
 

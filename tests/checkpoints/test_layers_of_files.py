@@ -121,3 +121,9 @@ def test_experts_beside_the_mlp_of_what_attention_gives() -> None:
     """The makers' code of Arctic has them one behind the other where its file is silent."""
     with pytest.raises(ConfigError, match="parallel_attn_mlp_res must be true, got None"):
         parse(architectures=["ArcticForCausalLM"])
+
+
+def test_a_base_that_is_no_number_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1e308}
+    with pytest.raises(ConfigError, match=r"alpha must be at most 1000000"):
+        parse(architectures=["HunYuanDenseV1ForCausalLM"], head_dim=16, rope_parameters=rope)
