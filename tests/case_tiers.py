@@ -130,7 +130,7 @@ class Tier(NamedTuple):
 TIERS = {
     "quick": Tier(0.6, 1, 0, 40, 1, 0.05, 0.0, 0.08, 0.15),
     "check": Tier(4.2, 1, 4, 20, 1, 0.1, 0.07, 0.1, 1.5),
-    "test": Tier(9, 2, 0, 5, 2, 0.2, 0.06, 0.1, 8.0),
+    "test": Tier(9, 2, 0, 5, 2, 0.2, 0.055, 0.095, 8.0),
     "all": Tier(60, 0, 0, 1, 99, 1e9, 1e9, 1e9, 1e9),
 }
 NEXT = {"quick": "check", "check": "test", "test": "all"}
