@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
@@ -33,6 +34,13 @@ class Fields:
         value = repr(self.values.get(name))
         shown = value if len(value) <= 80 else f"{value[:80]} ..."
         raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {shown}.")
+
+    def pattern(self, name: str, pattern: str) -> re.Pattern[str]:
+        """A regular expression, perhaps behind `re:`, among the values of a field. Raises ConfigError: it is none."""
+        try:
+            return re.compile(pattern.removeprefix("re:"))
+        except (re.error, RecursionError, OverflowError):
+            self.refuse(name, f"must hold valid regular expressions, not {pattern!r}")
 
     def amount(self, name: str, default: float | None = None) -> float:
         value = self._get(name, (int, float), "a number", default)

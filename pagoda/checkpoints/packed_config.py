@@ -101,7 +101,7 @@ def _dynamic_rules(fields: Fields, layout: Layout) -> list[tuple[str, Scheme | N
             scheme = _gptq_scheme(fields.updated(own.values), layout)
         name = _only_name(pattern)
         if name is None:
-            patterns.append(_compiled(fields, "dynamic", pattern))
+            patterns.append(fields.pattern("dynamic", pattern))
             targets.append((f"re:{pattern}", scheme))
         elif not any(earlier.match(name) for earlier in patterns):
             targets.append((name, scheme))
@@ -112,13 +112,6 @@ def _only_name(pattern: str) -> str | None:
     """The only name that a pattern matches; None if there may be more."""
     name = pattern.removeprefix("^").removesuffix("$").replace(r"\.", ".")
     return name if pattern == f"^{re.escape(name)}$" else None
-
-
-def _compiled(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        fields.refuse(name, f"must hold valid regular expressions, not {pattern!r}")
 
 
 def _gptq_layout(fields: Fields) -> Layout:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 
 from pagoda.checkpoints.checkpoint_quantization import CheckpointQuantization, Scheme
 from pagoda.checkpoints.fields import Fields
@@ -69,10 +68,7 @@ def _scheme(fields: Fields | None) -> Scheme | None:
 def _targets(fields: Fields, key: str, name: str) -> tuple[str, ...]:
     """A layer, all whose names begin so, or a pattern, one of a shell's or behind `re:`."""
     if name.startswith("re:"):
-        try:
-            re.compile(name[3:])
-        except (re.error, RecursionError, OverflowError):
-            fields.refuse(key, f"must hold valid regular expressions, not {name!r}")
+        fields.pattern(key, name)
         return (name,)
     if not any(sign in name for sign in "*?["):
         return name, f"{name}."

@@ -7,14 +7,16 @@ from dataclasses import replace
 from functools import partial
 
 from pagoda.checkpoints.families.shared import (
+    MAX_CODER_LAYERS,
     dense_mlp,
+    encoder_names,
     with_attention,
     with_biases,
     with_cross_attention,
     with_layer_norm,
     with_position_table,
 )
-from pagoda.checkpoints.families.whisper import MAX_LAYERS, NAMES, WHISPER, of_encoder
+from pagoda.checkpoints.families.whisper import NAMES, TO_ENCODER, WHISPER
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.multipliers import Multipliers
@@ -57,8 +59,8 @@ def _adapt(
     seen = replace(seen, mlp=replace(dense_mlp(seen), intermediate_size=inner))
     encoder = replace(
         spec,
-        names=of_encoder(spec.names),
-        layers=(seen,) * fields.positive("encoder_layers", most=MAX_LAYERS),
+        names=encoder_names(spec.names, TO_ENCODER),
+        layers=(seen,) * fields.positive("encoder_layers", most=MAX_CODER_LAYERS),
         encoder=EncoderSpec(
             spec.max_position_embeddings + first,
             first,

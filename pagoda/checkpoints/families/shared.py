@@ -29,6 +29,7 @@ from pagoda.checkpoints.pooling_spec import (
     VectorMap,
 )
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
+from pagoda.checkpoints.tensor_names import TensorNames
 
 MAX_EXPERTS = 65_536
 """Experts of a layer: each is an object."""
@@ -394,6 +395,21 @@ def with_cross_attention(spec: ModelSpec) -> ModelSpec:
         return replace(layer, mlp=None)
 
     return spec.with_layers(change)
+
+
+MAX_CODER_LAYERS = 256
+"""Layers of an encoder, or of a decoder beside it, at most."""
+
+
+def encoder_names(names: TensorNames, changes: Mapping[str, str]) -> TensorNames:
+    """Names of the encoder beside a decoder that has these, by parts of names that it spells otherwise."""
+    changed: dict[str, Any] = {}
+    for name, told in vars(names).items():
+        if isinstance(told, str):
+            for old, new in changes.items():
+                told = told.replace(old, new)
+            changed[name] = told
+    return replace(names, **changed, halves=None)
 
 
 def own_heads(fields: Fields) -> Mapping[str, object]:

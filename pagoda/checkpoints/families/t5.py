@@ -9,7 +9,9 @@ from functools import partial
 
 from pagoda.checkpoints.distances import DistanceBuckets
 from pagoda.checkpoints.families.shared import (
+    MAX_CODER_LAYERS,
     dense_mlp,
+    encoder_names,
     with_attention,
     with_cross_attention,
     without_rotation,
@@ -22,7 +24,6 @@ from pagoda.checkpoints.pooling_spec import EncoderSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 from pagoda.checkpoints.text_encoder import TextEncoderSpec
 
-_MAX_LAYERS = 256
 _LONGEST = 4096
 """Tokens of the longest text, which files do not bound: the largest block of KV."""
 _PROJECTIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
@@ -46,27 +47,18 @@ _NAMES = TensorNames(
 )
 """Names of a decoder, each of whose layers is two here: one sees its own tokens, the next one the text."""
 _PARTS = ("SelfAttention", "EncDecAttention")
-
-
-def _of_encoder(names: TensorNames) -> TensorNames:
-    changed = {
-        name: getattr(names, name).replace("{part}", _PARTS[0]).replace("{half}", "0")
-        for name in ("query", "key", "value", "attention_out", "attention_norm")
-    }
-    changed |= {
-        name: getattr(names, name).replace("layer.2", "layer.1")
-        for name in ("mlp_norm", "gate", "up", "down")
-    }
-    changed |= {
-        name: getattr(names, name).replace("decoder", "encoder")
-        for name in ("distances", "norm", "layers")
-    }
-    return replace(names, halves=None, **changed)
+_TO_ENCODER = {
+    **{"decoder": "encoder", "{part}": _PARTS[0]},
+    **{"{half}": "0", "layer.2": "layer.1"},
+}
+"""Parts of names that the encoder spells otherwise."""
 
 
 def _layers(fields: Fields) -> int:
     """Layers of the decoder, which are as many as the encoder's where files do not say."""
-    return fields.positive("num_decoder_layers", fields.positive("num_layers"), most=_MAX_LAYERS)
+    return fields.positive(
+        "num_decoder_layers", fields.positive("num_layers"), most=MAX_CODER_LAYERS
+    )
 
 
 def _values(fields: Fields) -> Mapping[str, object]:
@@ -101,8 +93,8 @@ def _adapt(spec: ModelSpec, fields: Fields, *, scales: bool = True) -> ModelSpec
     seen = replace(layer, attention=replace(layer.attention, causal=False))
     encoder = replace(
         spec,
-        names=_of_encoder(names),
-        layers=(seen,) * fields.positive("num_layers", most=_MAX_LAYERS),
+        names=encoder_names(names, _TO_ENCODER),
+        layers=(seen,) * fields.positive("num_layers", most=MAX_CODER_LAYERS),
         encoder=EncoderSpec(norms_embeddings=False, norms_output=True),
     )
     if scales and fields.flag("scale_decoder_outputs", is_tied):

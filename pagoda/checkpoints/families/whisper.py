@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pagoda.checkpoints.audio import AudioSpec
 from pagoda.checkpoints.families.shared import (
+    MAX_CODER_LAYERS,
     dense_mlp,
+    encoder_names,
     own_heads,
     with_attention,
     with_biases,
@@ -23,7 +24,6 @@ from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import EncoderSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
-MAX_LAYERS = 256
 NAMES = TensorNames(
     embedding="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
@@ -42,19 +42,12 @@ NAMES = TensorNames(
 )
 """Names of a decoder, each of whose layers is two here: one sees the text, the next one the audio."""
 
-
-def of_encoder(names: TensorNames) -> TensorNames:
-    """Names of the encoder beside a decoder that has these."""
-    changed: dict[str, Any] = {
-        name: told.replace("model.decoder", "model.encoder").replace("{half}", "self")
-        for name, told in vars(names).items()
-        if isinstance(told, str)
-    }
-    return replace(names, **changed, halves=None)
+TO_ENCODER = {"model.decoder": "model.encoder", "{half}": "self"}
+"""Parts of names that the encoder spells otherwise."""
 
 
 def _values(fields: Fields) -> Mapping[str, object]:
-    layers = fields.positive("decoder_layers", most=MAX_LAYERS)
+    layers = fields.positive("decoder_layers", most=MAX_CODER_LAYERS)
     return {"num_hidden_layers": 2 * layers, **own_heads(fields)}
 
 
@@ -81,8 +74,8 @@ def _encoder(spec: ModelSpec, fields: Fields, positions: int) -> ModelSpec:
     layer = replace(layer, mlp=replace(dense_mlp(layer), intermediate_size=inner))
     return replace(
         spec,
-        names=of_encoder(NAMES),
-        layers=(layer,) * fields.positive("encoder_layers", most=MAX_LAYERS),
+        names=encoder_names(NAMES, TO_ENCODER),
+        layers=(layer,) * fields.positive("encoder_layers", most=MAX_CODER_LAYERS),
         position_table=None,
         encoder=EncoderSpec(norms_embeddings=False, norms_output=True),
         max_position_embeddings=positions,
