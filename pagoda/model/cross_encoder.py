@@ -210,12 +210,12 @@ class CrossEncoder(Generic[LinearT]):
         began = self._tracer.e2e() if batch.to_encode else 0
         for sequence, given in batch.to_encode:
             tables = tuple(table[sequence : sequence + 1] for table in batch.block_tables)
+            metadata = self._metadata(given.num_tokens or self.positions, tables)
             encoded = self._kept.pop(given.digest, None)
             if encoded is None:
-                inputs = self._front.inputs(given.values)
-                step = StepInput(inputs, self._metadata(len(next(iter(inputs.values()))), tables))
+                step = StepInput(self._front.inputs(given.values), metadata)
                 (encoded,) = self._compiled(step, [_ENCODED])
-            known = StepInput({_ENCODED: encoded}, self._metadata(len(encoded), tables))
+            known = StepInput({_ENCODED: encoded}, metadata)
             for index in self._keys_values:
                 self._compiled(known, [f"layer_{index}"])
             self._kept[given.digest] = encoded
@@ -255,11 +255,10 @@ class CrossEncoder(Generic[LinearT]):
         """Bytes of memory that a step takes in which the longest input is encoded before the decoder takes so
         many, with those that are kept of the last inputs."""
         table = torch.zeros((1, 1), dtype=torch.int64)
-        inputs = self._front.inputs(self._front.longest)
-        count = len(next(iter(inputs.values())))
-        step = StepInput(inputs, self._metadata(count, (table,) * (self._group + 1)))
+        metadata = self._metadata(self.positions, (table,) * (self._group + 1))
+        step = StepInput(self._front.inputs(self._front.longest), metadata)
         taken = self._compiled.profile(step, [_ENCODED]) + self._front.taken_bytes
-        kept = count * self._spec.encoder.hidden_size * torch.float32.itemsize
+        kept = self.positions * self._spec.encoder.hidden_size * torch.float32.itemsize
         return max(decoder_bytes, taken) + self._front.most_kept * kept
 
     def _metadata(self, count: int, tables: tuple[Tensor, ...]) -> dict[int, Any]:

@@ -456,18 +456,16 @@ class Decoder(Generic[LinearT, MetadataT]):
             table = tables.get(layer.spec.attention.rotary)
             own_beside = beside if layer.block is None else layer.block.added(ops, h)
             attended = attend(
-                *(
-                    ops,
-                    self._shard,
-                    index,
-                    layer,
-                    maps,
-                    (cache, states),
-                    table,
-                    h,
-                    adapters,
-                    own_beside,
-                )
+                ops,
+                self._shard,
+                index,
+                layer,
+                maps,
+                (cache, states),
+                table,
+                h,
+                adapters,
+                own_beside,
             )
             if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.

@@ -324,8 +324,16 @@ class WeightLoader(Generic[LinearT]):
         early = config.names.of_layer(index, config.names.experts_norm)
         latent, back = [*(self.linear([it]) for it in sparse.latent), None, None][:2]
         return SparseMlp(
-            *(router, experts, shared, shared_router, identity),
-            *(self.norm(early) if spec.early else None, apart, latent, back, spec.jitter),
+            router,
+            experts,
+            shared,
+            shared_router,
+            identity,
+            self.norm(early) if spec.early else None,
+            apart,
+            latent,
+            back,
+            spec.jitter,
         )
 
     def _apart(self, index: int) -> ApartMlp:

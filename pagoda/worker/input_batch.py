@@ -196,15 +196,15 @@ class InputBatch:
         keeps_states: bool = False,
         segment: int = SEGMENT,
         rank_blocks: int | None = None,
-        encoded_positions: Callable[[int], int] | None = None,
+        encodes_text: bool = False,
     ) -> None:
         """`block_sizes` are those of the KV groups, in tokens. Only the first stage of a model embeds spans. With
         `keeps_states`, states stay behind known tokens: drafts that were right are computed again. Where ranks
         attend to requests of their own, each has `rank_blocks` blocks.
 
         `adapter_number` finds the number of a loaded adapter by its digest; None where there are none. `blocks`
-        says which blocks are this rank's. `encoded_positions` are those that an encoder gives of so many bytes;
-        None where there is none, or all inputs are alike.
+        says which blocks are this rank's. With `encodes_text`, what an encoder gives of a request
+        is as long as its text.
         """
         self._adapter_number = adapter_number
         self.segment = segment
@@ -244,7 +244,7 @@ class InputBatch:
         """Slots with two texts."""
         self._to_encode: dict[int, EncoderInput] = {}
         """Inputs of the encoder of slots that have not begun."""
-        self._encoded_positions = encoded_positions
+        self._encodes_text = encodes_text
         self._encoded_lens = [1] * max_num_seqs
         """Positions of each slot that its encoder gives."""
         self._spans: dict[int, list[_Span]] = {}
@@ -307,8 +307,7 @@ class InputBatch:
         if (beside := start.work.encoder_input) is not None:
             if start.num_computed_tokens == 0:
                 self._to_encode[slot] = beside
-            if self._encoded_positions is not None:
-                self._encoded_lens[slot] = self._encoded_positions(len(beside.values))
+            self._encoded_lens[slot] = beside.positions
         self.append(slot, start.token_ids)
         for group, block_ids in enumerate(start.block_ids):
             self._tables[group].clear(slot)
@@ -449,7 +448,7 @@ class InputBatch:
             batch = replace(batch, embedded=self._embedded(slots, firsts, ends))
         if not self._to_encode.keys().isdisjoint(slots):
             batch = replace(batch, to_encode=self._beginning(slots))
-        if self._encoded_positions is not None:
+        if self._encodes_text:
             encoded = torch.tensor([self._encoded_lens[slot] for slot in slots])
             batch = replace(batch, encoded_lens=encoded)
         if self.segment != SEGMENT:

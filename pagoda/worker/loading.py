@@ -30,7 +30,6 @@ from pagoda.checkpoints.weight_formats import DenseFormat
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
-from pagoda.messages.encoder_input import TOKEN_BYTES
 from pagoda.messages.kv_formats import KV_FORMATS
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.segments import LEAST_SEGMENT
@@ -229,7 +228,7 @@ def load_runner(
         keeps_states=any(group.kind is KVKind.STATE for group in plan.kv_groups),
         segment=config.segment_tokens,
         rank_blocks=num_blocks if config.parallel.dp_attention else None,
-        encoded_positions=(lambda size: size // TOKEN_BYTES) if encodes_text else None,
+        encodes_text=encodes_text,
     )
     drafter = None
     if plan.drafter is not None and own is not None:
