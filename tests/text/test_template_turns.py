@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from operations import assert_linear
 from published_templates import PUBLISHED, published
@@ -250,6 +250,15 @@ TURN = st.fixed_dictionaries(
     st.lists(TURN, min_size=1, max_size=6),
     st.sampled_from([None, [{"type": "function", "function": {"name": "f"}}]]),
     st.booleans(),
+)
+@example(  # the template drops from its last message what another one has
+    name="Reka-Edge.jinja",
+    turns=[
+        {"role": "system", "content": "<think>t</think>y"},
+        {"role": "assistant", "content": "<think>t</think>y"},
+    ],
+    tools=None,
+    continues=True,
 )
 def test_any_history_is_rendered_or_refused_in_a_sentence(
     name: str, turns: list[Turn], tools: list[Turn] | None, continues: bool
