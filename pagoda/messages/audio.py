@@ -9,7 +9,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pagoda.messages.encoder_input import EncoderInput, encoder_input
 from pagoda.messages.ranges import Place, Size
 from pagoda.messages.sampling_params import MAX_TOKEN_LIST, TokenId
 
@@ -37,15 +36,6 @@ class FeatureSpec:
     def samples(self) -> int:
         """Samples of a whole piece."""
         return self.frames * self.hop
-
-
-AudioFeatures = EncoderInput
-"""Features of up to 30 s."""
-
-
-def audio_features(values: bytes, positions: int = 0) -> AudioFeatures:
-    """Features with their digest."""
-    return encoder_input(values, positions)
 
 
 class Alignment(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagoda.messages.audio import Alignment, AudioFeatures, SpeechRules
+from pagoda.messages.audio import Alignment, SpeechRules
+from pagoda.messages.encoder_input import EncoderInput
 from pagoda.messages.frontend import Grammar, KVSource, Pooling
 from pagoda.messages.spans import EmbeddedSpan
 from pagoda.telemetry.request_tracker import ClientRequest
@@ -47,7 +48,7 @@ class Draft:
     pooling: Pooling | None = None
     second_text_at: int = 0
     spans: tuple[EmbeddedSpan, ...] = ()
-    audio: AudioFeatures | None = None
+    audio: EncoderInput | None = None
     speech: SpeechRules | None = None
     alignment: Alignment | None = None
     num_scored_tokens: int = 0

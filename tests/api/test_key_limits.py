@@ -16,8 +16,7 @@ from pagoda.api.auth.keys import EVERY_ROUTE, ApiKey, ApiKeys
 from pagoda.api.errors import ApiError
 from pagoda.concurrency.async_utils import LongWork, cancel_all
 from pagoda.errors import OverloadedError
-from pagoda.messages.audio import audio_features
-from pagoda.messages.encoder_input import EncoderInput, text_input
+from pagoda.messages.encoder_input import EncoderInput, encoder_input, text_input
 from pagoda.messages.frontend import GenerateRequest, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.request_tracker import ClientRequest, RequestTracker
@@ -149,7 +148,7 @@ def test_a_bucket_fills_with_time_and_debt_is_paid_first() -> None:
     [
         (None, 2, 2),
         (text_input(range(20)), 20, 20),
-        (audio_features(bytes(4 * 80 * 30), positions=15), 2, 17),
+        (encoder_input(bytes(4 * 80 * 30), positions=15), 2, 17),
     ],
 )
 def test_a_prompt_has_the_tokens_that_its_usage_tells(

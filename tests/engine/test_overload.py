@@ -13,8 +13,7 @@ from pagoda.engine.fair_shares import OUTPUT_WEIGHT
 from pagoda.engine.precedence import AGEING_STEPS
 from pagoda.engine.request import Request
 from pagoda.fleet.placement import TrackedRequest
-from pagoda.messages.audio import audio_features
-from pagoda.messages.encoder_input import text_input
+from pagoda.messages.encoder_input import encoder_input, text_input
 from pagoda.messages.frontend import FinishReason, GenerateRequest, RequestRefused
 
 
@@ -50,7 +49,7 @@ def test_what_an_encoder_computes_counts_in_the_queue() -> None:
     harness = Harness(max_num_seqs=1, max_num_waiting_tokens=20)
     harness.add(ask("run"))
     assert refusals_of(harness, ask("waits", length=10)) == []
-    for beside in (audio_features(bytes(8), positions=15), text_input(range(15))):
+    for beside in (encoder_input(bytes(8), positions=15), text_input(range(15))):
         request = ask("a", encoder_input=beside)
         assert TrackedRequest(request, 0.0).num_tokens == 19
         assert refusals_of(harness, request) == ["a"]

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 from harness import make_request, make_scheduler
 
-from pagoda.messages.audio import audio_features
+from pagoda.messages.encoder_input import encoder_input
 from pagoda.messages.worker import SlotStart, StepResult
 
 
 def test_one_audio_begins_in_a_step_and_shares_no_blocks_with_another() -> None:
     scheduler = make_scheduler(feature_bytes=4)
-    heard = [audio_features(bytes([seed] * 4)) for seed in (1, 2, 1)]
+    heard = [encoder_input(bytes([seed] * 4)) for seed in (1, 2, 1)]
     prompt = list(range(9))
     for name, audio in zip("abc", heard, strict=True):
         scheduler.add(make_request(name, prompt, max_tokens=2, encoder_input=audio))

@@ -24,7 +24,8 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.errors import ConfigError
-from pagoda.messages.audio import Alignment, SpeechRules, audio_features
+from pagoda.messages.audio import Alignment, SpeechRules
+from pagoda.messages.encoder_input import encoder_input
 from pagoda.messages.frontend import GenerateRequest, Pooling, Work
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
@@ -57,7 +58,7 @@ class Heard(NamedTuple):
         return torch.randn(BINS, FRAMES, generator=torch.Generator().manual_seed(self.seed))
 
     def request(self, name: str, *, priority: int = 0) -> GenerateRequest:
-        audio = audio_features(self.features.numpy().tobytes())
+        audio = encoder_input(self.features.numpy().tobytes())
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=LENGTH, logprobs=0)
         work = Work(sampling, encoder_input=audio, speech=self.rules)
         return GenerateRequest(
@@ -163,7 +164,7 @@ def test_prefixes_are_shared_by_requests_of_one_audio_alone(tmp_path: Path) -> N
     features = [torch.randn(BINS, 128, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
     found = []
     for values in (*features, features[0]):
-        audio = audio_features(values.numpy().tobytes())
+        audio = encoder_input(values.numpy().tobytes())
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=40, ignore_eos=True)
         work = Work(sampling, encoder_input=audio)
         request = GenerateRequest(request_id="0", prompt_token_ids=[*range(24)], work=work)
@@ -208,7 +209,7 @@ def test_places_of_tokens_are_those_of_transformers(
     engine = InProcessEngine(directory, **{"backend": backend, "block_size": 128} | WAYS[way])
     requests, places = [AUDIOS[0].request("transcript")], {}
     for index, (heard, alignment) in enumerate(ALIGNED):
-        audio = audio_features(heard.features.numpy().tobytes())
+        audio = encoder_input(heard.features.numpy().tobytes())
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=0)
         work = Work(sampling, pooling=Pooling.PLACES, encoder_input=audio, alignment=alignment)
         name = str(index)
@@ -245,7 +246,7 @@ def test_what_is_not_heard_is_refused(directory: Path) -> None:
     )
     with pytest.raises(RuntimeError, match="not found on several pipeline stages"):
         stages.answer([unaligned])
-    work = Work(sampling, encoder_input=audio_features(bytes(400)))
+    work = Work(sampling, encoder_input=encoder_input(bytes(400)))
     short = GenerateRequest(request_id="0", prompt_token_ids=[1], work=work)
     with pytest.raises(RuntimeError, match=f"have {4 * BINS * FRAMES} bytes, got 400"):
         engine.answer([short])

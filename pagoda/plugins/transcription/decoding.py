@@ -18,7 +18,8 @@ from pagoda.api.errors import ApiError
 from pagoda.api.http.under_way import UnderWay
 from pagoda.concurrency.async_utils import cancel_all
 from pagoda.errors import DeadlineError, InvalidRequestError, refuse
-from pagoda.messages.audio import AudioFeatures, FeatureSpec, audio_features
+from pagoda.messages.audio import FeatureSpec
+from pagoda.messages.encoder_input import EncoderInput, encoder_input
 from pagoda.plugins.transcription.messages import ChildOptions, Heard, Piece
 
 MAX_S = 3600
@@ -48,13 +49,13 @@ class DecodedAudio:
         self.pieces = heard.pieces
         self._spec, self._process = features, process
 
-    async def features(self) -> AudioFeatures:
+    async def features(self) -> EncoderInput:
         """Features of the next piece. Raises InvalidRequestError: the process has died of the file."""
         size = 4 * self._spec.mel_bins * self._spec.frames
         values = await _message(self._process, size, _PIECE_S)
         if len(values) != size:
             refuse("file", _DAMAGED)
-        return await asyncio.to_thread(audio_features, values, self._spec.positions)
+        return await asyncio.to_thread(encoder_input, values, self._spec.positions)
 
 
 class AudioDecoder:

@@ -16,7 +16,8 @@ import msgspec
 
 from pagoda.api.errors import GenerationError
 from pagoda.errors import OverloadedError, refuse
-from pagoda.messages.audio import Alignment, AudioFeatures, SpeechRules
+from pagoda.messages.audio import Alignment, SpeechRules
+from pagoda.messages.encoder_input import EncoderInput
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.transcription.decoding import DecodedAudio, piece_seconds
@@ -152,7 +153,7 @@ class Transcription:
                 task.cancel()
             await asyncio.gather(*(task for _, task in running), return_exceptions=True)
 
-    async def _transcribe(self, heard: HeardPiece, features: AudioFeatures) -> None:
+    async def _transcribe(self, heard: HeardPiece, features: EncoderInput) -> None:
         try:
             if self.form.response_format == "verbose_json":
                 await self._find_silence(heard, features)
@@ -168,7 +169,7 @@ class Transcription:
         finally:
             heard.deltas.put_nowait(None)
 
-    async def _say(self, heard: HeardPiece, features: AudioFeatures) -> None:
+    async def _say(self, heard: HeardPiece, features: EncoderInput) -> None:
         """Transcribes a piece at its temperature."""
         prompt = self.speech.prompt(self.task, self.language, has_times=self.form.has_times)
         draft = self._draft(features, self.speech.rules(has_times=self.form.has_times))
@@ -183,7 +184,7 @@ class Transcription:
             if not self._tries:
                 heard.deltas.put_nowait(delta.text)
 
-    async def _is_accepted(self, heard: HeardPiece, features: AudioFeatures) -> bool:
+    async def _is_accepted(self, heard: HeardPiece, features: EncoderInput) -> bool:
         """False if a piece is to be tried at a higher temperature; what is silence is left without text."""
         is_unsure = heard.avg_logprob < _LEAST_LOGPROB
         if is_unsure:
@@ -194,7 +195,7 @@ class Transcription:
         decode, spoken = self.generator.text.tokenizer.decode, heard.spoken(self.speech)
         return not is_unsure and compression_ratio(decode(spoken)) <= _MAX_COMPRESSION
 
-    async def _find_silence(self, heard: HeardPiece, features: AudioFeatures) -> None:
+    async def _find_silence(self, heard: HeardPiece, features: EncoderInput) -> None:
         """Finds the probability that nobody speaks in a piece, if the model has a token for it."""
         if heard.no_speech is None and self.speech.no_speech is not None:
             waits = self._begun or heard.index > 0
@@ -202,7 +203,7 @@ class Transcription:
             _, logprob = await self._first_of(features, token_ids, before, waits=waits)
             heard.no_speech = math.exp(logprob)
 
-    async def _find_words(self, heard: HeardPiece, features: AudioFeatures) -> None:
+    async def _find_words(self, heard: HeardPiece, features: EncoderInput) -> None:
         """Finds the times of the words of a piece."""
         speech, generator = self.speech, self.generator
         prompt = speech.prompt(self.task, self.language, has_times=False)
@@ -224,7 +225,7 @@ class Transcription:
             lambda: words_of(spoken, times, decode, self.language), CHARS_OF_TOKEN * len(spoken)
         )
 
-    async def _language_of(self, features: AudioFeatures) -> str:
+    async def _language_of(self, features: EncoderInput) -> str:
         """The likeliest language of a piece."""
         codes = {token_id: code for code, token_id in self.speech.languages.items()}
         token_id, _ = await self._first_of(features, tuple(codes), waits=False)
@@ -232,7 +233,7 @@ class Transcription:
 
     async def _first_of(
         self,
-        features: AudioFeatures,
+        features: EncoderInput,
         token_ids: tuple[int, ...],
         before: Sequence[int] = (),
         *,
@@ -254,7 +255,7 @@ class Transcription:
                 return token_id, entry.logprob
         raise GenerationError("an audio gave no token")
 
-    def _draft(self, features: AudioFeatures, rules: SpeechRules | None = None) -> Draft:
+    def _draft(self, features: EncoderInput, rules: SpeechRules | None = None) -> Draft:
         client_request = self._client_request
         return Draft(audio=features, speech=rules, speculates=False, client_request=client_request)
 

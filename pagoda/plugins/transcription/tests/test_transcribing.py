@@ -15,7 +15,8 @@ from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from pagoda.errors import InvalidRequestError, OverloadedError
-from pagoda.messages.audio import AudioFeatures, FeatureSpec, audio_features
+from pagoda.messages.audio import FeatureSpec
+from pagoda.messages.encoder_input import EncoderInput, encoder_input
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.plugins.transcription.decoding import DecodedAudio
@@ -98,8 +99,8 @@ def _logprobs(values: list[float]) -> list[TokenLogprobs]:
 class Audio:
     pieces = (Piece(0, 16_000),)
 
-    async def features(self) -> AudioFeatures:
-        return audio_features(b"features")
+    async def features(self) -> EncoderInput:
+        return encoder_input(b"features")
 
 
 async def _heard(model: Model, **fields: Any) -> HeardPiece:
