@@ -36,7 +36,7 @@ class Fields:
         raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {shown}.")
 
     def pattern(self, name: str, pattern: str) -> re.Pattern[str]:
-        """A regular expression, perhaps behind `re:`, among the values of a field. Raises ConfigError: it is none."""
+        """A regular expression, perhaps behind `re:`, of a field. Raises ConfigError: it is none."""
         try:
             return re.compile(pattern.removeprefix("re:"))
         except (re.error, RecursionError, OverflowError):
